@@ -1,0 +1,1 @@
+"""The command line. The only reader of environment variables."""

@@ -1,0 +1,50 @@
+"""Options of the engine that do not depend on a model. Frozen, self-checking; no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from finwhale.errors import FinwhaleError
+
+Activations = Literal["as-trained", "exact"]
+DtypeName = Literal["float32", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
+        dtype: the dtype of activations and caches; None: bfloat16 on a GPU, float32 on a CPU.
+        activations: "as-trained" rounds activations, cached kv and indexer inputs to FP8 as the
+            model was trained with; "exact" rounds none of them.
+        max_model_len: tokens of prompt and output of one sequence at most; None: what the
+            checkpoint allows and the memory holds.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of one forward (prefill chunks and decodes together).
+        cache_memory_bytes: memory for the paged state; None: sized from the device.
+    """
+
+    device: str | None = None
+    dtype: DtypeName | None = None
+    activations: Activations = "as-trained"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    cache_memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise FinwhaleError(f'dtype must be "float32" or "bfloat16", got {self.dtype!r}')
+        if self.activations not in ("as-trained", "exact"):
+            raise FinwhaleError(
+                f'activations must be "as-trained" or "exact", got {self.activations!r}'
+            )
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise FinwhaleError(f"{name} must be at least 1, got {value}")
+        if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
+            raise FinwhaleError(
+                f"cache_memory_bytes must be at least 1, got {self.cache_memory_bytes}"
+            )

@@ -1,0 +1,1 @@
+"""The engine: scheduling, paged state, batching, sampling."""

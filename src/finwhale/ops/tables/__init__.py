@@ -1,0 +1,1 @@
+"""One table of operators a platform."""

@@ -1,0 +1,36 @@
+"""What the process runs on, as plain data. The only module that asks a driver."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Vendor = Literal["cpu", "nvidia", "amd"]
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """A vendor and the architecture's name: "cpu", "sm90", "sm100", "gfx942", "gfx950"."""
+
+    vendor: Vendor
+    arch: str
+
+    @property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """The torch device type; AMD GPUs are "cuda" to torch."""
+        return "cpu" if self.vendor == "cpu" else "cuda"
+
+    @classmethod
+    def cpu(cls) -> "Platform":
+        return cls("cpu", "cpu")
+
+    @classmethod
+    def detect(cls, device_index: int = 0) -> "Platform":
+        """Query the driver. Call once, from the process that runs the model, never at import."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return cls.cpu()
+        if torch.version.hip is not None:
+            properties = torch.cuda.get_device_properties(device_index)
+            return cls("amd", properties.gcnArchName.split(":")[0])
+        major, minor = torch.cuda.get_device_capability(device_index)
+        return cls("nvidia", f"sm{major}{minor}")

@@ -1,0 +1,150 @@
+"""What a caller asks for and what it gets back. Plain data: no torch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from finwhale.errors import RequestError
+
+FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose the next token, and when to stop.
+
+    Attributes:
+        n: continuations of the prompt.
+        max_tokens: tokens to generate at most; None: until the context is full.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p.
+        min_p: drop tokens less likely than min_p times the most likely one.
+        repetition_penalty: divides (or multiplies, where negative) the logits of tokens that
+            stand in the prompt or the output; 1 is none (Keskar et al. 2019).
+        presence_penalty: subtracted from the logits of tokens that stand in the output.
+        frequency_penalty: subtracted once for each time that a token stands in the output.
+        stop: strings at which to stop; the text returned ends before them.
+        stop_token_ids: token ids at which to stop, besides the model's end of sequence.
+        ignore_eos: go on past the model's end of sequence.
+        seed: makes a request's draws the same whatever else is in the batch; None: a fresh one.
+        logprobs: for each generated token, the log-probabilities of this many most likely
+            tokens beside its own; None: none at all.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 128
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        for name, low, high, wanted in _RANGES:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+                raise RequestError(f"{name} must be a number, got {value!r}")
+            if not low <= value <= high:
+                raise RequestError(f"{name} must be {wanted}, got {value!r}")
+        if self.repetition_penalty == 0:
+            raise RequestError("repetition_penalty must be above 0, got 0")
+        for name in ("n", "top_k"):
+            if not isinstance(getattr(self, name), int):
+                raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
+        for name in ("max_tokens", "logprobs", "seed"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise RequestError(f"{name} must be an integer or None, got {value!r}")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
+            raise RequestError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(f"stop must be non-empty strings, got {list(self.stop)!r}")
+        if not all(isinstance(i, int) and i >= 0 for i in self.stop_token_ids):
+            raise RequestError(
+                f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
+            )
+
+
+MAX_LOGPROBS = 100
+_RANGES = (
+    ("n", 1, 4096, "1 to 4096"),
+    ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
+    ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
+    ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
+    ("min_p", 0.0, 1.0, "0 to 1"),
+    ("repetition_penalty", 0.0, 100.0, "above 0 and at most 100"),
+    ("presence_penalty", -100.0, 100.0, "-100 to 100"),
+    ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability under the model, before temperature and filters.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: 1 for the most likely token.
+        decoded_token: the token's text.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One continuation of a prompt.
+
+    Attributes:
+        index: which of the n continuations.
+        text: without the stop string and without special tokens.
+        token_ids: every generated token, the one that stopped it included.
+        finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens or the
+            context is full), "error", or None while it is running.
+        stop_reason: the stop string or stop token id that was met, if any.
+        logprobs: one dict a generated token, token id to Logprob; None unless asked for.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+        request_id: unique in the process.
+        prompt: the text, or None where token ids were given.
+        prompt_token_ids: what the model read.
+        outputs: n continuations.
+        finished: nothing more will come.
+        error: why the request failed, one line; None where it did not.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    error: str | None = None
