@@ -1,0 +1,1 @@
+"""Prompts and output streams: the tokenizer, the chat format, the output parser. No torch."""

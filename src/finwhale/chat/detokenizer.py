@@ -1,0 +1,31 @@
+"""Token ids to text as they come, for streaming."""
+
+import codecs
+from collections.abc import Iterable
+
+from finwhale.chat.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Turns a stream of token ids into text that is never revised.
+
+    A character whose bytes are spread over several tokens appears with its last byte. What all
+    calls return, joined, is `Tokenizer.decode` of all the ids. Cost: that of the token's bytes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+        """Starts an empty stream; `skip_special` as in `Tokenizer.decode`."""
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """The text that these ids complete; may be empty."""
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        return self._decoder.decode(
+            b"".join([token_bytes(i) for i in token_ids if i not in skipped])
+        )
+
+    def finish(self) -> str:
+        """Ends the stream: U+FFFD where it ends inside a character, else nothing."""
+        return self._decoder.decode(b"", final=True)

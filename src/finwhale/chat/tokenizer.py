@@ -1,0 +1,192 @@
+"""Text to token ids and back, for byte-level BPE tokenizers in the tokenizer.json format."""
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe
+import tokenizers
+
+from finwhale.errors import CheckpointError, RequestError
+
+BOS = deepseek_recipe.SpecialToken.Bos.default_str()
+EOS = deepseek_recipe.SpecialToken.Eos.default_str()
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, in which text and control tokens are never confused.
+
+    DeepSeek's tokenizer.json lists its control tokens (`<think>`, ...) as added
+    tokens, and the usual `encode` turns any text that spells one into that token. Here `encode`
+    uses a second copy without the added vocabulary, so that a user's text stays text, and
+    control tokens enter a prompt by id only.
+
+    Attributes:
+        path: the tokenizer.json it was read from.
+        vocab_size: the highest token id plus one.
+        added_ids: id of every added (control) token, by its spelling.
+        special_ids: the added tokens that tokenizer.json flags "special": what decoding skips.
+        bos_id, eos_id: begin and end of sequence; None where the vocabulary has none.
+    """
+
+    def __init__(self, path: Path, spec: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Builds from parsed tokenizer.json and tokenizer_config.json; see `open`.
+
+        Raises:
+            CheckpointError: it is not a byte-level BPE, or it cannot be built.
+        """
+        self.path = path
+        try:
+            model, vocab = spec["model"], spec["model"]["vocab"]
+            kinds = (model.get("type", "BPE"), spec["decoder"]["type"])
+            added = {str(token["content"]): token for token in spec["added_tokens"]}
+            self.added_ids: dict[str, int] = {text: int(t["id"]) for text, t in added.items()}
+            self.special_ids = frozenset(int(t["id"]) for t in added.values() if t["special"])
+            self._tokens: dict[int, str] = {int(i): text for text, i in vocab.items()}
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{path} is not a tokenizer.json: {error!r}") from error
+        if kinds != ("BPE", "ByteLevel"):
+            raise CheckpointError(
+                f"{path}: wanted a BPE model with a ByteLevel decoder, "
+                f"found {kinds[0]} with {kinds[1]}"
+            )
+        # An added token may also stand in the model's vocabulary; without it there, no text can
+        # ever be merged into it.
+        plain_vocab = {text: i for text, i in vocab.items() if text not in added}
+        plain = {**spec, "added_tokens": [], "model": {**model, "vocab": plain_vocab}}
+        self._plain = _build(plain, path)
+        self._added_texts = {i: text for text, i in self.added_ids.items()}
+        self._tokens.update(self._added_texts)
+        self.vocab_size = max(self._tokens) + 1
+        self.bos_id = self.added_ids.get(_spelling(config.get("bos_token"), BOS))
+        self.eos_id = self.added_ids.get(_spelling(config.get("eos_token"), EOS))
+        self._spec = spec
+
+    @classmethod
+    def open(cls, directory: str | Path) -> "Tokenizer":
+        """Reads `tokenizer.json` and, where there is one, `tokenizer_config.json`.
+
+        Raises:
+            CheckpointError: tokenizer.json is missing, broken or not a byte-level BPE.
+        """
+        path = Path(directory) / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"no tokenizer: {path} does not exist")
+        config_path = path.with_name("tokenizer_config.json")
+        config = _read_json(config_path) if config_path.is_file() else {}
+        return cls(path, _read_json(path), config)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; text that spells a control token stays text.
+
+        Raises:
+            RequestError: `text` is not a string, or not valid Unicode.
+        """
+        return self._plain.encode(_checked(text), add_special_tokens=False).ids
+
+    def encode_with_special(self, text: str) -> list[int]:
+        """Token ids of trusted text, in which spelled control tokens become control tokens.
+
+        Raises:
+            RequestError: `text` is not a string, or not valid Unicode.
+        """
+        return self._full.encode(_checked(text), add_special_tokens=False).ids
+
+    def added_id(self, spelling: str) -> int:
+        """The id of a control token.
+
+        Raises:
+            CheckpointError: the vocabulary has no such control token.
+        """
+        if spelling not in self.added_ids:
+            raise CheckpointError(f"{self.path} has no control token {spelling}")
+        return self.added_ids[spelling]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for; none where the id is outside the vocabulary."""
+        text = self._tokens.get(token_id, "")
+        if token_id in self._added_texts:
+            return text.encode()
+        try:
+            return text.translate(_BYTE_OF_CHAR).encode("latin-1")
+        except UnicodeEncodeError:
+            return text.encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token's text by itself, control tokens spelled out; U+FFFD for partial UTF-8."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of token ids; invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            token_ids: ids outside the vocabulary decode to nothing.
+            skip_special: leave out the tokens flagged special (begin and end of sequence, ...);
+                `<think>` and its kin are not flagged so in DeepSeek's tokenizer.
+        """
+        skipped = self.special_ids if skip_special else frozenset()
+        parts = [self.token_bytes(i) for i in token_ids if i not in skipped]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    @cached_property
+    def _full(self) -> tokenizers.Tokenizer:
+        return _build(self._spec, self.path)
+
+    @cached_property
+    def recipe(self) -> deepseek_recipe.Tokenizer:
+        """deepseek-recipe's own tokenizer of the same file, which its output parser needs."""
+        return deepseek_recipe.Tokenizer.from_str(json.dumps(self._spec))
+
+
+def _build(spec: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(spec))
+    # The library raises bare Exception for everything that it finds wrong in a file.
+    except Exception as error:
+        raise CheckpointError(f"{path} is not a usable tokenizer.json: {error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: wanted a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _spelling(token: Any, default: str) -> str:
+    if isinstance(token, Mapping):
+        token = token.get("content")
+    return token if isinstance(token, str) else default
+
+
+def _checked(text: str) -> str:
+    if not isinstance(text, str):
+        raise RequestError(f"text must be a string, got {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"text is not valid Unicode: a lone surrogate at character {error.start}"
+        ) from error
+    return text
+
+
+def _byte_of_char() -> dict[int, int]:
+    """The byte-level alphabet (GPT-2's): which byte each of its 256 characters stands for.
+
+    Characters of Latin-1 outside the alphabet map past it, so that encoding them fails.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    table = {i: 0x110000 - 1 for i in range(256) if i not in printable}
+    table.update({i: i for i in printable})
+    others = [i for i in range(256) if i not in printable]
+    table.update({0x100 + n: byte for n, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
