@@ -1,0 +1,281 @@
+"""The numeric formats of a checkpoint's weights in plain torch: FP8 blocks, FP4 rows, E8M0 scales.
+
+FP8 block: e4m3 values [out, in], one scale per 128x128 block: [ceil(out/128), ceil(in/128)].
+FP4: two e2m1 values a byte along the last axis, the low nibble is the even k: int8 [..., in/2], one
+scale per 1x32: [..., in/32]. E8M0: a byte b means 2^(b - 127); 255 means NaN (OCP Microscaling
+Formats 1.0, section 5.4.1). Scales are only ever touched as these bytes: converting an E8M0 tensor
+by value rounds to powers of two in ways that differ between devices.
+
+Everything runs on any device, a slice of rows at a time, so that no full-size float32 copy exists.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from finwhale.errors import CheckpointError
+
+FP8_BLOCK = 128
+FP4_BLOCK = 32
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E8M0_BIAS = 127
+E8M0_NAN = 255
+
+# A boundary lies between two neighbouring e2m1 magnitudes; a value on it goes to the even code.
+_E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_SLICE_ELEMENTS = 1 << 24
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# --- E8M0 ---------------------------------------------------------------------------------------
+
+
+def e8m0_bytes(scale: Tensor) -> Tensor:
+    """The raw exponent bytes (uint8, a view) of a float8_e8m0fnu or uint8 tensor."""
+    assert scale.dtype in (torch.float8_e8m0fnu, torch.uint8), scale.dtype
+    return scale.view(torch.uint8)
+
+
+def e8m0_to_float32(scale: Tensor) -> Tensor:
+    """2^(b - 127) as float32, exact for every byte (0 is the subnormal 2^-127, 255 is NaN)."""
+    raw = e8m0_bytes(scale).int()
+    bits = torch.where(raw == 0, 0x0040_0000, raw << 23)
+    bits = torch.where(raw == E8M0_NAN, 0x7FC0_0000, bits)
+    return bits.view(torch.float32)
+
+
+def scale_to_float32(scale: Tensor) -> Tensor:
+    """A scale tensor, float8_e8m0fnu or float32, as float32."""
+    return scale if scale.dtype == torch.float32 else e8m0_to_float32(scale)
+
+
+def find_nan(data: Tensor, scale: Tensor | None) -> str | None:
+    """What is not finite in a stored weight, in words, or None.
+
+    Looks at e4m3 codes, float32 and E8M0 scales and plain floating values.
+    """
+    if scale is not None:
+        if scale.dtype == torch.float32:
+            if not bool(scale.isfinite().all()):
+                return "a scale that is not finite"
+        elif scale.numel() and int(e8m0_bytes(scale).max()) == E8M0_NAN:
+            return "the E8M0 scale code 255, which means NaN"
+    if data.dtype == torch.float8_e4m3fn:
+        if data.numel() and int((data.view(torch.uint8) & 0x7F).max()) == 0x7F:
+            return "an E4M3 NaN code"
+    elif data.is_floating_point() and not bool(data.isfinite().all()):
+        return "a value that is not finite"
+    return None
+
+
+def _power_of_two_scales(amax: Tensor, limit: float) -> Tensor:
+    """The E8M0 bytes (uint8) of the smallest powers of two s with amax <= limit * s.
+
+    amax: float32, any shape. A zero amax gets scale 1; a result under 2^-127 becomes 2^-127.
+    Exact: compares mantissas instead of dividing.
+    """
+    limit_mantissa, limit_exponent = torch.frexp(torch.tensor(limit))
+    mantissa, exponent = torch.frexp(amax)
+    up = (mantissa > limit_mantissa.item()).int()
+    raw = (exponent - int(limit_exponent) + up + E8M0_BIAS).clamp_(0, E8M0_NAN - 1)
+    return torch.where(amax == 0, E8M0_BIAS, raw).to(torch.uint8)
+
+
+def _reciprocal(raw: Tensor) -> Tensor:
+    """1 / scale as float32 for E8M0 bytes under 254."""
+    return e8m0_to_float32(2 * E8M0_BIAS - raw)
+
+
+# --- FP8, blocks of 128x128 -------------------------------------------------------------------
+
+
+def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """The shape of the scales of an FP8 weight [out, in]."""
+    rows, columns = shape
+    return ceil_div(rows, FP8_BLOCK), ceil_div(columns, FP8_BLOCK)
+
+
+def quantise_fp8_block(
+    weight: Tensor, scale_dtype: torch.dtype = torch.float8_e8m0fnu
+) -> tuple[Tensor, Tensor]:
+    """Round a weight to e4m3 with one scale per 128x128 block.
+
+    Args:
+        weight: [out, in], floating; any sizes, the last block of a row or column may be partial.
+        scale_dtype: float8_e8m0fnu (amax/448 rounded up to a power of two) or float32 (amax/448).
+
+    Returns:
+        float8_e4m3fn [out, in] and the scales [ceil(out/128), ceil(in/128)]; weight is their
+        product up to rounding to nearest even. A zero block has scale 1.
+
+    Raises:
+        CheckpointError: the weight has a value that is not finite.
+    """
+    assert weight.dim() == 2 and scale_dtype in (torch.float8_e8m0fnu, torch.float32)
+    rows, columns = weight.shape
+    data = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    scale = torch.empty(fp8_scale_shape((rows, columns)), device=weight.device)
+    raw = torch.empty_like(scale, dtype=torch.uint8)
+    for start, stop in _row_slices(rows, columns, FP8_BLOCK):
+        part = weight[start:stop].to(torch.float32, copy=True)
+        amax = _block_amax(part)
+        _check_finite(amax)
+        blocks = slice(start // FP8_BLOCK, ceil_div(stop, FP8_BLOCK))
+        if scale_dtype == torch.float32:
+            smallest = torch.finfo(torch.float32).tiny
+            scale[blocks] = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_min(smallest))
+            inverse = scale[blocks].reciprocal()
+        else:
+            raw[blocks] = _power_of_two_scales(amax, E4M3_MAX)
+            inverse = _reciprocal(raw[blocks])
+        _multiply_blocks(part, inverse)
+        data[start:stop] = part.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return data, scale if scale_dtype == torch.float32 else raw.view(torch.float8_e8m0fnu)
+
+
+def dequantise_fp8_block(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """e4m3 [out, in] times its block scales (E8M0 or float32), computed in float32, as dtype."""
+    assert data.dim() == 2 and tuple(scale.shape) == fp8_scale_shape(tuple(data.shape))
+    factors = scale_to_float32(scale)
+    rows, columns = data.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=data.device)
+    for start, stop in _row_slices(rows, columns, FP8_BLOCK):
+        part = data[start:stop].float()
+        _multiply_blocks(part, factors[start // FP8_BLOCK : ceil_div(stop, FP8_BLOCK)])
+        out[start:stop] = part
+    return out
+
+
+def _block_amax(part: Tensor) -> Tensor:
+    """The largest magnitude of each 128x128 block of float32 [rows, columns]; NaN stays NaN."""
+    rows, columns = part.shape
+    by_column = torch.empty(rows, ceil_div(columns, FP8_BLOCK), device=part.device)
+    whole = columns // FP8_BLOCK
+    if whole:
+        split = part[:, : whole * FP8_BLOCK].view(rows, whole, FP8_BLOCK)
+        low, high = torch.aminmax(split, dim=2)
+        by_column[:, :whole] = torch.maximum(high, -low)
+    if columns % FP8_BLOCK:
+        low, high = torch.aminmax(part[:, whole * FP8_BLOCK :], dim=1)
+        by_column[:, whole] = torch.maximum(high, -low)
+    missing = -rows % FP8_BLOCK
+    if missing:
+        by_column = torch.nn.functional.pad(by_column, (0, 0, 0, missing))
+    return by_column.view(-1, FP8_BLOCK, by_column.shape[1]).amax(1)
+
+
+def _multiply_blocks(part: Tensor, factors: Tensor) -> None:
+    """Multiply float32 [rows, columns] in place by one factor per 128x128 block."""
+    rows, columns = part.shape
+    by_row = factors.repeat_interleave(FP8_BLOCK, 0)[:rows]
+    whole = columns // FP8_BLOCK
+    if whole:
+        split = part[:, : whole * FP8_BLOCK].view(rows, whole, FP8_BLOCK)
+        split.mul_(by_row[:, :whole, None])
+    if columns % FP8_BLOCK:
+        part[:, whole * FP8_BLOCK :].mul_(by_row[:, whole:])
+
+
+# --- FP4, rows of 32 ----------------------------------------------------------------------------
+
+
+def quantise_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round a weight to packed e2m1 with one power-of-two scale per 32 values of a row.
+
+    Args:
+        weight: [..., in], floating, in a multiple of 32.
+
+    Returns:
+        int8 [..., in/2], the low nibble the even k, and float8_e8m0fnu [..., in/32]: the smallest
+        power of two that is at least amax/6. Values round to nearest even.
+
+    Raises:
+        CheckpointError: the weight has a value that is not finite, or in is no multiple of 32.
+    """
+    columns = weight.shape[-1]
+    if columns % FP4_BLOCK:
+        raise CheckpointError(
+            f"FP4 needs rows of a multiple of {FP4_BLOCK} values, got a weight of shape "
+            f"{list(weight.shape)}"
+        )
+    flat = weight.reshape(-1, columns)
+    packed = torch.empty(flat.shape[0], columns // 2, dtype=torch.uint8, device=weight.device)
+    raw = torch.empty(flat.shape[0], columns // FP4_BLOCK, dtype=torch.uint8, device=weight.device)
+    for start, stop in _row_slices(flat.shape[0], columns, 1):
+        part = flat[start:stop].to(torch.float32, copy=True).view(stop - start, -1, FP4_BLOCK)
+        low, high = torch.aminmax(part, dim=2)
+        amax = torch.maximum(high, -low)
+        _check_finite(amax)
+        raw[start:stop] = _power_of_two_scales(amax, E2M1_MAX)
+        part.mul_(_reciprocal(raw[start:stop])[:, :, None])
+        codes = _e2m1_codes(part).view(stop - start, columns)
+        packed[start:stop] = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    lead = weight.shape[:-1]
+    return (
+        packed.view(torch.int8).view(*lead, columns // 2),
+        raw.view(torch.float8_e8m0fnu).view(*lead, columns // FP4_BLOCK),
+    )
+
+
+def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Packed e2m1 [..., in/2] times its scales [..., in/32], computed in float32, as dtype."""
+    lead, half = packed.shape[:-1], packed.shape[-1]
+    assert tuple(scale.shape) == (*lead, half * 2 // FP4_BLOCK), (packed.shape, scale.shape)
+    table = _pair_table(packed.device)
+    codes = packed.reshape(-1, half).view(torch.uint8)
+    factors = scale_to_float32(scale).reshape(codes.shape[0], -1)
+    out = torch.empty(codes.shape[0], half * 2, dtype=dtype, device=packed.device)
+    for start, stop in _row_slices(codes.shape[0], half * 2, 1):
+        pairs = table.index_select(0, codes[start:stop].reshape(-1).int())
+        part = pairs.view(stop - start, -1, FP4_BLOCK).mul_(factors[start:stop, :, None])
+        out[start:stop] = part.view(stop - start, half * 2)
+    return out.view(*lead, half * 2)
+
+
+def fp4_to_e4m3(packed: Tensor) -> Tensor:
+    """Packed e2m1 [..., in/2] as float8_e4m3fn [..., in], exactly; the scales stay per 32."""
+    table = _pair_table(packed.device).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes = packed.reshape(-1).view(torch.uint8)
+    out = torch.empty(codes.numel(), 2, dtype=torch.uint8, device=packed.device)
+    for start, stop in _row_slices(codes.numel(), 2, 1):
+        out[start:stop] = table.index_select(0, codes[start:stop].int())
+    return out.view(torch.float8_e4m3fn).view(*packed.shape[:-1], packed.shape[-1] * 2)
+
+
+def _e2m1_codes(values: Tensor) -> Tensor:
+    """The 4-bit codes (uint8) of float32 values within +-6, rounded to nearest even."""
+    boundaries = torch.tensor(_E2M1_BOUNDARIES)
+    upwards = torch.tensor([code % 2 == 1 for code in range(len(_E2M1_BOUNDARIES))])
+    below = torch.nextafter(boundaries, torch.zeros(()))
+    # bucketize counts the boundaries strictly below a value; one moved down also counts a tie.
+    thresholds = torch.where(upwards, below, boundaries).to(values.device)
+    magnitude = torch.bucketize(values.abs(), thresholds, out_int32=True).to(torch.uint8)
+    return magnitude | (torch.signbit(values).to(torch.uint8) << 3)
+
+
+def _pair_table(device: torch.device) -> Tensor:
+    """float32 [256, 2]: the values of a byte's low and high nibble."""
+    values = torch.tensor(E2M1_VALUES, device=device)
+    signed = torch.cat([values, -values])
+    return torch.stack([signed.repeat(16), signed.repeat_interleave(16)], dim=1)
+
+
+# --- Helpers ------------------------------------------------------------------------------------
+
+
+def _row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) over the rows, each slice a multiple of `multiple` rows but the last."""
+    step = max(_SLICE_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+    for start in range(0, rows, step):
+        yield start, min(start + step, rows)
+
+
+def _check_finite(amax: Tensor) -> None:
+    if not bool(amax.isfinite().all()):
+        raise CheckpointError("a weight with a value that is not finite cannot be quantised")

@@ -1,0 +1,276 @@
+"""Opening a checkpoint directory: its config.json and what tensors its safetensors files hold.
+
+Opening reads headers only; every fault that headers can show is reported then, before any data.
+"""
+
+import json
+import math
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from finwhale.checkpoint.names import Part, official_tensors
+from finwhale.errors import CheckpointError
+
+CONFIG_FILE = "config.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+_MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor under its official name, and where it lies.
+
+    Attributes:
+        num_bytes: its size in the file (of its slice, for one expert of a stacked tensor).
+        file: the file's name inside the directory.
+        stored_name: what the file calls it.
+        part: the slice of the stored tensor; None: all of it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    num_bytes: int
+    file: str
+    stored_name: str
+    part: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint directory.
+
+    Attributes:
+        path: the directory.
+        config: config.json as it stands.
+        tensors: every tensor by its official name, in the order of the files.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: Mapping[str, TensorInfo]
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Checkpoint":
+        """Read config.json and the headers of all files.
+
+        Raises:
+            CheckpointError: the directory, config.json, the index or a file is missing, damaged or
+                contradictory, or a tensor has a dtype that no DeepSeek-V4 checkpoint has.
+        """
+        directory = Path(path)
+        if not directory.is_dir():
+            raise CheckpointError(
+                f"no checkpoint at {directory}: "
+                + ("it is a file, not a directory" if directory.exists() else "no such directory")
+            )
+        config = _read_json(directory / CONFIG_FILE, "a checkpoint directory holds one")
+        return cls(directory, config, _inventory(directory))
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(info.num_bytes for info in self.tensors.values())
+
+    def shards(self) -> list[tuple[str, list[str]]]:
+        """(file, official names in it) for each file: the order in which to read everything."""
+        names = defaultdict(list)
+        for info in self.tensors.values():
+            names[info.file].append(info.name)
+        return sorted(names.items())
+
+    def reader(self) -> "TensorReader":
+        """A context manager that reads tensors and keeps the files it needs open."""
+        return TensorReader(self)
+
+    def read(self, name: str) -> Tensor:
+        """One tensor by its official name, on the CPU, memory-mapped (copied on write)."""
+        with self.reader() as reader:
+            return reader.read(name)
+
+
+class TensorReader:
+    """Reads tensors by official name; a file stays open until `close_all` or the end."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._stack = ExitStack()
+        self._files: dict[str, Any] = {}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, a view of the mapped file: pages are read when touched, writes stay private.
+
+        Raises:
+            CheckpointError: no such tensor, or its file changed since it was opened.
+        """
+        info = self._checkpoint.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"{self._checkpoint.path} has no tensor {name}")
+        try:
+            tensor: Tensor = self._file(info.file).get_tensor(info.stored_name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"cannot read {name} from {info.file}: {error}") from error
+        if info.part is None:
+            return tensor
+        return tensor[info.part.expert, info.part.start : info.part.stop]
+
+    def close_all(self) -> None:
+        """Close the files; tensors that were read stay valid."""
+        self._files.clear()
+        self._stack.close()
+
+    def _file(self, file: str) -> Any:
+        if file not in self._files:
+            handle = safe_open(self._checkpoint.path / file, framework="pt", device="cpu")
+            self._files[file] = self._stack.enter_context(handle)
+        return self._files[file]
+
+    def __enter__(self) -> "TensorReader":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close_all()
+
+
+# --- Headers --------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path, why: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}; {why}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _inventory(directory: Path) -> dict[str, TensorInfo]:
+    expected = _expected_names(directory)
+    headers = {file: _read_header(directory / file) for file in expected}
+    owner: dict[str, str] = {}
+    for file, header in headers.items():
+        for name in header:
+            if name in owner:
+                raise CheckpointError(f"tensor {name} is in two files: {owner[name]} and {file}")
+            owner[name] = file
+    for file, names in expected.items():
+        lost = sorted(names - headers[file].keys())
+        if lost:
+            raise CheckpointError(
+                f"{INDEX_FILE} says that {lost[0]} is in {file}, which does not hold it "
+                f"({len(lost)} such tensors); the index and the files are of different checkpoints"
+            )
+    tensors: dict[str, TensorInfo] = {}
+    for file, header in headers.items():
+        for stored_name, (dtype, shape) in header.items():
+            for info in _infos(file, stored_name, dtype, shape):
+                other = tensors.get(info.name)
+                if other is not None:
+                    raise CheckpointError(
+                        f"{other.stored_name} in {other.file} and {stored_name} in {file} are "
+                        f"both the tensor {info.name}"
+                    )
+                tensors[info.name] = info
+    return tensors
+
+
+def _infos(
+    file: str, stored_name: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Iterator[TensorInfo]:
+    for name, part_shape, part in official_tensors(stored_name, shape):
+        num_bytes = math.prod(part_shape) * dtype.itemsize
+        yield TensorInfo(name, dtype, part_shape, num_bytes, file, stored_name, part)
+
+
+def _expected_names(directory: Path) -> dict[str, set[str]]:
+    """File names, sorted, and the stored names that the index puts in each (none without one)."""
+    index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
+    if not index_path.is_file():
+        if not single.is_file():
+            raise CheckpointError(f"{directory} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+        return {SINGLE_FILE: set()}
+    weight_map = _read_json(index_path, "").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
+    expected: dict[str, set[str]] = {}
+    for name, file in sorted(weight_map.items(), key=lambda item: str(item[1])):
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{index_path}: {name} has the file name {file!r}")
+        expected.setdefault(file, set()).add(name)
+    missing = [file for file in expected if not (directory / file).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {len(missing)} of {len(expected)} files that {INDEX_FILE} names: "
+            f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; download them again"
+        )
+    return expected
+
+
+def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Stored name to (dtype, shape) of one file, in the order of its data."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if prefix.startswith(b"version "):
+            raise CheckpointError(f"{path} is a Git LFS pointer, not the data: run git lfs pull")
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
+        if not 2 <= length <= _MAX_HEADER_BYTES:
+            raise CheckpointError(f"{path} is not a safetensors file ({size} bytes)")
+        if 8 + length > size:
+            raise CheckpointError(
+                f"{path} is truncated: {size} bytes, its header alone takes {8 + length}; "
+                "download it again"
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+        end = max((entry["data_offsets"][1] for _, entry in entries), default=0)
+        shapes = {name: (str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries}
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path} has a damaged safetensors header") from error
+    if 8 + length + end != size:
+        raise CheckpointError(
+            f"{path} is {'truncated' if size < 8 + length + end else 'too long'}: {size} bytes, "
+            f"its header promises {8 + length + end}; download it again"
+        )
+    return {name: (_dtype(path, name, dtype), shape) for name, (dtype, shape) in shapes.items()}
+
+
+def _dtype(path: Path, name: str, dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"{name} in {path} has the dtype {dtype}, which is not supported; wanted one of "
+            f"{', '.join(DTYPES)}"
+        )
+    return DTYPES[dtype]

@@ -1,0 +1,150 @@
+"""Writing a checkpoint in the official layout: quantised, sharded, with index and config.json."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from finwhale.checkpoint.formats import quantise_fp4, quantise_fp8_block
+from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from finwhale.checkpoint.spec import WeightSpec
+from finwhale.errors import CheckpointError
+
+_PLAIN_DTYPES = {
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "i64": torch.int64,
+}
+
+
+def write_checkpoint(
+    path: str | Path,
+    config: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Tensor]],
+    specs: Mapping[str, WeightSpec],
+    *,
+    scale_dtype: torch.dtype = torch.float8_e8m0fnu,
+    plain_dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write unquantised weights as a checkpoint.
+
+    Args:
+        path: the directory, made if missing; it must not hold safetensors files.
+        config: the contents of config.json.
+        tensors: each weight of `specs` once, in any order, under its official name, float32,
+            bfloat16 or int64, with its spec's shape. May be a generator: at most one file's
+            tensors are held at a time.
+        specs: how each weight is stored.
+        scale_dtype: of FP8 scales: float8_e8m0fnu, or float32 as the Base checkpoints have.
+        plain_dtype: store every floating weight in this dtype and quantise nothing.
+        max_shard_bytes: a file holds at most this many bytes of data, or one weight. One file is
+            written as model.safetensors, several with an index.
+
+    Raises:
+        CheckpointError: a tensor is unknown, given twice, missing or of another shape, has a
+            value that is not finite, or the directory already holds weights.
+    """
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():
+        raise CheckpointError(f"{directory} already holds a checkpoint; choose an empty directory")
+    shards = _ShardWriter(directory, max_shard_bytes)
+    missing = dict(specs)
+    for name, tensor in tensors:
+        if name not in specs:
+            raise CheckpointError(f"cannot write {name}: the model has no such tensor")
+        if name not in missing:
+            raise CheckpointError(f"cannot write {name} twice")
+        spec = missing.pop(name)
+        if tuple(tensor.shape) != spec.shape:
+            raise CheckpointError(
+                f"cannot write {name} of shape {list(tensor.shape)}, wanted {list(spec.shape)}"
+            )
+        shards.add(encode(spec, tensor, scale_dtype, plain_dtype))
+    if missing:
+        raise CheckpointError(
+            f"{len(missing)} tensors were not given: {', '.join(list(missing)[:3])}"
+        )
+    shards.finish()
+    text = json.dumps(config, indent=2) + "\n"
+    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def encode(
+    spec: WeightSpec,
+    tensor: Tensor,
+    scale_dtype: torch.dtype = torch.float8_e8m0fnu,
+    plain_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """A weight's stored tensors by official name: itself, and its `.scale` where quantised."""
+    try:
+        if spec.storage == "i64":
+            stored, scale = tensor.to(torch.int64), None
+        elif plain_dtype is not None:
+            stored, scale = tensor.to(plain_dtype), None
+        elif spec.storage == "fp8_block":
+            stored, scale = quantise_fp8_block(tensor, scale_dtype)
+        elif spec.storage == "fp4":
+            stored, scale = quantise_fp4(tensor)
+        else:
+            stored, scale = tensor.to(_PLAIN_DTYPES[spec.storage]), None
+    except CheckpointError as error:
+        raise CheckpointError(f"cannot write {spec.name}: {error}") from error
+    out = {spec.name: stored.detach().cpu().contiguous()}
+    if scale is not None:
+        out[spec.scale_name] = scale.cpu()
+    return out
+
+
+class _ShardWriter:
+    """Collects tensors into files of limited size; names them when their number is known."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int) -> None:
+        self._directory = directory
+        self._max_bytes = max_shard_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        self._total_bytes = 0
+        self._written: list[tuple[Path, list[str]]] = []
+
+    def add(self, stored: dict[str, Tensor]) -> None:
+        num_bytes = sum(tensor.nbytes for tensor in stored.values())
+        if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
+            self._flush()
+        # A slice of a larger tensor, or one given twice, must not share memory with another.
+        self._pending.update({name: tensor.clone() for name, tensor in stored.items()})
+        self._pending_bytes += num_bytes
+        self._total_bytes += num_bytes
+
+    def finish(self) -> None:
+        self._flush()
+        count = len(self._written)
+        if count == 1:
+            self._written[0][0].rename(self._directory / SINGLE_FILE)
+            return
+        weight_map: dict[str, str] = {}
+        for number, (temporary, names) in enumerate(self._written, start=1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            temporary.rename(self._directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {
+            "metadata": {"total_size": self._total_bytes},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        text = json.dumps(index, indent=2) + "\n"
+        (self._directory / INDEX_FILE).write_text(text, encoding="utf-8")
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        temporary = self._directory / f"part-{len(self._written) + 1:05d}.incomplete"
+        save_file(self._pending, temporary, metadata={"format": "pt"})
+        self._written.append((temporary, list(self._pending)))
+        self._pending = {}
+        self._pending_bytes = 0

@@ -1,0 +1,502 @@
+"""The model's configuration, from a checkpoint's config.json in the official or transformers' form.
+
+Sources: the config.json files of deepseek-ai/DeepSeek-V4-Flash and -Pro; for the second form,
+transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from finwhale.errors import CheckpointError
+
+ARCHITECTURE = "DeepseekV4ForCausalLM"
+MODEL_TYPE = "deepseek_v4"
+RATIOS = (0, 4, 128)
+
+DraftHead = Literal["mtp", "dspark"]
+ExpertDtype = Literal["fp4", "fp8"]
+ScaleFormat = Literal["ue8m0", "float32"]
+
+# The model is written for these values; a config may leave the key out or repeat the value.
+_FIXED: dict[str, object] = {
+    "num_key_value_heads": 1,
+    "n_shared_experts": 1,
+    "hc_mult": 4,
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
+_LAYER_TYPES = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
+_POSITIVE = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
+    "q_lora_rank o_lora_rank o_groups sliding_window index_n_heads index_head_dim index_topk "
+    "n_routed_experts num_experts_per_tok moe_intermediate_size hc_sinkhorn_iters "
+    "max_position_embeddings"
+).split()
+_POSITIVE_FLOATS = (
+    "routed_scaling_factor swiglu_limit hc_eps rms_norm_eps rope_theta compress_rope_theta"
+).split()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YarnScaling:
+    """YaRN of the compressed layers' rope; its magnitude factor is not part of this model."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes and constants of one model, under the checkpoint's own names.
+
+    Attributes that need a word:
+        compress_ratios: 0, 4 or 128 for each layer, then for each MTP layer (always 0).
+        num_hash_layers: the first layers route by token id (tid2eid) instead of by score.
+        rope_scaling: for the layers with a ratio; None: plain rope there too.
+        num_nextn_predict_layers: MTP layers that are loaded; 0 where the draft head is not "mtp".
+        draft_head: what the checkpoint drafts with; "dspark" is recognised but not supported.
+        quantised: False: every weight is plain, as transformers writes them.
+        expert_dtype, scale_format: how routed experts and FP8 scales are stored, if quantised.
+
+    Raises:
+        CheckpointError: a value is out of range or does not fit another one.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    routed_scaling_factor: float
+    num_hash_layers: int
+    swiglu_limit: float
+    rope_theta: float
+    compress_rope_theta: float
+    max_position_embeddings: int
+    n_shared_experts: int = 1
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_scaling: YarnScaling | None = None
+    num_nextn_predict_layers: int = 0
+    draft_head: DraftHead | None = None
+    bos_token_id: int = 0
+    eos_token_ids: tuple[int, ...] = (1,)
+    quantised: bool = True
+    expert_dtype: ExpertDtype = "fp4"
+    scale_format: ScaleFormat = "ue8m0"
+    weight_block_size: tuple[int, int] = (128, 128)
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise CheckpointError(f"config: {name} must be a positive integer, got {value!r}")
+        for name in _POSITIVE_FLOATS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+                raise CheckpointError(f"config: {name} must be a positive number, got {value!r}")
+        self._check_layers()
+        self._check_sizes()
+        self._check_quantisation()
+
+    def _check_layers(self) -> None:
+        layers, drafts = self.num_hidden_layers, self.num_nextn_predict_layers
+        if drafts not in (0, 1):
+            raise CheckpointError(
+                f"config: num_nextn_predict_layers must be 0 or 1, got {drafts!r}"
+            )
+        if len(self.compress_ratios) != layers + drafts:
+            raise CheckpointError(
+                f"config: compress_ratios has {len(self.compress_ratios)} entries, wanted "
+                f"{layers + drafts}: one for each of {layers} layers and {drafts} MTP layers"
+            )
+        unknown = sorted({str(r) for r in self.compress_ratios if r not in RATIOS})
+        if unknown:
+            raise CheckpointError(
+                f"config: compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}"
+            )
+        if any(self.compress_ratios[layers:]):
+            raise CheckpointError(
+                "config: the MTP layer's entry of compress_ratios (the last) must be 0, got "
+                f"{self.compress_ratios[-1]}"
+            )
+        if not isinstance(self.num_hash_layers, int) or not 0 <= self.num_hash_layers <= layers:
+            raise CheckpointError(
+                f"config: num_hash_layers must be between 0 and {layers} (num_hidden_layers), got "
+                f"{self.num_hash_layers!r}"
+            )
+        if (self.draft_head == "mtp") != (drafts > 0):
+            raise CheckpointError(
+                f"config: draft_head {self.draft_head!r} does not fit {drafts} MTP layers"
+            )
+
+    def _check_sizes(self) -> None:
+        _check_multiple("num_attention_heads", self.num_attention_heads, "o_groups", self.o_groups)
+        for name in ("head_dim", "index_head_dim"):
+            if getattr(self, name) < self.qk_rope_head_dim:
+                raise CheckpointError(
+                    f"config: {name} {getattr(self, name)} must be at least qk_rope_head_dim "
+                    f"{self.qk_rope_head_dim}"
+                )
+        if self.qk_rope_head_dim % 2:
+            raise CheckpointError(
+                f"config: qk_rope_head_dim must be even, got {self.qk_rope_head_dim}"
+            )
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise CheckpointError(
+                f"config: num_experts_per_tok {self.num_experts_per_tok} is more than "
+                f"n_routed_experts {self.n_routed_experts}"
+            )
+        for token in (self.bos_token_id, *self.eos_token_ids):
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise CheckpointError(
+                    f"config: token id {token!r} is outside the vocabulary of {self.vocab_size}"
+                )
+        for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
+            _check_fixed(name, getattr(self, name), fixed)
+
+    def _check_quantisation(self) -> None:
+        if self.quantised and self.expert_dtype == "fp4":
+            for name in ("hidden_size", "moe_intermediate_size"):
+                _check_multiple(name, getattr(self, name), "the FP4 block", 32)
+
+    # --- Questions about layers ---
+
+    @property
+    def layer_ratios(self) -> tuple[int, ...]:
+        """The compression ratio of each main layer, without the MTP layer's."""
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def nope_head_dim(self) -> int:
+        """The leading part of a head that is not rotated."""
+        return self.head_dim - self.qk_rope_head_dim
+
+    @property
+    def eos_token_id(self) -> int:
+        """The first end-of-sequence token."""
+        return self.eos_token_ids[0]
+
+    def is_hash_layer(self, layer: int) -> bool:
+        """Whether a layer picks its experts by token id."""
+        return layer < self.num_hash_layers
+
+    def layers_with_ratio(self, ratio: int) -> tuple[int, ...]:
+        """The indices of the main layers with this compression ratio."""
+        return tuple(i for i, r in enumerate(self.layer_ratios) if r == ratio)
+
+    # --- Making one ---
+
+    @classmethod
+    def preset(cls, name: str) -> "ModelConfig":
+        """The published "flash" or "pro" configuration."""
+        if name not in _PRESETS:
+            raise CheckpointError(
+                f"unknown configuration {name!r}; there are {', '.join(sorted(_PRESETS))}"
+            )
+        return _PRESETS[name]
+
+    def with_layers(self, num_layers: int) -> "ModelConfig":
+        """The same model cut to its first layers; an MTP layer stays."""
+        if not 1 <= num_layers <= self.num_hidden_layers:
+            raise CheckpointError(
+                f"cannot cut to {num_layers} layers: the model has {self.num_hidden_layers}"
+            )
+        drafts = self.compress_ratios[self.num_hidden_layers :]
+        return replace(
+            self,
+            num_hidden_layers=num_layers,
+            compress_ratios=self.compress_ratios[:num_layers] + drafts,
+            num_hash_layers=min(self.num_hash_layers, num_layers),
+        )
+
+    def without_draft_head(self) -> "ModelConfig":
+        """The same model without its MTP layer."""
+        return replace(
+            self, num_nextn_predict_layers=0, draft_head=None, compress_ratios=self.layer_ratios
+        )
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "ModelConfig":
+        """Read the contents of a config.json, in the official form or in transformers'.
+
+        Raises:
+            CheckpointError: another architecture, a missing field, an unsupported value.
+        """
+        _check_architecture(raw)
+        for name, wanted in _FIXED.items():
+            if name in raw:
+                _check_fixed(name, raw[name], wanted)
+        ratios, drafts, draft_head = _layers(raw)
+        quantised, expert_dtype, scale_format = _quantisation(raw)
+        eos = raw.get("eos_token_id", 1)
+        return cls(
+            **{name: _get(raw, name) for name in _POSITIVE if name != "qk_rope_head_dim"},
+            **_rope(raw),
+            qk_rope_head_dim=_rope_head_dim(raw),
+            routed_scaling_factor=_get(raw, "routed_scaling_factor"),
+            swiglu_limit=_get(raw, "swiglu_limit"),
+            hc_eps=_get(raw, "hc_eps"),
+            rms_norm_eps=_get(raw, "rms_norm_eps"),
+            compress_ratios=ratios,
+            num_hash_layers=_num_hash_layers(raw),
+            num_nextn_predict_layers=drafts,
+            draft_head=draft_head,
+            bos_token_id=raw.get("bos_token_id", 0),
+            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            quantised=quantised,
+            expert_dtype=expert_dtype,
+            scale_format=scale_format,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of an official config.json; `from_dict` reads it back equal.
+
+        An unsupported draft head is left out.
+        """
+        out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
+        out.update({name: getattr(self, name) for name in (*_POSITIVE, *_POSITIVE_FLOATS)})
+        out.update(_FIXED)
+        out.update(
+            bos_token_id=self.bos_token_id,
+            eos_token_id=self.eos_token_ids[0]
+            if len(self.eos_token_ids) == 1
+            else list(self.eos_token_ids),
+            compress_ratios=list(self.compress_ratios),
+            num_hash_layers=self.num_hash_layers,
+            num_nextn_predict_layers=self.num_nextn_predict_layers,
+            torch_dtype="bfloat16",
+        )
+        if self.rope_scaling is not None:
+            yarn = self.rope_scaling
+            out["rope_scaling"] = {
+                "type": "yarn",
+                "factor": yarn.factor,
+                "original_max_position_embeddings": yarn.original_max_position_embeddings,
+                "beta_fast": yarn.beta_fast,
+                "beta_slow": yarn.beta_slow,
+            }
+        if self.quantised:
+            out["expert_dtype"] = self.expert_dtype
+            out["quantization_config"] = {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": list(self.weight_block_size),
+            }
+            if self.scale_format == "ue8m0":
+                out["quantization_config"]["scale_fmt"] = "ue8m0"
+        return out
+
+
+# --- Reading a config.json ----------------------------------------------------------------------
+
+
+def _get(raw: Mapping[str, Any], name: str) -> Any:
+    if raw.get(name) is None:
+        raise CheckpointError(f"config.json has no {name}")
+    return raw[name]
+
+
+def _check_fixed(name: str, found: object, wanted: object) -> None:
+    if found != wanted:
+        raise CheckpointError(f"config: {name} {found!r} is not supported, only {wanted!r} is")
+
+
+def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
+    if value % divisor:
+        raise CheckpointError(
+            f"config: {name} {value} must be a multiple of {divisor_name} {divisor}"
+        )
+
+
+def _check_architecture(raw: Mapping[str, Any]) -> None:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    known = architectures is None or ARCHITECTURE in architectures
+    if model_type != MODEL_TYPE or not known:
+        raise CheckpointError(
+            f"config.json is of another model: model_type {model_type!r}, architectures "
+            f"{architectures!r}; Finwhale serves model_type {MODEL_TYPE!r}, architecture "
+            f"{ARCHITECTURE!r} only"
+        )
+
+
+def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | None]:
+    """compress_ratios, the number of MTP layers and the kind of draft head."""
+    layers = _get(raw, "num_hidden_layers")
+    if raw.get("compress_ratios") is None:
+        # transformers' form; it has no MTP layer and drops its weights.
+        return _ratios_of_layer_types(raw), 0, None
+    ratios = tuple(raw["compress_ratios"])
+    drafts = raw.get("num_nextn_predict_layers", 0)
+    # DSpark has three stages in place of one MTP layer.
+    longer = isinstance(layers, int) and len(ratios) == layers + 3 and drafts in (0, 1, 3)
+    if longer or any(key.startswith("dspark_") for key in raw):
+        return ratios[:layers], 0, "dspark"
+    return ratios, drafts, "mtp" if drafts else None
+
+
+def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
+    rates = {**_LAYER_TYPES, **(raw.get("compress_rates") or {})}
+    names = raw.get("layer_types")
+    if names is None:
+        raise CheckpointError("config.json has no compress_ratios (nor transformers' layer_types)")
+    unknown = sorted({str(name) for name in names if name not in _LAYER_TYPES})
+    if unknown:
+        raise CheckpointError(f"config: unknown layer_types {', '.join(unknown)}")
+    return tuple(rates[name] for name in names)
+
+
+def _num_hash_layers(raw: Mapping[str, Any]) -> int:
+    if raw.get("num_hash_layers") is not None:
+        return int(raw["num_hash_layers"])
+    kinds = raw.get("mlp_layer_types")
+    if kinds is None:
+        raise CheckpointError("config.json has no num_hash_layers (nor mlp_layer_types)")
+    count = sum(1 for kind in kinds if kind == "hash_moe")
+    if list(kinds) != ["hash_moe"] * count + ["moe"] * (len(kinds) - count):
+        raise CheckpointError(
+            'config: mlp_layer_types must be "hash_moe" for the first layers, then "moe", got '
+            f"{list(kinds)}"
+        )
+    return count
+
+
+def _rope_head_dim(raw: Mapping[str, Any]) -> int:
+    if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
+        return int(_get(raw, "head_dim") * raw["partial_rotary_factor"])
+    return int(_get(raw, "qk_rope_head_dim"))
+
+
+def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """rope_theta, compress_rope_theta and rope_scaling from either form."""
+    nested = raw.get("rope_parameters") or {}
+    if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
+        main, compress = nested["main"], nested["compress"]
+        kind = main.get("rope_type", "default")
+        if kind != "default":
+            raise CheckpointError(f'config: rope_type of "main" must be "default", got {kind!r}')
+        theta, compress_theta = _get(main, "rope_theta"), _get(compress, "rope_theta")
+    else:
+        compress = raw.get("rope_scaling") or nested or {}
+        theta, compress_theta = _get(raw, "rope_theta"), _get(raw, "compress_rope_theta")
+    kind = compress.get("rope_type", compress.get("type", "default"))
+    if kind not in ("default", "yarn"):
+        raise CheckpointError(f'config: rope scaling must be of type "yarn", got {kind!r}')
+    if compress.get("attention_factor") not in (None, 1, 1.0):
+        raise CheckpointError(
+            "config: an attention_factor of rope scaling is not supported, got "
+            f"{compress['attention_factor']!r}"
+        )
+    yarn = None
+    if kind == "yarn":
+        yarn = YarnScaling(
+            factor=_get(compress, "factor"),
+            original_max_position_embeddings=_get(compress, "original_max_position_embeddings"),
+            beta_fast=compress.get("beta_fast", 32),
+            beta_slow=compress.get("beta_slow", 1),
+        )
+    return {
+        "rope_theta": theta,
+        "compress_rope_theta": compress_theta,
+        "rope_scaling": yarn,
+    }
+
+
+def _quantisation(
+    raw: Mapping[str, Any],
+) -> tuple[bool, ExpertDtype, ScaleFormat]:
+    """quantised, expert_dtype, scale_format."""
+    quantisation = raw.get("quantization_config")
+    if not quantisation:
+        return False, "fp4", "ue8m0"
+    for name, wanted in (
+        ("quant_method", "fp8"),
+        ("fmt", "e4m3"),
+        ("activation_scheme", "dynamic"),
+    ):
+        _check_fixed(f"quantization_config.{name}", quantisation.get(name, wanted), wanted)
+    scale_format = quantisation.get("scale_fmt")
+    if scale_format not in (None, "ue8m0", "float32", "fp32"):
+        raise CheckpointError(
+            f'config: scale_fmt must be "ue8m0" or absent (float32), got {scale_format!r}'
+        )
+    expert_dtype: Any = raw.get("expert_dtype") or quantisation.get("expert_dtype") or "fp4"
+    if expert_dtype not in ("fp4", "fp8"):
+        raise CheckpointError(f'config: expert_dtype must be "fp4" or "fp8", got {expert_dtype!r}')
+    block = tuple(quantisation.get("weight_block_size", (128, 128)))
+    if block != (128, 128):
+        raise CheckpointError(f"config: weight_block_size must be [128, 128], got {list(block)}")
+    return True, expert_dtype, "ue8m0" if scale_format == "ue8m0" else "float32"
+
+
+# --- The published configurations -----------------------------------------------------------------
+
+_FLASH = ModelConfig(
+    vocab_size=129280,
+    hidden_size=4096,
+    num_hidden_layers=43,
+    num_attention_heads=64,
+    head_dim=512,
+    qk_rope_head_dim=64,
+    q_lora_rank=1024,
+    o_lora_rank=1024,
+    o_groups=8,
+    sliding_window=128,
+    compress_ratios=(0, 0, *(4, 128) * 20, 4, 0),
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=512,
+    n_routed_experts=256,
+    num_experts_per_tok=6,
+    moe_intermediate_size=2048,
+    routed_scaling_factor=1.5,
+    num_hash_layers=3,
+    swiglu_limit=10.0,
+    rope_theta=10000.0,
+    compress_rope_theta=160000.0,
+    rope_scaling=YarnScaling(factor=16.0, original_max_position_embeddings=65536),
+    max_position_embeddings=1048576,
+    num_nextn_predict_layers=1,
+    draft_head="mtp",
+)
+_PRO = replace(
+    _FLASH,
+    hidden_size=7168,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+    o_groups=16,
+    compress_ratios=(128, 128, *(4, 128) * 29, 4, 0),
+    index_topk=1024,
+    n_routed_experts=384,
+    moe_intermediate_size=3072,
+    routed_scaling_factor=2.5,
+)
+_PRESETS = {"flash": _FLASH, "pro": _PRO}
