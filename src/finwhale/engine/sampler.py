@@ -1,0 +1,283 @@
+"""Per-request sampling state, and the batch of choices of one step."""
+
+import secrets
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finwhale.errors import RequestError
+from finwhale.ops.sampling import (
+    Filters,
+    LogprobRows,
+    Penalties,
+    Sample,
+    SampledTokens,
+    SamplingBatch,
+)
+from finwhale.ops.sampling.draws import derive_seed, uniforms
+from finwhale.request import SamplingParams
+
+NOT_FINITE = "the model's logits for this token are not finite (NaN or infinity)"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural log-probability before penalties, temperature and filters; rank from 1."""
+
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One request's next token.
+
+    Attributes:
+        token_id: -1 where there is an error.
+        logprobs: token id to log-probability, the sampled token first, then the most likely;
+            None unless asked for.
+        error: why there is no token; None where there is one.
+    """
+
+    token_id: int
+    logprobs: dict[int, TokenLogprob] | None = None
+    error: str | None = None
+
+
+class Sampler:
+    """Chooses tokens for the running requests.
+
+    A request's tokens depend on its parameters, its seed and its logits alone: not on the other
+    requests of a step, nor on being paused. Its step counts its own tokens.
+    """
+
+    def __init__(self, sample: Sample) -> None:
+        """`sample` is the platform's operator."""
+        self._sample = sample
+        self._requests: dict[Hashable, _Request] = {}
+        self._fixed_keys: tuple[Hashable, ...] | None = None
+        self._fixed_device: torch.device | None = None
+        self._fixed = _Fixed()
+
+    def add(
+        self,
+        key: Hashable,
+        params: SamplingParams,
+        prompt_token_ids: Iterable[int],
+        vocab_size: int,
+        index: int = 0,
+    ) -> None:
+        """Begins a request.
+
+        Args:
+            key: what `sample` and `remove` call it.
+            params: its sampling parameters.
+            prompt_token_ids: what the repetition penalty counts besides the output.
+            vocab_size: V of the logits.
+            index: which of the params.n continuations; each draws from a seed of its own.
+
+        Raises:
+            RequestError: a prompt token under a repetition penalty is outside the vocabulary.
+        """
+        assert key not in self._requests, f"request {key!r} is already sampled"
+        self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index)
+        self._fixed_keys = None
+
+    def remove(self, key: Hashable) -> None:
+        """Forgets a request."""
+        del self._requests[key]
+        self._fixed_keys = None
+
+    def sample(self, keys: Sequence[Hashable], logits_SV: Tensor) -> list[SampledToken]:
+        """The next token of each request.
+
+        Args:
+            keys: S distinct requests.
+            logits_SV: [S,V] float32, row i for keys[i]; not changed.
+        """
+        assert logits_SV.shape[0] == len(keys), "one row of logits for each request"
+        if not keys:
+            return []
+        return self.commit(keys, self._sample(logits_SV, self.prepare(keys, logits_SV.device)))
+
+    def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
+        """The choices of the requests' next step, on `device`; changes no state."""
+        requests = [self._requests[key] for key in keys]
+        if self._fixed_keys != tuple(keys) or self._fixed_device != device:
+            assert len(set(keys)) == len(keys), "a request stands twice in a batch"
+            self._fixed = _fix(requests, device)
+            self._fixed_keys, self._fixed_device = tuple(keys), device
+        uniform_R = None
+        if self._fixed.filters is not None:
+            drawing = [request for request in requests if not request.greedy]
+            draws = uniforms([r.seed for r in drawing], [r.step for r in drawing])
+            uniform_R = torch.from_numpy(draws).to(device)
+        return SamplingBatch(
+            filters=self._fixed.filters,
+            uniform_R=uniform_R,
+            penalties=_penalties(requests, device),
+            logprobs=self._fixed.logprobs,
+        )
+
+    def commit(self, keys: Sequence[Hashable], sampled: SampledTokens) -> list[SampledToken]:
+        """Reads the tokens of a step back and counts them as output."""
+        ids, valid = sampled.ids_S.tolist(), sampled.valid_S.tolist()
+        logprobs = _LogprobLists(sampled) if sampled.logprobs is not None else None
+        tokens = []
+        for row, key in enumerate(keys):
+            request = self._requests[key]
+            if not valid[row]:
+                tokens.append(SampledToken(-1, error=NOT_FINITE))
+                continue
+            request.step += 1
+            if request.seen is not None:
+                request.seen.count(ids[row])
+            wanted = logprobs is not None and request.params.logprobs is not None
+            table = logprobs.of(row, ids[row]) if wanted and logprobs is not None else None
+            tokens.append(SampledToken(ids[row], table))
+        return tokens
+
+
+class _Seen:
+    """Token ids of a request's prompt and output, and how often the output holds each."""
+
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
+        unique = list(dict.fromkeys(prompt_token_ids))
+        self._slots = {token_id: slot for slot, token_id in enumerate(unique)}
+        self._ids = np.array(unique or [0], dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: len(self)]
+
+    def count(self, token_id: int) -> None:
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = self._slots[token_id] = len(self._slots)
+            if slot == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * slot)
+                self._counts = np.resize(self._counts, 2 * slot)
+            self._ids[slot], self._counts[slot] = token_id, 0
+        self._counts[slot] += 1
+
+
+class _Request:
+    """What is kept of one request between steps."""
+
+    __slots__ = ("greedy", "params", "seed", "seen", "step", "vocab_size")
+
+    def __init__(
+        self, params: SamplingParams, prompt: Iterable[int], vocab_size: int, index: int
+    ) -> None:
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self.params = params
+        self.seed = derive_seed(seed, index)
+        self.step = 0
+        self.vocab_size = vocab_size
+        # The operator computes in float32, where the smallest temperatures are 0.
+        self.greedy = float(np.float32(params.temperature)) == 0.0
+        self.seen: _Seen | None = None
+        if params.repetition_penalty != 1:
+            prompt = list(prompt)
+            wrong = next((i for i in prompt if not 0 <= i < vocab_size), None)
+            if wrong is not None:
+                raise RequestError(f"prompt token id {wrong} is not in 0..{vocab_size - 1}")
+            self.seen = _Seen(prompt)
+        elif params.presence_penalty or params.frequency_penalty:
+            self.seen = _Seen(())
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """What stays the same from step to step for the same requests in the same order."""
+
+    filters: Filters | None = None
+    logprobs: tuple[LogprobRows, ...] = ()
+
+
+def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
+    wanted: dict[int, list[int]] = {}
+    for row, request in enumerate(requests):
+        if request.params.logprobs is not None:
+            wanted.setdefault(min(request.params.logprobs, request.vocab_size), []).append(row)
+    logprobs = tuple(
+        LogprobRows(rows_G=torch.tensor(rows, device=device), num_top=num)
+        for num, rows in sorted(wanted.items())
+    )
+    return _Fixed(_filters(requests, device), logprobs)
+
+
+def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | None:
+    rows = [row for row, request in enumerate(requests) if not request.greedy]
+    if not rows:
+        return None
+    params = [requests[row].params for row in rows]
+    sizes = [requests[row].vocab_size for row in rows]
+    top_k = {i: p.top_k for i, p in enumerate(params) if 0 < p.top_k < sizes[i]}
+    top_p = {i: p.top_p for i, p in enumerate(params) if p.top_p < 1}
+    min_p = [p.min_p for p in params]
+
+    def tensor(values: Iterable[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype, device=device)
+
+    return Filters(
+        rows_R=None if len(rows) == len(requests) else tensor(rows, torch.int64),
+        temperature_R=tensor((p.temperature for p in params), torch.float32),
+        min_p_R=tensor(min_p, torch.float32) if any(min_p) else None,
+        top_k_rows_K=tensor(top_k, torch.int64) if top_k else None,
+        top_k_K=tensor(top_k.values(), torch.int64) if top_k else None,
+        max_top_k=max(top_k.values(), default=0),
+        top_p_rows_P=tensor(top_p, torch.int64) if top_p else None,
+        top_p_P=tensor(top_p.values(), torch.float64) if top_p else None,
+    )
+
+
+def _penalties(requests: Sequence[_Request], device: torch.device) -> Penalties | None:
+    rows = [(row, r.seen, r.params) for row, r in enumerate(requests) if r.seen]
+    if not rows:
+        return None
+    lengths = [len(seen) for _, seen, _ in rows]
+
+    def spread(values: Sequence[float], dtype: type) -> Tensor:
+        return torch.from_numpy(np.repeat(np.array(values, dtype), lengths)).to(device)
+
+    return Penalties(
+        rows_N=spread([row for row, _, _ in rows], np.int64),
+        ids_N=torch.from_numpy(np.concatenate([seen.ids for _, seen, _ in rows])).to(device),
+        counts_N=torch.from_numpy(np.concatenate([seen.counts for _, seen, _ in rows])).to(device),
+        repetition_N=spread([p.repetition_penalty for _, _, p in rows], np.float32),
+        frequency_N=spread([p.frequency_penalty for _, _, p in rows], np.float32),
+        presence_N=spread([p.presence_penalty for _, _, p in rows], np.float32),
+    )
+
+
+class _LogprobLists:
+    """A step's log-probabilities on the host."""
+
+    def __init__(self, sampled: SampledTokens) -> None:
+        assert sampled.logprobs is not None
+        self._token: list[float] = sampled.logprobs.token_S.tolist()
+        self._rank: list[int] = sampled.logprobs.rank_S.tolist()
+        self._top: list[list[float]] = sampled.logprobs.top_SL.tolist()
+        self._top_ids: list[list[int]] = sampled.logprobs.top_ids_SL.tolist()
+
+    def of(self, row: int, token_id: int) -> dict[int, TokenLogprob]:
+        table = {token_id: TokenLogprob(self._token[row], self._rank[row])}
+        for rank, (other, logprob) in enumerate(
+            zip(self._top_ids[row], self._top[row], strict=True), start=1
+        ):
+            if other >= 0:
+                table.setdefault(other, TokenLogprob(logprob, rank))
+        return table

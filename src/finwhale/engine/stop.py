@@ -1,0 +1,71 @@
+"""Stop strings in streamed text."""
+
+from collections.abc import Sequence
+
+
+class StopChecker:
+    """Cuts a stream of text at the first stop string.
+
+    The first is the one that is complete first; among those complete at the same character, the
+    longest. So the result does not depend on how the text is split. Text that may be the start
+    of a stop string is held back until it is decided. Cost: a character costs about one
+    comparison for each stop string (Knuth, Morris and Pratt 1977).
+
+    Attributes:
+        matched: the stop string that was met; None so far.
+    """
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """`stop`: non-empty strings; none at all passes everything through."""
+        assert all(stop), "an empty stop string"
+        self.matched: str | None = None
+        self._stop = tuple(dict.fromkeys(stop))
+        self._borders = [_borders(s) for s in self._stop]
+        self._lengths = [0] * len(self._stop)  # characters of each string that are matched now
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        """The text that is now certain to come before any stop string; "" after a match."""
+        if self.matched is not None:
+            return ""
+        if not self._stop:
+            return text
+        text = self._held + text
+        for end in range(len(self._held), len(text)):
+            found = self._advance(text[end])
+            if found is not None:
+                self.matched, self._held = found, ""
+                return text[: end + 1 - len(found)]
+        safe = len(text) - max(self._lengths)
+        self._held = text[safe:]
+        return text[:safe]
+
+    def flush(self) -> str:
+        """Ends the text: what was held back, now that no stop string can follow."""
+        held, self._held = self._held, ""
+        self._lengths = [0] * len(self._stop)
+        return held
+
+    def _advance(self, char: str) -> str | None:
+        found = None
+        for i, stop in enumerate(self._stop):
+            length = self._lengths[i]
+            while length and stop[length] != char:
+                length = self._borders[i][length]
+            length += stop[length] == char
+            self._lengths[i] = length
+            if length == len(stop) and (found is None or length > len(found)):
+                found = stop
+        return found
+
+
+def _borders(s: str) -> list[int]:
+    """For each length n: the longest proper prefix of s[:n] that is also its suffix."""
+    borders = [0] * (len(s) + 1)
+    k = 0
+    for n in range(1, len(s)):
+        while k and s[n] != s[k]:
+            k = borders[k]
+        k += s[n] == s[k]
+        borders[n + 1] = k
+    return borders

@@ -1,0 +1,122 @@
+"""Rows and batches that every implementation of sampling is compared on; tests and bench share it.
+
+There is no tolerance: weights are integers and the order of the draw is fixed, so two
+implementations agree on each token unless their exponentials differ in the last bit and the draw
+falls on that bit, which at 2^-24 does not happen to the few hundred draws here.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from finwhale.ops.sampling import Filters, LogprobRows, Penalties, SamplingBatch
+
+VOCAB_SIZE = 129280
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one row asks for. `seen`: token id to its count in the output (0: prompt only)."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    seen: Mapping[int, int] = field(default_factory=dict)
+    num_top: int | None = None
+    uniform: float = 0.5
+
+
+GREEDY = Row(temperature=0.0)
+SEEN = {3: 2, 5: 0, 6: 1}
+MIXED = (
+    Row(uniform=0.0),
+    GREEDY,
+    Row(temperature=0.7, top_k=20, uniform=0.25),
+    Row(top_p=0.9, num_top=5, uniform=1 - 2**-53),
+    Row(temperature=1.5, min_p=0.05, uniform=0.75),
+    Row(temperature=0.6, top_k=50, top_p=0.95, min_p=0.01, num_top=0),
+    Row(temperature=0.0, repetition=1.3, seen=SEEN, num_top=5),
+    Row(repetition=1.1, frequency=0.5, presence=0.4, seen=SEEN, top_k=3),
+    Row(temperature=100.0, top_k=1),
+    Row(temperature=1e-30),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A batch of `rows` over `vocab_size` tokens, with normal logits of deviation `spread`."""
+
+    name: str
+    rows: Sequence[Row]
+    vocab_size: int = VOCAB_SIZE
+    spread: float = 3.0
+
+    def logits(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
+        """[S,V] float32, made on the CPU so that every device gets the same."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (len(self.rows), self.vocab_size)
+        return (torch.randn(shape, generator=generator) * self.spread).to(device)
+
+
+CASES = (
+    Case("one greedy", (GREEDY,)),
+    Case("all greedy", (GREEDY,) * 8),
+    Case("one plain", (Row(),)),
+    Case("mixed", MIXED),
+    Case("mixed, tiny vocabulary", MIXED, vocab_size=7),
+    Case("mixed, odd vocabulary", MIXED, vocab_size=1027),
+    Case("flat", MIXED, spread=0.01),
+    Case("peaked", MIXED, spread=40.0),
+)
+
+
+def batch(
+    rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu"
+) -> SamplingBatch:
+    """The rows as tensors."""
+
+    def tensor(values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    random = [i for i, row in enumerate(rows) if row.temperature > 0]
+    asked = [rows[i] for i in random]
+    top_k = [i for i, row in enumerate(asked) if 0 < row.top_k < vocab_size]
+    top_p = [i for i, row in enumerate(asked) if row.top_p < 1]
+    filters = Filters(
+        rows_R=tensor(random, torch.int64),
+        temperature_R=tensor([row.temperature for row in asked], torch.float32),
+        min_p_R=tensor([row.min_p for row in asked], torch.float32),
+        top_k_rows_K=tensor(top_k, torch.int64) if top_k else None,
+        top_k_K=tensor([asked[i].top_k for i in top_k], torch.int64) if top_k else None,
+        max_top_k=max((asked[i].top_k for i in top_k), default=0),
+        top_p_rows_P=tensor(top_p, torch.int64) if top_p else None,
+        top_p_P=tensor([asked[i].top_p for i in top_p], torch.float64) if top_p else None,
+    )
+    pairs = [(i, token, row) for i, row in enumerate(rows) for token in row.seen]
+    penalties = Penalties(
+        rows_N=tensor([i for i, _, _ in pairs], torch.int64),
+        ids_N=tensor([token for _, token, _ in pairs], torch.int64),
+        counts_N=tensor([row.seen[token] for _, token, row in pairs], torch.float32),
+        repetition_N=tensor([row.repetition for _, _, row in pairs], torch.float32),
+        frequency_N=tensor([row.frequency for _, _, row in pairs], torch.float32),
+        presence_N=tensor([row.presence for _, _, row in pairs], torch.float32),
+    )
+    wanted: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.num_top is not None:
+            wanted.setdefault(min(row.num_top, vocab_size), []).append(i)
+    return SamplingBatch(
+        filters=filters if random else None,
+        uniform_R=tensor([row.uniform for row in asked], torch.float64) if random else None,
+        penalties=penalties if pairs else None,
+        logprobs=tuple(
+            LogprobRows(rows_G=tensor(group, torch.int64), num_top=num)
+            for num, group in sorted(wanted.items())
+        ),
+    )

@@ -1,0 +1,97 @@
+"""Sampling, the definition."""
+
+import torch
+from torch import Tensor
+
+from finwhale.ops.sampling import (
+    Filters,
+    LogprobRows,
+    Logprobs,
+    Penalties,
+    SampledTokens,
+    SamplingBatch,
+)
+
+# Weights are e * 2^44 with e <= 1: the sum over 2^17 tokens stays below 2^63.
+WEIGHT_SCALE = float(1 << 44)
+
+
+def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
+    penalised_SV = logits_SV
+    if batch.penalties is not None:
+        penalised_SV = penalise(logits_SV, batch.penalties)
+    max_S, ids_S = penalised_SV.max(dim=-1)
+    if batch.filters is not None:
+        assert batch.uniform_R is not None
+        rows_R = batch.filters.rows_R
+        if rows_R is None:
+            ids_S = draw(weigh(penalised_SV, max_S, batch.filters), batch.uniform_R)
+        else:
+            weights_RV = weigh(penalised_SV[rows_R], max_S[rows_R], batch.filters)
+            ids_S[rows_R] = draw(weights_RV, batch.uniform_R)
+    logprobs = measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
+    return SampledTokens(ids_S=ids_S, valid_S=max_S.isfinite(), logprobs=logprobs)
+
+
+def penalise(logits_SV: Tensor, p: Penalties) -> Tensor:
+    x_N = logits_SV[p.rows_N, p.ids_N]
+    x_N = torch.where(x_N > 0, x_N / p.repetition_N, x_N * p.repetition_N)
+    x_N = x_N - p.frequency_N * p.counts_N
+    x_N = x_N - p.presence_N * (p.counts_N > 0)
+    return logits_SV.index_put((p.rows_N, p.ids_N), x_N)
+
+
+def weigh(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
+    """The filtered distribution: int64 weights [R,V], 0 for what is filtered out."""
+    # Subtracting first: a tiny temperature then gives -inf beside 0, never inf - inf.
+    e_RV = ((x_RV - max_R[:, None]) / f.temperature_R[:, None]).exp_()
+    if f.min_p_R is not None:
+        e_RV.masked_fill_(e_RV < f.min_p_R[:, None], 0)
+    if f.top_k_rows_K is not None and f.top_k_K is not None:
+        x_KV = x_RV[f.top_k_rows_K]
+        top = x_KV.topk(f.max_top_k, dim=-1).values
+        kth_K1 = top.gather(-1, f.top_k_K[:, None] - 1)
+        e_RV[f.top_k_rows_K] = e_RV[f.top_k_rows_K].masked_fill_(x_KV < kth_K1, 0)
+    weights_RV = e_RV.mul_(WEIGHT_SCALE).to(torch.int64)
+    if f.top_p_rows_P is not None and f.top_p_P is not None:
+        order_PV = x_RV[f.top_p_rows_P].sort(dim=-1, descending=True, stable=True).indices
+        sorted_PV = weights_RV[f.top_p_rows_P].gather(-1, order_PV)
+        sum_PV = sorted_PV.cumsum(-1)
+        enough_P1 = f.top_p_P[:, None] * sum_PV[:, -1:]
+        sorted_PV.masked_fill_(sum_PV - sorted_PV >= enough_P1, 0)
+        weights_RV[f.top_p_rows_P] = torch.zeros_like(sorted_PV).scatter_(-1, order_PV, sorted_PV)
+    return weights_RV
+
+
+def draw(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    sum_RV = weights_RV.cumsum(-1)
+    total_R = sum_RV[:, -1]
+    # u * total is rounded, and may round up to the total.
+    target_R = torch.minimum((uniform_R * total_R).to(torch.int64), total_R - 1)
+    ids_R = torch.searchsorted(sum_RV, target_R[:, None], right=True)[:, 0]
+    # A row without a finite maximum has no distribution; its id must still be an id.
+    return ids_R.clamp_(max=weights_RV.shape[-1] - 1)
+
+
+def measure(logits_SV: Tensor, ids_S: Tensor, wanted: tuple[LogprobRows, ...]) -> Logprobs:
+    num_rows = logits_SV.shape[0]
+    width = max(w.num_top for w in wanted)
+    out = Logprobs(
+        token_S=logits_SV.new_full((num_rows,), torch.nan),
+        rank_S=ids_S.new_zeros(num_rows),
+        top_SL=logits_SV.new_full((num_rows, width), torch.nan),
+        top_ids_SL=ids_S.new_full((num_rows, width), -1),
+    )
+    for w in wanted:
+        x_GV, ids_G1 = logits_SV[w.rows_G], ids_S[w.rows_G, None]
+        logprobs_GV = x_GV.log_softmax(-1)
+        out.token_S[w.rows_G] = logprobs_GV.gather(-1, ids_G1)[:, 0]
+        out.rank_S[w.rows_G] = (x_GV > x_GV.gather(-1, ids_G1)).sum(-1) + 1
+        if w.num_top:
+            # topk promises no order among equals: order by id, then stably by logit.
+            top_GL = x_GV.topk(w.num_top, dim=-1).indices.sort(dim=-1).values
+            order_GL = x_GV.gather(-1, top_GL).sort(dim=-1, descending=True, stable=True).indices
+            top_GL = top_GL.gather(-1, order_GL)
+            out.top_ids_SL[w.rows_G, : w.num_top] = top_GL
+            out.top_SL[w.rows_G, : w.num_top] = logprobs_GV.gather(-1, top_GL)
+    return out

@@ -1,0 +1,172 @@
+"""The per-request sampler: seeds, penalties, batches, errors."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from finwhale.engine.sampler import NOT_FINITE, SampledToken, Sampler
+from finwhale.errors import RequestError
+from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.ops.sampling.ref import sample
+from finwhale.request import SamplingParams
+
+VOCAB_SIZE = 97
+PARAMS = (
+    SamplingParams(seed=1),
+    SamplingParams(temperature=0),
+    SamplingParams(seed=2, top_k=10, temperature=0.7),
+    SamplingParams(seed=3, top_p=0.8, logprobs=3),
+    SamplingParams(seed=4, min_p=0.1, repetition_penalty=1.4, frequency_penalty=0.3),
+    SamplingParams(temperature=0, presence_penalty=0.7, logprobs=0),
+    SamplingParams(temperature=1e-60, seed=5),
+)
+
+
+def logits_of(request: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * request + step)
+    return torch.randn(VOCAB_SIZE, generator=generator) * 2
+
+
+def generate(batches: list[list[int]]) -> dict[int, list[SampledToken]]:
+    """Runs requests 0..6 in the given batches; a request's n-th step always has the same logits."""
+    sampler = Sampler(sample)
+    for i, params in enumerate(PARAMS):
+        sampler.add(i, params, [5, 6, i], VOCAB_SIZE)
+    out: dict[int, list[SampledToken]] = {i: [] for i in range(len(PARAMS))}
+    for keys in batches:
+        logits = torch.stack([logits_of(i, len(out[i])) for i in keys])
+        for i, token in zip(keys, sampler.sample(keys, logits), strict=True):
+            out[i].append(token)
+    return out
+
+
+def test_tokens_do_not_depend_on_the_batch_or_on_pauses() -> None:
+    together = generate([list(range(7))] * 12)
+    alone = generate([[i] for i in range(7) for _ in range(12)])
+    rng = np.random.default_rng(0)
+    shuffled: list[list[int]] = []
+    left = dict.fromkeys(range(7), 12)
+    while left:
+        keys = rng.permutation(list(left))[: rng.integers(1, 8)].tolist()
+        shuffled.append(keys)
+        for i in keys:
+            left[i] -= 1
+            if not left[i]:
+                del left[i]
+    assert together == alone == generate(shuffled)
+
+
+def test_penalties_follow_the_output() -> None:
+    tokens = [t.token_id for t in generate([[5]] * 30)[5]]
+    seen: set[int] = set()
+    for step, token in enumerate(tokens):
+        x = logits_of(5, step).numpy().copy()
+        x[list(seen)] -= np.float32(0.7)
+        assert token == int(np.argmax(x))
+        seen.add(token)
+
+    sampler = Sampler(sample)
+    params = SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.25)
+    prompt = [1, 2, 2, 3]
+    sampler.add("a", params, prompt, VOCAB_SIZE)
+    counts: dict[int, int] = {}
+    fixed = logits_of(0, 0)
+    for _ in range(60):
+        x = fixed.numpy().copy()
+        for t in {*prompt, *counts}:
+            x[t] = x[t] / np.float32(1.5) if x[t] > 0 else x[t] * np.float32(1.5)
+            x[t] -= np.float32(0.25) * counts.get(t, 0)
+        (got,) = sampler.sample(["a"], fixed[None])
+        assert got.token_id == int(np.argmax(x))
+        counts[got.token_id] = counts.get(got.token_id, 0) + 1
+    assert len(counts) > 10
+
+
+def test_seeds() -> None:
+    def run(seed: int | None, index: int = 0) -> list[int]:
+        sampler = Sampler(sample)
+        sampler.add(0, SamplingParams(seed=seed, n=4), [], VOCAB_SIZE, index)
+        return [sampler.sample([0], torch.zeros(1, VOCAB_SIZE))[0].token_id for _ in range(20)]
+
+    assert run(9) == run(9)
+    assert run(9) != run(10)
+    assert run(9, 1) == run(9, 1) != run(9, 0)
+    assert run(9, 1) != run(9, 2)
+    assert run(9, 1) != run(10, 0)
+    assert run(None) != run(None)
+    assert run(-1) == run(-1)
+    assert run(10**40) == run(10**40)
+
+
+def test_logprobs() -> None:
+    tokens = generate([[3, 0, 5]] * 20)
+    assert all(t.logprobs is None for t in tokens[0])
+    for step, token in enumerate(tokens[3]):
+        want = logits_of(3, step).double().log_softmax(-1)
+        order = want.argsort(descending=True).tolist()
+        assert token.logprobs is not None
+        assert list(token.logprobs) == list(dict.fromkeys([token.token_id, *order[:3]]))
+        for token_id, entry in token.logprobs.items():
+            assert entry.rank == order.index(token_id) + 1
+            assert entry.logprob == pytest.approx(want[token_id].item(), abs=1e-6)
+    assert all(list(t.logprobs or ()) == [t.token_id] for t in tokens[5])
+
+
+def test_more_logprobs_and_top_k_than_tokens() -> None:
+    sampler = Sampler(sample)
+    sampler.add(0, SamplingParams(seed=0, logprobs=100, top_k=2**31 - 1), [], 5)
+    (token,) = sampler.sample([0], torch.zeros(1, 5))
+    assert token.logprobs is not None and len(token.logprobs) == 5
+
+
+def test_a_bad_row_fails_its_request_alone() -> None:
+    keys = [0, 1, 2, 3, 4, 5, 6]
+    logits = torch.stack([logits_of(i, 0) for i in keys])
+    sampler = Sampler(sample)
+    for i, params in enumerate(PARAMS):
+        sampler.add(i, params, [5, 6, i], VOCAB_SIZE)
+    logits[2, 7] = math.nan
+    logits[4, 7] = math.inf
+    got = sampler.sample(keys, logits)
+    want = generate([keys])
+    for i in keys:
+        if i in (2, 4):
+            assert got[i] == SampledToken(-1, error=NOT_FINITE)
+        else:
+            assert got[i] == want[i][0]
+
+
+def test_plain_greedy_asks_for_nothing_more() -> None:
+    batches: list[SamplingBatch] = []
+
+    def spy(logits_SV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+        batches.append(batch)
+        return sample(logits_SV, batch)
+
+    sampler = Sampler(spy)
+    for key in range(3):
+        sampler.add(key, SamplingParams(temperature=0, top_k=5, top_p=0.5), [1], VOCAB_SIZE)
+    sampler.sample([0, 1, 2], torch.zeros(3, VOCAB_SIZE))
+    assert batches == [SamplingBatch()]
+
+
+def test_requests_come_and_go() -> None:
+    sampler = Sampler(sample)
+    assert sampler.sample([], torch.zeros(0, VOCAB_SIZE)) == []
+    sampler.add("a", SamplingParams(temperature=0), [], VOCAB_SIZE)
+    sampler.sample(["a"], torch.zeros(1, VOCAB_SIZE))
+    sampler.remove("a")
+    with pytest.raises(KeyError):
+        sampler.sample(["a"], torch.zeros(1, VOCAB_SIZE))
+    sampler.add("a", SamplingParams(seed=0, logprobs=1), [], VOCAB_SIZE)
+    (token,) = sampler.sample(["a"], torch.zeros(1, VOCAB_SIZE))
+    assert token.logprobs is not None
+
+
+def test_prompt_ids_outside_the_vocabulary() -> None:
+    sampler = Sampler(sample)
+    for wrong in (-1, VOCAB_SIZE):
+        with pytest.raises(RequestError, match=r"is not in 0\.\.96"):
+            sampler.add(0, SamplingParams(repetition_penalty=1.1), [wrong], VOCAB_SIZE)
