@@ -5,7 +5,7 @@ transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from finwhale.errors import CheckpointError
@@ -36,15 +36,14 @@ _LAYER_TYPES = {
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
-_POSITIVE = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim qk_rope_head_dim "
-    "q_lora_rank o_lora_rank o_groups sliding_window index_n_heads index_head_dim index_topk "
-    "n_routed_experts num_experts_per_tok moe_intermediate_size hc_sinkhorn_iters "
-    "max_position_embeddings"
-).split()
-_POSITIVE_FLOATS = (
-    "routed_scaling_factor swiglu_limit hc_eps rms_norm_eps rope_theta compress_rope_theta"
-).split()
+# Integers that are checked on their own; every other number of a ModelConfig must be positive.
+_OWN_CHECK = (
+    "n_shared_experts",
+    "hc_mult",
+    "num_hash_layers",
+    "num_nextn_predict_layers",
+    "bos_token_id",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,10 +259,7 @@ class ModelConfig:
             **{name: _get(raw, name) for name in _POSITIVE if name != "qk_rope_head_dim"},
             **_rope(raw),
             qk_rope_head_dim=_rope_head_dim(raw),
-            routed_scaling_factor=_get(raw, "routed_scaling_factor"),
-            swiglu_limit=_get(raw, "swiglu_limit"),
-            hc_eps=_get(raw, "hc_eps"),
-            rms_norm_eps=_get(raw, "rms_norm_eps"),
+            **{name: _get(raw, name) for name in _POSITIVE_FLOATS if "rope" not in name},
             compress_ratios=ratios,
             num_hash_layers=_num_hash_layers(raw),
             num_nextn_predict_layers=drafts,
@@ -313,6 +309,10 @@ class ModelConfig:
             if self.scale_format == "ue8m0":
                 out["quantization_config"]["scale_fmt"] = "ue8m0"
         return out
+
+
+_POSITIVE = [f.name for f in fields(ModelConfig) if f.type is int and f.name not in _OWN_CHECK]
+_POSITIVE_FLOATS = [f.name for f in fields(ModelConfig) if f.type is float]
 
 
 # --- Reading a config.json ----------------------------------------------------------------------
