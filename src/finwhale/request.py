@@ -1,9 +1,9 @@
 """What a caller asks for and what it gets back. Plain data: no torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from finwhale.errors import RequestError
 
@@ -49,9 +49,11 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        for name, value in (("stop", stop), ("stop_token_ids", self.stop_token_ids)):
+            if value is not None and not isinstance(value, Iterable):
+                raise RequestError(f"{name} must be a list, got {value!r}")
+            object.__setattr__(self, name, tuple(value or ()))
         for name, low, high, wanted in _RANGES:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
@@ -73,10 +75,12 @@ class SamplingParams:
             raise RequestError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop must be non-empty strings, got {list(self.stop)!r}")
-        if not all(isinstance(i, int) and i >= 0 for i in self.stop_token_ids):
+        if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
             raise RequestError(
                 f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
             )
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
 
 
 MAX_LOGPROBS = 100
@@ -119,6 +123,7 @@ class CompletionOutput:
             context is full), "error", or None while it is running.
         stop_reason: the stop string or stop token id that was met, if any.
         logprobs: one dict a generated token, token id to Logprob; None unless asked for.
+        message: for a chat, the answer parsed: role, content, reasoning_content, tool_calls.
     """
 
     index: int
@@ -127,6 +132,7 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
+    message: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,62 @@
+"""Stop strings: the result does not depend on how the text is split."""
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from finwhale.engine.stop import StopChecker
+
+
+def naive(text: str, stop: list[str]) -> tuple[str, str | None]:
+    """Grows the text a character at a time and looks for a stop string at its end."""
+    for end in range(len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def run(pieces: list[str], stop: list[str]) -> tuple[str, str | None]:
+    checker = StopChecker(stop)
+    out = "".join([checker.feed(piece) for piece in pieces])
+    return out + checker.flush(), checker.matched
+
+
+SMALL_TEXT = st.text(alphabet="abé", max_size=8)
+
+
+@given(
+    st.lists(SMALL_TEXT, max_size=8), st.lists(st.text("abé", min_size=1, max_size=5), max_size=4)
+)
+@example(["aab", "aaab"], ["aaab"])
+@example(["abcd"], ["abcd", "bc"])
+@example(["xabab", "ac"], ["ababac", "baba"])
+def test_any_split_stops_where_the_naive_search_does(pieces: list[str], stop: list[str]) -> None:
+    assert run(pieces, stop) == naive("".join(pieces), stop)
+
+
+@given(SMALL_TEXT, st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_holds_back_no_more_than_could_be_a_stop_string(text: str, stop: list[str]) -> None:
+    checker = StopChecker(stop)
+    out = checker.feed(text)
+    if checker.matched is None:
+        held = text[len(out) :]
+        starts = {s[:n] for s in stop for n in range(len(s))}
+        assert held in starts
+        assert not any(text[i:] in starts for i in range(len(out)))
+        assert checker.flush() == held
+
+
+def test_nothing_comes_after_a_match() -> None:
+    checker = StopChecker(["\n\n"])
+    assert checker.feed("a\n") == "a"
+    assert checker.feed("b\n\nc") == "\nb"
+    assert checker.matched == "\n\n"
+    assert checker.feed("d") == ""
+    assert checker.flush() == ""
+
+
+def test_no_stop_strings_hold_nothing() -> None:
+    checker = StopChecker([])
+    assert checker.feed("abc") == "abc"
+    assert checker.flush() == "" and checker.matched is None
