@@ -1,0 +1,223 @@
+"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.config import EngineConfig
+from finwhale.engine.pages import PageManager
+from finwhale.engine.runner import ModelRunner
+from finwhale.engine.sampler import SampledToken, Sampler
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.engine.stop import StopChecker
+from finwhale.errors import RequestError
+from finwhale.models.deepseek_v4.build import WeightStream
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestOutput,
+    SamplingParams,
+)
+
+@dataclass(slots=True)
+class _Stream:
+    """The text side of one running sequence."""
+
+    sequence: RunningSequence
+    output: CompletionOutput
+    detokenizer: Detokenizer | None
+    stop: StopChecker
+
+
+@dataclass(slots=True)
+class _Request:
+    output: RequestOutput
+    unfinished: int
+
+
+class Engine:
+    """One model and the requests that run on it.
+
+    Raises:
+        ResourceError: device or memory do not allow it.
+        CheckpointError: the weights are not those of the configuration.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        weights: WeightStream,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.tokenizer = tokenizer
+        self.runner = ModelRunner(config, model_config, weights)
+        plan = self.runner.plan
+        self.scheduler = Scheduler(
+            PageManager(self.runner.groups, plan.num_pages),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            capacity_tokens=plan.capacity_tokens,
+            reserve_multiple=plan.reserve_multiple,
+        )
+        self.sampler = Sampler(self.runner.ops.sample)
+        self._requests: dict[str, _Request] = {}
+        self._streams: dict[str, _Stream] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None = None,
+    ) -> RequestOutput:
+        """Begin a request; the object returned is filled as `step` runs.
+
+        Raises:
+            RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
+        """
+        assert request_id not in self._requests, f"request {request_id} is running already"
+        self._check(prompt_token_ids, params)
+        longest = self.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, len(prompt_token_ids) + params.max_tokens)
+        request = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
+        for index in range(params.n):
+            sequence = RunningSequence(
+                key=f"{request_id}/{index}",
+                request_id=request_id,
+                index=index,
+                token_ids=list(prompt_token_ids),
+                num_prompt=len(prompt_token_ids),
+                max_len=longest,
+                params=params,
+            )
+            output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+            request.outputs.append(output)
+            self.sampler.add(
+                sequence.key, params, prompt_token_ids, self.model_config.vocab_size, index
+            )
+            self._streams[sequence.key] = _Stream(
+                sequence, output, self._new_detokenizer(), StopChecker(tuple(params.stop))
+            )
+            self.scheduler.add(sequence)
+        self._requests[request_id] = _Request(request, params.n)
+        return request
+
+    def _new_detokenizer(self) -> Detokenizer | None:
+        return None if self.tokenizer is None else Detokenizer(self.tokenizer)
+
+    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        vocab = self.model_config.vocab_size
+        if not prompt:
+            raise RequestError("the prompt is empty: give at least one token")
+        for position, token in enumerate(prompt):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise RequestError(
+                    f"prompt token {position} is {token!r}: token ids are integers in "
+                    f"0..{vocab - 1}"
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
+                f"for {self.max_model_len}: shorten it, or raise max_model_len or the cache's "
+                "memory"
+            )
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
+        wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
+        if wrong is not None:
+            raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
+
+    def step(self) -> list[RequestOutput]:
+        """Run one forward; returns the requests that have new tokens, in order."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return []
+        logits = self.runner.logits(chunks)
+        self.scheduler.computed(chunks)
+        complete = [chunk.sequence for chunk in chunks if chunk.completes]
+        sampled = self.sampler.sample([s.key for s in complete], logits)
+        touched: dict[str, RequestOutput] = {}
+        for sequence, token in zip(complete, sampled, strict=True):
+            self._append(self._streams[sequence.key], token)
+            request = self._requests.get(sequence.request_id)
+            if request is not None:
+                touched[sequence.request_id] = request.output
+                if request.unfinished == 0:
+                    request.output.finished = True
+                    del self._requests[sequence.request_id]
+        return list(touched.values())
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; its pages go back. Unknown or finished requests are ignored."""
+        if self._requests.pop(request_id, None) is None:
+            return
+        for key in [k for k, s in self._streams.items() if s.sequence.request_id == request_id]:
+            self._retire(self._streams[key])
+
+    def _append(self, stream: _Stream, token: SampledToken) -> None:
+        sequence, output, params = stream.sequence, stream.output, stream.sequence.params
+        if token.error is not None:
+            self._requests[sequence.request_id].output.error = token.error
+            self._finish(stream, "error", None)
+            return
+        sequence.token_ids.append(token.token_id)
+        output.token_ids.append(token.token_id)
+        if output.logprobs is not None and token.logprobs is not None:
+            output.logprobs.append(
+                {
+                    i: Logprob(entry.logprob, entry.rank, self._token_text(i))
+                    for i, entry in token.logprobs.items()
+                }
+            )
+        if token.token_id in params.stop_token_ids:
+            self._finish(stream, "stop", token.token_id)
+            return
+        if token.token_id in self.model_config.eos_token_ids and not params.ignore_eos:
+            self._finish(stream, "stop", None)
+            return
+        if stream.detokenizer is not None:
+            output.text += stream.stop.feed(stream.detokenizer.feed((token.token_id,)))
+            if stream.stop.matched is not None:
+                self._finish(stream, "stop", stream.stop.matched)
+                return
+        if len(sequence.token_ids) >= sequence.max_len:
+            self._finish(stream, "length", None)
+
+    def _token_text(self, token_id: int) -> str:
+        return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
+
+    def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
+        if stream.detokenizer is not None and stream.stop.matched is None:
+            stream.output.text += stream.stop.feed(stream.detokenizer.finish())
+            if stream.stop.matched is None:
+                stream.output.text += stream.stop.flush()
+        stream.output.finish_reason = reason
+        stream.output.stop_reason = stop
+        self._requests[stream.sequence.request_id].unfinished -= 1
+        self._retire(stream)
+
+    def _retire(self, stream: _Stream) -> None:
+        self.scheduler.finish(stream.sequence)
+        self.sampler.remove(stream.sequence.key)
+        del self._streams[stream.sequence.key]
+
+    def check_integrity(self) -> None:
+        """Assert that nothing is lost: every page free or held once, reservations add up."""
+        self.scheduler.check_integrity()
+        assert len(self._streams) == len(self.scheduler.running) + len(self.scheduler.waiting)

@@ -1,0 +1,126 @@
+"""The model on one device, and one forward over a batch of chunks."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from finwhale.config import EngineConfig
+from finwhale.engine.batch import Batch, BatchBuilder
+from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.scheduler import Chunk
+from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.models.deepseek_v4.build import WeightStream, load_weights
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.step import Inline
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
+
+CPU_CACHE_BYTES = 2**30
+GPU_CACHE_SHARE = 0.6
+
+
+class ModelRunner:
+    """Owns the weights, the paged cache and the operators of one device.
+
+    Args:
+        stream: the weights as they are read, in any order.
+
+    Raises:
+        ResourceError: no such device, or model and cache do not fit it.
+        CheckpointError: the weights are not those of the configuration.
+    """
+
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream) -> None:
+        self.platform, self.device = _choose_device(config.device)
+        self.dtype = _choose_dtype(config.dtype, self.platform)
+        self.ops = load_ops(self.platform)
+        self.groups = cache_spec(model_config)
+        self.segments = Inline()
+        try:
+            weights = load_weights(
+                model_config,
+                stream,
+                dtype=self.dtype,
+                device=self.device,
+                round_activations=config.activations == "as-trained",
+            )
+            self.plan = self._plan(config, model_config)
+            self.max_model_len = min(
+                config.max_model_len or model_config.max_position_embeddings,
+                model_config.max_position_embeddings,
+                self.plan.capacity_tokens,
+            )
+            self.model = DeepseekV4(
+                model_config,
+                self.ops,
+                weights,
+                round_activations=config.activations == "as-trained",
+                max_positions=self.max_model_len,
+            )
+            self.cache = allocate_cache(self.groups, self.plan, self.dtype, self.device)
+        except torch.OutOfMemoryError as error:
+            raise ResourceError(
+                f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
+            ) from error
+        self.batches = BatchBuilder(self.groups, model_config.sliding_window, self.device)
+
+    def _plan(self, config: EngineConfig, model_config: ModelConfig) -> CachePlan:
+        longest = min(
+            config.max_model_len or model_config.max_position_embeddings,
+            model_config.max_position_embeddings,
+        )
+        budget = config.cache_memory_bytes
+        if budget is None:
+            budget = CPU_CACHE_BYTES
+            if self.device.type == "cuda":
+                budget = int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_SHARE)
+        return plan_cache(
+            self.groups,
+            itemsize=self.dtype.itemsize,
+            budget_bytes=budget,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_num_batched_tokens,
+            wanted_tokens=longest * config.max_num_seqs,
+        )
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[Batch, Tensor]:
+        """Read the chunks' tokens; returns the batch and the streams [N,H,D] of its tokens."""
+        batch = self.batches.build(chunks)
+        return batch, self.model(batch.inputs, self.cache, self.segments)
+
+    @torch.inference_mode()
+    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
+        """Logits [M,V] float32 after each chunk that completes its sequence."""
+        batch, streams = self.forward(chunks)
+        if batch.logits_rows.shape[0] == 0:
+            return streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
+        logits: Tensor = self.model.compute_logits(streams.index_select(0, batch.logits_rows))
+        return logits
+
+
+def _choose_device(name: str | None) -> tuple[Platform, torch.device]:
+    if name is None:
+        platform = Platform.detect()
+        return platform, torch.device(platform.device_type)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from error
+    if device.type == "cpu":
+        return Platform.cpu(), device
+    if device.type != "cuda":
+        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
+    return Platform.detect(device.index or 0), device
+
+
+def _choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
+    if name is None:
+        return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]

@@ -1,0 +1,241 @@
+"""Offline generation from Python: the LLM class."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import Activations, DtypeName, EngineConfig
+from finwhale.demo import DEMO_PATH
+from finwhale.engine.engine import Engine
+from finwhale.errors import RequestError
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+Progress = Callable[[int, int], None]
+
+logger = logging.getLogger(__name__)
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    Args:
+        path: a checkpoint's directory; None: the embedded demo model.
+        device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
+        dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
+        activations: "as-trained" rounds activations and cached state to FP8 as the model was
+            trained; "exact" rounds none of them.
+        max_model_len: tokens of prompt and output of one sequence at most.
+        max_num_seqs: sequences that run at once.
+        max_num_batched_tokens: tokens of one forward.
+        cache_memory_bytes: memory for the paged state.
+        progress: called with (bytes read, bytes in all) while weights load.
+
+    Raises:
+        CheckpointError: the checkpoint is not there, broken or not of this model.
+        ResourceError: the device is not there or too small.
+        FinwhaleError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        *,
+        device: str | None = None,
+        dtype: DtypeName | None = None,
+        activations: Activations = "as-trained",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        cache_memory_bytes: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        config = EngineConfig(
+            device=device,
+            dtype=dtype,
+            activations=activations,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            cache_memory_bytes=cache_memory_bytes,
+        )
+        directory = Path(path) if path is not None else DEMO_PATH
+        checkpoint = Checkpoint.open(directory)
+        model_config = ModelConfig.from_dict(checkpoint.config)
+        source = WeightSource(
+            checkpoint,
+            weight_specs(model_config),
+            ignored=ignored_prefixes(model_config),
+            progress=progress,
+        )
+        self.tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
+        self.engine = Engine(config, model_config, source, self.tokenizer)
+        self._ids = itertools.count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; one result a prompt, in order.
+
+        Args:
+            prompts: texts, or lists of token ids; one prompt alone may stand without a list.
+                A text begins with the model's beginning-of-sequence token; token ids are taken
+                as they are.
+            sampling_params: one for all, or one for each prompt.
+
+        A prompt that cannot be served (empty, too long, an id outside the vocabulary) has its
+        `error` set and finish reason "error"; the others finish.
+
+        Raises:
+            RequestError: as many sampling_params as prompts were not given.
+        """
+        listed = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(listed))
+        return self._run(
+            [self._begin(prompt, one) for prompt, one in zip(listed, params, strict=True)]
+        )
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        thinking: bool = False,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[RequestOutput]:
+        """Answer each conversation; one result a conversation, in order.
+
+        Args:
+            messages: one conversation (a list of {"role": ..., "content": ...}) or several.
+            sampling_params: one for all, or one for each conversation.
+            thinking: let the model think before it answers.
+            tools: function tools as in OpenAI's Chat Completions.
+
+        Each output's `message` holds the answer parsed into content, reasoning_content and
+        tool_calls.
+
+        Raises:
+            RequestError: a message is malformed, or the checkpoint has no tokenizer.
+        """
+        several = _as_conversations(messages)
+        params = _as_params(sampling_params, len(several))
+        template = self.chat_template()
+        options = ChatOptions(thinking=thinking, tools=tools)
+        prompts = [template.render(conversation, options) for conversation in several]
+        results = self._run(
+            [
+                self._begin(prompt.token_ids, one, prompt.text)
+                for prompt, one in zip(prompts, params, strict=True)
+            ]
+        )
+        for prompt, result in zip(prompts, results, strict=True):
+            for output in result.outputs:
+                parser = template.parser(prompt)
+                parser.feed(output.token_ids)
+                parser.finish("length" if output.finish_reason == "length" else "stop")
+                output.message = parser.message()
+        return results
+
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat format. Raises RequestError where there is no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
+        return ChatTemplate(self.tokenizer)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Continue one prompt; yields its result, the same object, after each new token.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        result = self._begin(prompt, sampling_params or SamplingParams())
+        if result.error is not None:
+            raise RequestError(result.error)
+        try:
+            while not result.finished:
+                if any(touched is result for touched in self.engine.step()):
+                    yield result
+        finally:
+            self.engine.abort(result.request_id)
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text prompt: beginning of sequence, then the text."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this checkpoint has no tokenizer.json: give "
+                "token ids"
+            )
+        if not text:
+            raise RequestError("the prompt is empty: give at least one character")
+        return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
+
+    def _begin(
+        self, prompt: Prompt, params: SamplingParams, text: str | None = None
+    ) -> RequestOutput:
+        request_id = str(next(self._ids))
+        text = prompt if isinstance(prompt, str) else text
+        token_ids: list[int] = []
+        try:
+            token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+            return self.engine.add_request(request_id, token_ids, params, text)
+        except RequestError as error:
+            logger.warning("prompt %s: %s", request_id, error)
+            output = CompletionOutput(0, finish_reason="error")
+            return RequestOutput(request_id, text, token_ids, [output], True, str(error))
+
+    def _run(self, results: list[RequestOutput]) -> list[RequestOutput]:
+        try:
+            while not all(result.finished for result in results):
+                self.engine.step()
+        finally:
+            for result in results:
+                self.engine.abort(result.request_id)
+        return results
+
+
+def has_tokenizer(directory: Path) -> bool:
+    """Whether a checkpoint's directory holds a tokenizer.json."""
+    return (directory / "tokenizer.json").exists()
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    for i, item in enumerate(items):
+        if not isinstance(item, str | Sequence):
+            raise RequestError(
+                f"prompt {i} must be a text or a list of token ids, got {type(item).__name__}"
+            )
+    return items  # type: ignore[return-value]
+
+
+def _as_params(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{count} prompts, but {len(params)} sampling_params")
+    return list(params)
+
+
+def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    if messages and all(isinstance(m, Mapping) for m in messages):
+        return [messages]  # type: ignore[list-item]
+    return list(messages)  # type: ignore[arg-type]

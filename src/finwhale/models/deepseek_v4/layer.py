@@ -1,0 +1,81 @@
+"""One decoder layer. Legend: N tokens, H residual streams, D hidden."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
+from finwhale.models.deepseek_v4.cache_spec import PagedCache
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
+from finwhale.models.deepseek_v4.rope import Rotations
+from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.ops import Ops
+from finwhale.ops.mhc import MhcParams, MhcWeight
+
+LayerState = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """hc_attn and hc_ffn carry attn_norm and ffn_norm."""
+
+    hc_attn: MhcWeight
+    attn: AttentionWeights
+    hc_ffn: MhcWeight
+    ffn: MoeWeights
+
+
+class DecoderLayer(nn.Module):
+    """(x, post_mix, res_mix, residual) -> the same four: the last post step stays pending.
+
+    At the first layer the last three are None and x is the streams [N,H,D]; afterwards x is the
+    last block's output [N,D]. The MTP layer is one of these.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        weights: LayerWeights,
+        layer: int,
+        round_activations: bool,
+    ) -> None:
+        super().__init__()
+        self.mhc_pre = ops.mhc_pre
+        self.mhc_post_pre = ops.mhc_post_pre
+        self.params = mhc_params(config)
+        self.weights = weights
+        self.attn = Attention(config, ops, weights.attn, layer, round_activations)
+        self.ffn = Moe(config, ops, weights.ffn)
+
+    def forward(
+        self,
+        x: Tensor,
+        post_mix: Tensor | None,
+        res_mix: Tensor | None,
+        residual: Tensor | None,
+        inputs: StepInputs,
+        rotations: Rotations,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> LayerState:
+        w = self.weights
+        if residual is None or post_mix is None or res_mix is None:
+            residual = x
+            x, post_mix, res_mix = self.mhc_pre(residual, w.hc_attn, self.params)
+        else:
+            x, post_mix, res_mix, residual = self.mhc_post_pre(
+                x, post_mix, res_mix, residual, w.hc_attn, self.params
+            )
+        x = self.attn(x, inputs, rotations, cache, segments)
+        x, post_mix, res_mix, residual = self.mhc_post_pre(
+            x, post_mix, res_mix, residual, w.hc_ffn, self.params
+        )
+        return self.ffn(x, inputs.token_ids), post_mix, res_mix, residual
+
+
+def mhc_params(config: ModelConfig) -> MhcParams:
+    return MhcParams(
+        num_iters=config.hc_sinkhorn_iters, eps=config.hc_eps, rms_eps=config.rms_norm_eps
+    )

@@ -1,0 +1,173 @@
+"""DeepSeek-V4, whole: read this first.
+
+embedding -> H equal residual streams -> decoder layers, each with its mHC post step pending ->
+post step -> streams. `compute_logits` collapses streams (hc_head), normalises and projects them.
+
+Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.models.deepseek_v4.cache_spec import PagedCache
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.rope import RotationTables
+from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.ops import Ops
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.mhc import HcHeadWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpWeights:
+    """The MTP layer's own weights; embedding and LM head are the model's. Norms [D] float32."""
+
+    enorm: Tensor
+    hnorm: Tensor
+    e_proj: LinearWeight
+    h_proj: LinearWeight
+    layer: LayerWeights
+    hc_head: HcHeadWeight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelWeights:
+    """embed [V,D]; head [V,D]; hc_head carries the final norm."""
+
+    embed: Tensor
+    layers: tuple[LayerWeights, ...]
+    hc_head: HcHeadWeight
+    head: LinearWeight
+    mtp: MtpWeights | None
+
+
+class DeepseekV4(nn.Module):
+    """The model on one device.
+
+    Args:
+        round_activations: round activations, cached kv and indexer inputs as the model was trained.
+        max_positions: the longest sequence; sizes the tables of the rotary embedding.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        weights: ModelWeights,
+        *,
+        round_activations: bool,
+        max_positions: int,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weights = weights
+        self.linear = ops.linear
+        self.mhc_post = ops.mhc_post
+        self.hc_head = ops.hc_head
+        self.params = mhc_params(config)
+        self.tables = RotationTables(config, max_positions, weights.embed.device)
+        self.side_streams = _side_streams(weights.embed.device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, ops, layer_weights, i, round_activations)
+            for i, layer_weights in enumerate(weights.layers)
+        )
+        self.mtp = None if weights.mtp is None else MtpLayer(self, ops, weights.mtp, round_activations)
+
+    def forward(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        """Read N tokens, write their state; returns the streams [N,H,D]."""
+        embedded = self.weights.embed.index_select(0, inputs.token_ids)
+        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
+        return self.run_layers(self.layers, streams, inputs, cache, segments)
+
+    def run_layers(
+        self,
+        layers: nn.ModuleList,
+        streams_NHD: Tensor,
+        inputs: StepInputs,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
+        """Streams through `layers`, the last post step done: [N,H,D] -> [N,H,D]."""
+        rotations = self.tables.for_step(
+            inputs.positions,
+            None if inputs.c4 is None else inputs.c4.entry_positions,
+            None if inputs.c128 is None else inputs.c128.entry_positions,
+        )
+        state: LayerState = (streams_NHD, None, None, None)
+        for layer in layers:
+            state = layer(*state, inputs, rotations, cache, segments)
+        x, post_mix, res_mix, residual = state
+        assert post_mix is not None and res_mix is not None and residual is not None
+        return self.mhc_post(x, post_mix, res_mix, residual)
+
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """Logits [M,V] float32 of the streams [M,H,D]."""
+        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
+        return self.linear(hidden, self.weights.head).float()
+
+
+class MtpLayer(nn.Module):
+    """Multi-token prediction: one more layer that predicts the token after the next.
+
+    Shares the model's embedding, LM head, rotary tables and side streams. Its layer is a decoder
+    layer like any other, with the same four values in and out.
+    """
+
+    def __init__(
+        self, model: DeepseekV4, ops: Ops, weights: MtpWeights, round_activations: bool
+    ) -> None:
+        super().__init__()
+        config = model.config
+        self.weights = weights
+        self.embed = model.weights.embed
+        self.head = model.weights.head
+        self.side_streams = model.side_streams
+        self.run_layers = model.run_layers
+        self.rms_norm = ops.rms_norm
+        self.linear = ops.linear
+        self.hc_head = ops.hc_head
+        self.params = mhc_params(config)
+        self.eps = config.rms_norm_eps
+        self.layers = nn.ModuleList(
+            [DecoderLayer(config, ops, weights.layer, config.num_hidden_layers, round_activations)]
+        )
+
+    def forward(
+        self,
+        inputs: StepInputs,
+        streams_NHD: Tensor,
+        next_token_ids: Tensor,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
+        """The streams that predict the token after next_token_ids.
+
+        Args:
+            streams_NHD: the model's (or this layer's own, for a further draft step) streams of the
+                step's N tokens.
+            next_token_ids: [N] int64: the token that follows each of them.
+
+        h = h_proj(hnorm(streams)) + e_proj(enorm(embedding of the next token)), each stream.
+        """
+        w = self.weights
+        embedded = self.rms_norm(self.embed.index_select(0, next_token_ids), w.enorm, self.eps)
+        normed = self.rms_norm(streams_NHD, w.hnorm, self.eps)
+        from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
+        streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
+        return self.run_layers(self.layers, streams, inputs, cache, segments)
+
+    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
+        """Logits [M,V] float32 of this layer's streams; every draft step uses the one layer."""
+        assert draft_step >= 0
+        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
+        return self.linear(hidden, self.head).float()
+
+
+def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...] | None:
+    """Three streams for independent projections on a GPU; None elsewhere."""
+    if device.type != "cuda":
+        return None
+    return tuple(torch.cuda.Stream(device) for _ in range(3))

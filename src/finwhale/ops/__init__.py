@@ -1,0 +1,73 @@
+"""The operator table: every operator that the model calls, chosen once per process.
+
+`Ops` has no defaults, so each platform's table names an implementation for every operator. Nothing
+falls back at call time. Each family's package holds the contract, `ref.py` the definition.
+"""
+
+from dataclasses import dataclass, fields
+
+from finwhale.errors import ResourceError
+from finwhale.ops.attention import (
+    InverseRope,
+    PrepareQuery,
+    SparseAttention,
+    StoreWindow,
+)
+from finwhale.ops.compressor import Compress
+from finwhale.ops.indexer import PrepareIndexQuery, SelectEntries
+from finwhale.ops.linear import GroupedLinear, Linear
+from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
+from finwhale.ops.moe import Experts, RouteByHash, RouteByScore, SwigluMlp
+from finwhale.ops.norm import RmsNorm
+from finwhale.ops.sampling import Sample
+from finwhale.platform import Platform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One typed field an operator; each contract's docstring says what it computes."""
+
+    rms_norm: RmsNorm
+    linear: Linear
+    grouped_linear: GroupedLinear
+    mhc_pre: MhcPre
+    mhc_post_pre: MhcPostPre
+    mhc_post: MhcPost
+    hc_head: HcHead
+    prepare_query: PrepareQuery
+    store_window: StoreWindow
+    compress: Compress
+    prepare_index_query: PrepareIndexQuery
+    select_entries: SelectEntries
+    sparse_attention: SparseAttention
+    inverse_rope: InverseRope
+    route_by_score: RouteByScore
+    route_by_hash: RouteByHash
+    experts: Experts
+    swiglu_mlp: SwigluMlp
+    sample: Sample
+
+    def implementations(self) -> list[tuple[str, str]]:
+        """(operator, "module.function") for each field, in order."""
+        rows = []
+        for field in fields(self):
+            fn = getattr(self, field.name)
+            rows.append((field.name, f"{fn.__module__}.{fn.__qualname__}"))
+        return rows
+
+
+def load_ops(platform: Platform) -> Ops:
+    """Import the table for `platform`. Raises ResourceError if no table covers it."""
+    match platform:
+        case Platform(vendor="cpu"):
+            from finwhale.ops.tables.cpu import OPS
+        case Platform(vendor="nvidia", arch="sm80" | "sm89" | "sm90" | "sm100" | "sm120"):
+            from finwhale.ops.tables.nvidia import OPS
+        case Platform(vendor="amd", arch="gfx942" | "gfx950"):
+            from finwhale.ops.tables.amd import OPS
+        case _:
+            raise ResourceError(
+                f"no operator table for {platform.vendor} {platform.arch}: Finwhale runs on CPUs, "
+                "NVIDIA sm80 to sm120 and AMD gfx942 and gfx950"
+            )
+    return OPS

@@ -1,0 +1,105 @@
+"""Manifold-constrained hyper-connections (mHC): the contracts.
+
+Source: DeepSeek-V4 technical report, section 2.2. Legend: N tokens, H residual streams, D hidden.
+
+The state between blocks is always (x [N,D], post_mix [N,H], res_mix [N,H,H], residual [N,H,D]):
+the output of the last block, whose post step is still pending, with the mixes that it needs. At
+the first layer the mixes and the residual are None and x is the streams [N,H,D] themselves.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MhcWeight:
+    """The projection that gives a block's mixes.
+
+    Attributes:
+        fn: [2H + H*H, H*D] float32; rows: pre, post, then the residual matrix row by row.
+        scale: [2H + H*H] float32: the checkpoint's three scales, repeated over their rows.
+        base: [2H + H*H] float32.
+        norm: [D] float32, the RMSNorm of the block's input.
+    """
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class HcHeadWeight:
+    """The collapse after the last layer.
+
+    Attributes:
+        fn: [H, H*D] float32.
+        scale: [1] float32.
+        base: [H] float32.
+        norm: [D] float32, the final RMSNorm.
+    """
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+    norm: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MhcParams:
+    """num_iters Sinkhorn iterations; eps of the mixes and of Sinkhorn; rms_eps of the norms."""
+
+    num_iters: int
+    eps: float
+    rms_eps: float
+
+
+class MhcPre(Protocol):
+    """Mixes from the streams, and the block's normalised input.
+
+    m = (flatten(X) fn^T) * rsqrt(mean(flatten(X)^2) + rms_eps), scaled and shifted;
+    pre = sigmoid(m_pre) + eps; post = 2 sigmoid(m_post);
+    res = Sinkhorn(softmax(m_res over the last axis) + eps); x = RMSNorm(sum_i pre_i X_i).
+    """
+
+    def __call__(
+        self, residual_NHD: Tensor, w: MhcWeight, params: MhcParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns x [N,D] in the residual's dtype, post [N,H] and res [N,H,H] in float32."""
+        ...
+
+
+class MhcPost(Protocol):
+    """X'_k = post_k * x + sum_j res[j,k] X_j."""
+
+    def __call__(
+        self, x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
+    ) -> Tensor:
+        """Returns the new streams [N,H,D] in the residual's dtype."""
+        ...
+
+
+class MhcPostPre(Protocol):
+    """The pending post step, then the next block's pre step, as one operator."""
+
+    def __call__(
+        self,
+        x_ND: Tensor,
+        post_NH: Tensor,
+        res_NHH: Tensor,
+        residual_NHD: Tensor,
+        w: MhcWeight,
+        params: MhcParams,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns the four values of the state for the next block, x normalised."""
+        ...
+
+
+class HcHead(Protocol):
+    """RMSNorm(sum_i (sigmoid(m_i * scale + base_i) + eps) X_i), m as in MhcPre."""
+
+    def __call__(self, streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
+        """Returns the hidden states [N,D] in the streams' dtype."""
+        ...

@@ -1,0 +1,73 @@
+"""mHC, the definition. Legend: N tokens, H residual streams, D hidden."""
+
+import torch
+from torch import Tensor
+
+from finwhale.ops.linear.ref import matmul_rows
+from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
+from finwhale.ops.norm.ref import rms_norm
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + e^-x). torch.sigmoid gives other bits in a vector's tail than inside it."""
+    return torch.exp(-x).add_(1.0).reciprocal_()
+
+
+def sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
+    """Normalise columns, then num_iters - 1 times rows and columns: m <- m / (sum(m) + eps).
+
+    Works on the reciprocal factors u, v of m_ij = mix_ij / (u_i v_j): dividing row i by its sum
+    plus eps is u_i <- sum_j mix_ij / v_j + eps u_i, and likewise for columns.
+    """
+    mix_t = mix_NHH.transpose(1, 2)
+    v = mix_t.sum(-1, keepdim=True).add_(eps)
+    u = torch.ones_like(v)
+    for _ in range(num_iters - 1):
+        u = torch.baddbmm(u, mix_NHH, v.reciprocal(), beta=eps)
+        v = torch.baddbmm(v, mix_t, u.reciprocal(), beta=eps)
+    return mix_NHH / u / v.transpose(1, 2)
+
+
+def _mixes(flat_NK: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> Tensor:
+    rstd = torch.rsqrt(flat_NK.square().mean(-1, keepdim=True).add_(rms_eps))
+    return matmul_rows(flat_NK, fn).mul(rstd).mul_(scale).add_(base)
+
+
+def mhc_pre(
+    residual_NHD: Tensor, w: MhcWeight, params: MhcParams
+) -> tuple[Tensor, Tensor, Tensor]:
+    streams = residual_NHD.shape[1]
+    residual = residual_NHD.float()
+    mixes = _mixes(residual.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
+    gates = sigmoid(mixes[:, : 2 * streams])
+    pre = gates[:, None, :streams] + params.eps
+    post_NH = gates[:, streams:] * 2.0
+    logits = mixes[:, 2 * streams :].unflatten(1, (streams, streams))
+    res_NHH = sinkhorn(logits.softmax(-1).add_(params.eps), params.num_iters, params.eps)
+    collapsed = torch.bmm(pre, residual).squeeze(1)
+    return rms_norm(collapsed, w.norm, params.rms_eps).to(residual_NHD.dtype), post_NH, res_NHH
+
+
+def mhc_post(x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor) -> Tensor:
+    mixed = torch.bmm(res_NHH.transpose(1, 2), residual_NHD.float())
+    return mixed.add_(post_NH[:, :, None] * x_ND[:, None].float()).to(residual_NHD.dtype)
+
+
+def mhc_post_pre(
+    x_ND: Tensor,
+    post_NH: Tensor,
+    res_NHH: Tensor,
+    residual_NHD: Tensor,
+    w: MhcWeight,
+    params: MhcParams,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    streams = mhc_post(x_ND, post_NH, res_NHH, residual_NHD)
+    return *mhc_pre(streams, w, params), streams
+
+
+def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
+    streams = streams_NHD.float()
+    mixes = _mixes(streams.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
+    pre = sigmoid(mixes).add_(params.eps)[:, None]
+    collapsed = torch.bmm(pre, streams).squeeze(1)
+    return rms_norm(collapsed, w.norm, params.rms_eps).to(streams_NHD.dtype)
