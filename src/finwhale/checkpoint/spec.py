@@ -1,13 +1,11 @@
-"""What a model wants from a checkpoint: one WeightSpec a logical tensor, in official names."""
+"""What a model wants from a checkpoint: one WeightSpec a weight, in official names."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
 """How a weight is stored; "fp8_block" and "fp4" (formats.py) have a `.scale` tensor beside it."""
-
-QUANTISED: tuple[Storage, ...] = ("fp8_block", "fp4")
-PLAIN: tuple[Storage, ...] = ("bf16", "f16", "f32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class WeightSpec:
     @property
     def scale_name(self) -> str:
         """`x.scale` for `x.weight`."""
-        return scale_name(self.name)
+        return self.name.removesuffix(".weight") + ".scale"
 
     @property
     def fan_in(self) -> int:
@@ -35,6 +33,8 @@ class WeightSpec:
         return self.shape[-1]
 
 
-def scale_name(weight_name: str) -> str:
-    """The name of the scales of a quantised weight."""
-    return weight_name.removesuffix(".weight") + ".scale"
+Select = Callable[[WeightSpec], bool]
+"""Whether this process wants a weight."""
+
+Progress = Callable[[int, int], object]
+"""Called with (bytes done, bytes in all) after each weight."""

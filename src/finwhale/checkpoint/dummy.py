@@ -1,0 +1,134 @@
+"""Made-up weights for a model whose checkpoint is not at hand: random, seeded, in stored form.
+
+Sizes and storages are the real ones, and values are scaled so that activations keep their size
+through the layers, so speed and memory are those of the real model; the text is nonsense.
+"""
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.formats import (
+    E2M1_VALUES,
+    E8M0_BIAS,
+    FP4_BLOCK,
+    fp8_scale_shape,
+)
+from finwhale.checkpoint.loading import StoredWeight
+from finwhale.checkpoint.spec import Progress, Select, WeightSpec
+
+_E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
+_SLICE_ELEMENTS = 1 << 24
+_SMALL = 0.1
+_DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+
+
+class DummySource:
+    """Random weights made on a device, iterated like a checkpoint's WeightSource.
+
+    Each weight depends on its name and the seed only, so that every process of a group, whichever
+    weights it selects, makes the same ones; devices differ. progress counts values, not bytes.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, WeightSpec],
+        device: torch.device | str,
+        *,
+        seed: int = 0,
+        select: Select | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._specs = specs
+        self._device = torch.device(device)
+        self._seed = seed
+        self._select = select
+        self._progress = progress
+
+    def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        chosen = [s for s in self._specs.values() if self._select is None or self._select(s)]
+        total = sum(math.prod(spec.shape) for spec in chosen)
+        done = 0
+        for spec in chosen:
+            yield spec, self.make(spec)
+            done += math.prod(spec.shape)
+            if self._progress is not None:
+                self._progress(done, total)
+
+    def make(self, spec: WeightSpec) -> StoredWeight:
+        """One weight.
+
+        Norms are 1. Projections have mean 0 and variance 1/fan_in, in FP8 with one scale for all
+        blocks, in FP4 as uniform codes with each scale one of two neighbouring powers of two.
+        tid2eid rows are distinct experts, uniform. The rest is normal and small.
+        """
+        generator = torch.Generator(self._device)
+        generator.manual_seed((self._seed << 32) + zlib.crc32(spec.name.encode()))
+        if spec.storage == "fp4":
+            return _fp4(spec, generator)
+        if spec.storage == "fp8_block":
+            return _fp8(spec, generator)
+        if spec.storage == "i64":
+            return StoredWeight(self._experts_of_tokens(spec, generator), None, "i64")
+        dtype = _DTYPES[spec.storage]
+        if spec.name.endswith("norm.weight"):
+            data = torch.ones(spec.shape, dtype=dtype, device=self._device)
+        else:
+            data = torch.empty(spec.shape, dtype=dtype, device=self._device)
+            data.normal_(0.0, _deviation(spec), generator=generator)
+        return StoredWeight(data, None, spec.storage)
+
+    def _experts_of_tokens(self, spec: WeightSpec, generator: torch.Generator) -> Tensor:
+        tokens, count = spec.shape
+        router = self._specs[spec.name.removesuffix("tid2eid") + "weight"]
+        experts = router.shape[0]
+        out = torch.empty(tokens, count, dtype=torch.int64, device=self._device)
+        step = max(_SLICE_ELEMENTS // experts, 1)
+        for start in range(0, tokens, step):
+            part = out[start : start + step]
+            keys = torch.rand(part.shape[0], experts, generator=generator, device=self._device)
+            part.copy_(keys.topk(count).indices)
+        return out
+
+
+def _deviation(spec: WeightSpec) -> float:
+    if spec.name == "embed.weight":
+        return 1.0
+    if spec.name.endswith(("_fn", ".weight")):
+        return 1 / math.sqrt(spec.fan_in)
+    return _SMALL
+
+
+def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
+    """Normal codes; one power-of-two scale puts their deviation between 32 and 64."""
+    device = generator.device
+    deviation = 1 / math.sqrt(spec.fan_in)
+    exponent = math.floor(math.log2(deviation)) - 5
+    data = torch.empty(spec.shape, dtype=torch.float8_e4m3fn, device=device)
+    step = max(_SLICE_ELEMENTS // spec.fan_in, 1)
+    for start in range(0, spec.shape[0], step):
+        part = data[start : start + step]
+        values = torch.empty(part.shape, device=device)
+        values.normal_(0.0, deviation * 2.0**-exponent, generator=generator)
+        part.copy_(values.clamp_(-448, 448).to(torch.float8_e4m3fn))
+    raw = torch.full(
+        fp8_scale_shape(spec.shape), exponent + E8M0_BIAS, dtype=torch.uint8, device=device
+    )
+    return StoredWeight(data, raw.view(torch.float8_e8m0fnu), "fp8_block")
+
+
+def _fp4(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
+    """Uniform codes; scales s and 2s in the proportion that gives the wanted mean square."""
+    device = generator.device
+    rows, columns = spec.shape
+    data = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)
+    data.random_(0, 256, generator=generator)
+    square = 1 / (spec.fan_in * _E2M1_MEAN_SQUARE)
+    exponent = math.floor(math.log2(square) / 2)
+    larger = (square / 4.0**exponent - 1) / 3
+    draws = torch.rand(rows, columns // FP4_BLOCK, generator=generator, device=device)
+    raw = (draws < larger).to(torch.uint8) + (exponent + E8M0_BIAS)
+    return StoredWeight(data.view(torch.int8), raw.view(torch.float8_e8m0fnu), "fp4")

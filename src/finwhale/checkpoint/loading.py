@@ -1,0 +1,323 @@
+"""A checkpoint as a source of weights: the whole inventory is checked before any data is read."""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.formats import (
+    FP4_BLOCK,
+    dequantise_fp4,
+    dequantise_fp8_block,
+    find_nan,
+    fp8_scale_shape,
+)
+from finwhale.checkpoint.reader import DTYPES, Checkpoint, TensorInfo, TensorReader
+from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
+from finwhale.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PLAIN: dict[torch.dtype, Storage] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.float32: "f32",
+}
+_SCALE_DTYPES = (torch.float8_e8m0fnu, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """A weight as it is stored.
+
+    Attributes:
+        data: bfloat16, float16, float32 or int64 of the logical shape; float8_e4m3fn [out, in];
+            or int8 [out, in/2], two e2m1 codes a byte.
+        scale: float8_e8m0fnu or float32, one per 128x128 block (FP8); float8_e8m0fnu, one per
+            1x32 (FP4); None for plain storages.
+        storage: which of these.
+    """
+
+    data: Tensor
+    scale: Tensor | None
+    storage: Storage
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of data and scales."""
+        return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
+
+    def to(self, device: torch.device | str) -> "StoredWeight":
+        """The same on a device; tensors that are there already are shared."""
+        scale = None if self.scale is None else self.scale.to(device)
+        return StoredWeight(self.data.to(device), scale, self.storage)
+
+    def dequantise(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+        """The values in the logical shape, as dtype; int64 stays int64.
+
+        The stored bytes move to the device first. A plain weight that has the dtype and the device
+        already is returned as it is: it may be a view of the checkpoint's file.
+        """
+        stored = self if device is None else self.to(device)
+        if self.storage == "i64":
+            return stored.data
+        if stored.scale is None:
+            return stored.data.to(dtype)
+        if self.storage == "fp4":
+            return dequantise_fp4(stored.data, stored.scale, dtype)
+        return dequantise_fp8_block(stored.data, stored.scale, dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor that is not as the configuration wants it; found and wanted in words."""
+
+    name: str
+    found: str
+    wanted: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.found}, wanted {self.wanted}"
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A checkpoint's tensors against what a model wants.
+
+    Attributes:
+        missing: wanted names that are not there, scales of quantised weights included.
+        unexpected: names that nothing wants.
+        mismatched: tensors of another shape or dtype.
+        ignored: names that are left out on purpose.
+        storages: how each weight that is right is stored.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[Mismatch, ...]
+    ignored: tuple[str, ...]
+    storages: Mapping[str, Storage]
+
+    @property
+    def complete(self) -> bool:
+        """Nothing is missing, unexpected or mismatched."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def storage_counts(self) -> dict[Storage, int]:
+        """How many weights have each storage, most frequent first."""
+        return dict(Counter(self.storages.values()).most_common())
+
+
+def inventory_report(
+    checkpoint: Checkpoint,
+    specs: Mapping[str, WeightSpec],
+    ignored: Mapping[str, str] | None = None,
+) -> Inventory:
+    """Compare a checkpoint's headers with the wanted weights.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        specs: the wanted weights by name.
+        ignored: prefixes of names to leave out, with the reason.
+    """
+    left_out = tuple(ignored or ())
+    missing: list[str] = []
+    mismatched: list[Mismatch] = []
+    storages: dict[str, Storage] = {}
+    used: set[str] = set()
+    for spec in specs.values():
+        info = checkpoint.tensors.get(spec.name)
+        if info is None:
+            missing.append(spec.name)
+            continue
+        scale = checkpoint.tensors.get(spec.scale_name)
+        found = _storage(spec, info)
+        used.add(spec.name)
+        if isinstance(found, Mismatch):
+            mismatched.append(found)
+            used.add(spec.scale_name)
+            continue
+        storages[spec.name] = found
+        if found not in ("fp8_block", "fp4"):
+            continue
+        used.add(spec.scale_name)
+        if scale is None:
+            missing.append(spec.scale_name)
+        elif wrong := _scale_mismatch(spec, scale, found):
+            mismatched.append(wrong)
+    rest = [name for name in checkpoint.tensors if name not in used]
+    return Inventory(
+        missing=tuple(missing),
+        unexpected=tuple(n for n in rest if not n.startswith(left_out)),
+        mismatched=tuple(mismatched),
+        ignored=tuple(n for n in rest if n.startswith(left_out)),
+        storages=storages,
+    )
+
+
+class WeightSource:
+    """The weights of a checkpoint: iterates (spec, stored weight), a file at a time.
+
+    Every selected weight comes exactly once, in file order, memory-mapped on the CPU. A weight may
+    be stored as its spec says, or plain (bfloat16, float16, float32) where the spec is quantised or
+    of another float dtype, or FP8 where the spec is FP4; FP8 scales may be E8M0 or float32. What
+    was found is logged.
+
+    Args:
+        checkpoint: an opened checkpoint.
+        specs: every weight of the model by name.
+        ignored: prefixes of names to leave out, with the reason; a warning is logged for each.
+        select: which weights this process wants; None: all. The inventory is checked whole.
+        progress: called with (bytes done, bytes in all) after each weight.
+
+    Raises:
+        CheckpointError: on construction, tensors are missing, unexpected, or of another shape or
+            dtype; while iterating, a weight or its scales hold NaN, or a file changed meanwhile.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        specs: Mapping[str, WeightSpec],
+        *,
+        ignored: Mapping[str, str] | None = None,
+        select: Select | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._progress = progress
+        self.inventory = inventory_report(checkpoint, specs, ignored)
+        _require_complete(checkpoint, specs, self.inventory)
+        _log(checkpoint, self.inventory, ignored or {})
+        self._chosen = {n: s for n, s in specs.items() if select is None or select(s)}
+        self.total_bytes = sum(self._num_bytes(spec) for spec in self._chosen.values())
+
+    def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        waiting = dict(self._chosen)
+        done = 0
+        with self._checkpoint.reader() as reader:
+            for _, names in self._checkpoint.shards():
+                for name in names:
+                    spec = waiting.pop(name, None)
+                    if spec is None:
+                        continue
+                    yield spec, self._read(reader, spec)
+                    done += self._num_bytes(spec)
+                    if self._progress is not None:
+                        self._progress(done, self.total_bytes)
+                reader.close_all()
+        assert not waiting, waiting
+
+    def _read(self, reader: TensorReader, spec: WeightSpec) -> StoredWeight:
+        storage = self.inventory.storages[spec.name]
+        data = reader.read(spec.name)
+        scale = reader.read(spec.scale_name) if storage in ("fp8_block", "fp4") else None
+        fault = find_nan(data, scale)
+        if fault is not None:
+            file = self._checkpoint.tensors[spec.name].file
+            raise CheckpointError(f"{spec.name} in {file} holds {fault}; the file is damaged")
+        return StoredWeight(data, scale, storage)
+
+    def _num_bytes(self, spec: WeightSpec) -> int:
+        tensors = self._checkpoint.tensors
+        num_bytes = tensors[spec.name].num_bytes
+        if self.inventory.storages[spec.name] in ("fp8_block", "fp4"):
+            num_bytes += tensors[spec.scale_name].num_bytes
+        return num_bytes
+
+
+# --- One tensor -----------------------------------------------------------------------------------
+
+
+def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
+    """How a tensor stores its spec, or why it does not."""
+    wanted = _wanted(spec)
+    if spec.storage == "i64":
+        found: Storage | None = "i64" if info.dtype == torch.int64 else None
+    elif info.dtype == torch.float8_e4m3fn and spec.storage in ("fp8_block", "fp4"):
+        found = "fp8_block"
+    elif info.dtype == torch.int8 and spec.storage == "fp4":
+        found = "fp4"
+    else:
+        found = _PLAIN.get(info.dtype)
+    shape = spec.shape
+    if found == "fp4":
+        shape = (*spec.shape[:-1], spec.shape[-1] // 2)
+    if found is None or info.shape != shape:
+        return Mismatch(spec.name, f"{_DTYPE_NAMES[info.dtype]} {list(info.shape)}", wanted)
+    return found
+
+
+def _scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
+    if storage == "fp4":
+        shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // FP4_BLOCK)
+        dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
+    else:
+        shape, dtypes = fp8_scale_shape(spec.shape), _SCALE_DTYPES
+    if scale.shape == shape and scale.dtype in dtypes:
+        return None
+    return Mismatch(
+        spec.scale_name,
+        f"{_DTYPE_NAMES[scale.dtype]} {list(scale.shape)}",
+        f"{' or '.join(_DTYPE_NAMES[d] for d in dtypes)} {list(shape)}",
+    )
+
+
+def _wanted(spec: WeightSpec) -> str:
+    plain = f"BF16, F16 or F32 {list(spec.shape)}"
+    if spec.storage == "i64":
+        return f"I64 {list(spec.shape)}"
+    if spec.storage == "fp8_block":
+        return f"F8_E4M3, {plain}"
+    if spec.storage == "fp4":
+        packed = [*spec.shape[:-1], spec.shape[-1] // 2]
+        return f"I8 {packed} or F8_E4M3, {plain}"
+    return plain
+
+
+def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -> None:
+    for prefix, reason in ignored.items():
+        count = sum(name.startswith(prefix) for name in found.ignored)
+        if count:
+            logger.warning("%d tensors %s* are left out: %s", count, prefix, reason)
+    counts = ", ".join(f"{n} {kind}" for kind, n in found.storage_counts().items())
+    logger.info("%s: weights stored as %s", checkpoint.path, counts)
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+def _require_complete(
+    checkpoint: Checkpoint, specs: Mapping[str, WeightSpec], found: Inventory
+) -> None:
+    if found.complete:
+        return
+    if found.mismatched:
+        # Listed first: with another model's config.json, names are missing too.
+        raise CheckpointError(
+            f"config.json and the tensors in {checkpoint.path} disagree on {len(found.mismatched)} "
+            f"of {len(specs)} weights: {_first(found.mismatched, '; ')}. Check that config.json "
+            "belongs to these files"
+        )
+    if found.missing:
+        hint = "the files are incomplete or config.json is of another model"
+        if all(name.startswith("mtp.") for name in found.missing):
+            hint = "num_nextn_predict_layers 0 in config.json runs the model without drafting"
+        raise CheckpointError(
+            f"{checkpoint.path} lacks {len(found.missing)} tensors that config.json implies: "
+            f"{_first(found.missing)}; {hint}"
+        )
+    raise CheckpointError(
+        f"{checkpoint.path} holds {len(found.unexpected)} tensors that config.json does not imply: "
+        f"{_first(found.unexpected)}; config.json is of another model, or the checkpoint is newer "
+        "than this version of Finwhale"
+    )
+
+
+def _first(items: tuple[object, ...], separator: str = ", ") -> str:
+    shown = separator.join(str(item) for item in items[:3])
+    return shown + (f"{separator}..." if len(items) > 3 else "")
