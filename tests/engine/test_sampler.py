@@ -58,6 +58,11 @@ def test_tokens_do_not_depend_on_the_batch_or_on_pauses() -> None:
     assert together == alone == generate(shuffled)
 
 
+def test_a_temperature_that_float32_cannot_hold_is_greedy() -> None:
+    tokens = generate([[6]] * 8)[6]
+    assert [t.token_id for t in tokens] == [int(logits_of(6, step).argmax()) for step in range(8)]
+
+
 def test_penalties_follow_the_output() -> None:
     tokens = [t.token_id for t in generate([[5]] * 30)[5]]
     seen: set[int] = set()
@@ -91,6 +96,7 @@ def test_seeds() -> None:
         return [sampler.sample([0], torch.zeros(1, VOCAB_SIZE))[0].token_id for _ in range(20)]
 
     assert run(9) == run(9)
+    assert len(set(run(9))) > 10
     assert run(9) != run(10)
     assert run(9, 1) == run(9, 1) != run(9, 0)
     assert run(9, 1) != run(9, 2)

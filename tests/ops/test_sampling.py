@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from finwhale.ops.sampling import SampledTokens
 from finwhale.ops.sampling.cases import CASES, GREEDY, MIXED, Case, Row, batch
 from finwhale.ops.sampling.draws import derive_seed, uniforms
-from finwhale.ops.sampling.ref import sample, weigh
+from finwhale.ops.sampling.ref import penalise, sample, weigh
 
 CHI_SQUARE_0_001 = {7: 24.32, 15: 37.70, 255: 330.5}  # upper 0.1% points by degrees of freedom
 
@@ -98,6 +98,31 @@ def test_filters_keep_what_the_naive_ones_keep(row: Row) -> None:
         # A weight is a float32 exponential cut to 2^-44 of the largest.
         np.testing.assert_allclose(got[i], want, rtol=2e-6, atol=1e-12)
         assert np.array_equal(got[i] > 0, want > 0)
+
+
+def test_penalties_are_the_naive_ones() -> None:
+    seen = {0: 0, 1: 1, 2: 4, 3: 0, 7: 2, 11: 1}
+    rows = (
+        Row(repetition=1.7, seen=seen),
+        Row(frequency=-0.5, seen=seen),
+        Row(presence=1.25, seen=seen),
+        Row(),
+        Row(repetition=0.5, frequency=0.3, presence=-2.0, seen=seen),
+    )
+    logits = Case("", rows, vocab_size=12).logits(seed=7)
+    penalties = batch(rows, 12).penalties
+    assert penalties is not None
+    got = penalise(logits, penalties)
+    for i, row in enumerate(rows):
+        want = naive_penalised(logits[i].numpy(), row)
+        np.testing.assert_allclose(got[i], want, rtol=1e-6, atol=1e-6)
+
+
+def test_the_largest_draw_takes_the_last_token_with_any_weight() -> None:
+    for vocab_size, last in ((129280, 129270), (129280, 131), (65537, 65535), (3, 1), (2, 0)):
+        logits = torch.zeros(1, vocab_size)
+        logits[0, last + 1 :] = -math.inf
+        assert run(logits, (Row(uniform=1 - 2**-53),)).ids_S == last
 
 
 def test_top_k_keeps_ties_and_top_p_prefers_lower_ids() -> None:

@@ -150,6 +150,8 @@ def test_continuing_the_final_message() -> None:
         official().render(messages, options).text.endswith(f"{CONTROL['ThinkingEnd']}Hello, my na")
     )
     assert "prefix" not in messages[1]
+    messages[1]["content"] = f"say {CONTROL['User']}"
+    assert official().render(messages, options).token_ids.count(128803) == 1
     with pytest.raises(RequestError, match="continue_final needs an assistant message"):
         official().render(messages[:1], options)
 

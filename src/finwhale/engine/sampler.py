@@ -85,7 +85,6 @@ class Sampler:
         """
         assert key not in self._requests, f"request {key!r} is already sampled"
         self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index)
-        self._fixed_keys = None
 
     def remove(self, key: Hashable) -> None:
         """Forgets a request."""

@@ -66,8 +66,8 @@ def weigh(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
 def draw(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
     sum_RV = weights_RV.cumsum(-1)
     total_R = sum_RV[:, -1]
-    # u * total is rounded, and may round up to the total.
-    target_R = torch.minimum((uniform_R * total_R).to(torch.int64), total_R - 1)
+    # u is at most 1 - 2^-53, so that the rounded product stays below the total.
+    target_R = (uniform_R * total_R).to(torch.int64)
     ids_R = torch.searchsorted(sum_RV, target_R[:, None], right=True)[:, 0]
     # A row without a finite maximum has no distribution; its id must still be an id.
     return ids_R.clamp_(max=weights_RV.shape[-1] - 1)
