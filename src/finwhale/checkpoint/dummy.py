@@ -66,7 +66,8 @@ class DummySource:
         tid2eid rows are distinct experts, uniform. The rest is normal and small.
         """
         generator = torch.Generator(self._device)
-        generator.manual_seed((self._seed << 32) + zlib.crc32(spec.name.encode()))
+        # The CPU's generator takes 32 bits of seed, so the two are hashed together.
+        generator.manual_seed(zlib.crc32(f"{self._seed} {spec.name}".encode()))
         if spec.storage == "fp4":
             return _fp4(spec, generator)
         if spec.storage == "fp8_block":

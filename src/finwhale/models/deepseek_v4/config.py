@@ -276,14 +276,13 @@ class ModelConfig:
 
         An unsupported draft head is left out.
         """
+        eos = self.eos_token_ids
         out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
         out.update({name: getattr(self, name) for name in (*_POSITIVE, *_POSITIVE_FLOATS)})
         out.update(_FIXED)
         out.update(
             bos_token_id=self.bos_token_id,
-            eos_token_id=self.eos_token_ids[0]
-            if len(self.eos_token_ids) == 1
-            else list(self.eos_token_ids),
+            eos_token_id=eos[0] if len(eos) == 1 else list(eos),
             compress_ratios=list(self.compress_ratios),
             num_hash_layers=self.num_hash_layers,
             num_nextn_predict_layers=self.num_nextn_predict_layers,

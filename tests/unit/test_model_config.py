@@ -1,0 +1,266 @@
+"""ModelConfig: both forms of config.json, its checks, and the weight table it implies."""
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+from transformers import DeepseekV4Config
+
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+
+OFFICIAL: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "qk_rope_head_dim": 16,
+    "q_lora_rank": 64,
+    "o_lora_rank": 32,
+    "o_groups": 4,
+    "sliding_window": 16,
+    "compress_ratios": [0, 4, 128, 4, 0],
+    "index_n_heads": 32,
+    "index_head_dim": 32,
+    "index_topk": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "routed_scaling_factor": 1.5,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "num_hash_layers": 1,
+    "swiglu_limit": 10.0,
+    "hidden_act": "silu",
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "compress_rope_theta": 160000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 16,
+        "original_max_position_embeddings": 256,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+    "max_position_embeddings": 4096,
+    "num_nextn_predict_layers": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+}
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    """The official config with changes; None removes a key."""
+    merged = {**OFFICIAL, **changes}
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def quantisation(**changes: Any) -> dict[str, Any]:
+    return {"quantization_config": {**OFFICIAL["quantization_config"], **changes}}
+
+
+def test_official_form() -> None:
+    model = ModelConfig.from_dict(OFFICIAL)
+    assert model.compress_ratios == (0, 4, 128, 4, 0)
+    assert model.layer_ratios == (0, 4, 128, 4)
+    assert model.layers_with_ratio(4) == (1, 3)
+    assert model.rope_scaling == YarnScaling(factor=16, original_max_position_embeddings=256)
+    assert model.draft_head == "mtp" and model.num_nextn_predict_layers == 1
+    assert model.quantised and model.expert_dtype == "fp4" and model.scale_format == "ue8m0"
+    assert model.eos_token_ids == (1,) and model.nope_head_dim == 48
+    assert [model.is_hash_layer(i) for i in range(4)] == [True, False, False, False]
+
+
+def test_base_variant_and_other_values() -> None:
+    model = ModelConfig.from_dict(
+        config(
+            expert_dtype="fp8",
+            eos_token_id=[1, 3],
+            rope_scaling=None,
+            **quantisation(scale_fmt=None),
+        )
+    )
+    assert (model.expert_dtype, model.scale_format) == ("fp8", "float32")
+    assert model.eos_token_ids == (1, 3) and model.rope_scaling is None
+    assert weight_specs(model)["layers.0.ffn.experts.7.w2.weight"].storage == "fp8_block"
+    inside = ModelConfig.from_dict(config(**quantisation(expert_dtype="fp8")))
+    assert inside.expert_dtype == "fp8"
+
+
+def test_written_form_reads_back() -> None:
+    for changes in ({}, {"expert_dtype": "fp8"}, {"eos_token_id": [1, 2]}, {"rope_scaling": None}):
+        model = ModelConfig.from_dict(config(**changes))
+        assert ModelConfig.from_dict(model.to_dict()) == model
+    plain = ModelConfig.from_dict(config(quantization_config=None))
+    assert not plain.quantised and ModelConfig.from_dict(plain.to_dict()) == plain
+    base = dataclasses.replace(plain, quantised=True, scale_format="float32")
+    assert ModelConfig.from_dict(base.to_dict()) == base
+
+
+def test_transformers_form(tmp_path: Any) -> None:
+    """What transformers makes of the official config is read as the same model without MTP."""
+    official = config(quantization_config=None)
+    written = DeepseekV4Config(**official).to_dict()
+    assert "compress_ratios" not in written and "num_hash_layers" not in written
+    wanted = ModelConfig.from_dict(official).without_draft_head()
+    assert ModelConfig.from_dict(written) == wanted
+    del written["qk_rope_head_dim"]
+    assert ModelConfig.from_dict(written) == wanted
+    plain = DeepseekV4Config(**config(quantization_config=None, rope_scaling=None)).to_dict()
+    assert ModelConfig.from_dict(plain) == dataclasses.replace(wanted, rope_scaling=None)
+
+
+def test_transformers_reads_what_is_written() -> None:
+    model = ModelConfig.from_dict(config(quantization_config=None))
+    theirs = DeepseekV4Config(**model.to_dict())
+    assert theirs.layer_types == [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+        "compressed_sparse_attention",
+    ]
+    assert theirs.mlp_layer_types == ["hash_moe", "moe", "moe", "moe"]
+    assert theirs.qk_rope_head_dim == 16
+    assert theirs.rope_parameters["compress"]["factor"] == 16
+
+
+@pytest.mark.parametrize("changes", [{"dspark_num_stages": 3}, {}])
+def test_dspark_is_recognised_and_left_out(changes: dict[str, Any]) -> None:
+    raw = config(compress_ratios=[0, 4, 128, 4, 0, 0, 0], **changes)
+    model = ModelConfig.from_dict(raw)
+    assert model.draft_head == "dspark" and model.num_nextn_predict_layers == 0
+    assert model.compress_ratios == (0, 4, 128, 4)
+    assert "DSpark is not supported" in ignored_prefixes(model)["mtp."]
+    assert not any(name.startswith("mtp.") for name in weight_specs(model))
+
+
+def test_presets_are_the_published_checkpoints() -> None:
+    """Numbers of tensors and bytes of the public checkpoints; scales count as tensors."""
+    published = {"flash": (69_187, 159.6e9), "pro": (145_116, 864.7e9)}
+    sizes = {"bf16": 2.0, "f32": 4.0, "i64": 8.0, "fp8_block": 1.0, "fp4": 0.5}
+    for name, (count, num_bytes) in published.items():
+        model = ModelConfig.preset(name)
+        assert ModelConfig.from_dict(model.to_dict()) == model
+        specs = weight_specs(model)
+        assert len(specs) + sum(s.storage in ("fp8_block", "fp4") for s in specs.values()) == count
+        total = 0.0
+        for spec in specs.values():
+            total += math.prod(spec.shape) * sizes[spec.storage]
+            if spec.storage == "fp8_block":
+                total += math.ceil(spec.shape[0] / 128) * math.ceil(spec.shape[1] / 128)
+            elif spec.storage == "fp4":
+                total += math.prod(spec.shape) / 32
+        assert total == pytest.approx(num_bytes, rel=3e-4)
+    with pytest.raises(
+        CheckpointError, match="unknown configuration 'small'; there are flash, pro"
+    ):
+        ModelConfig.preset("small")
+
+
+def test_with_layers_keeps_the_mtp_layer() -> None:
+    cut = ModelConfig.preset("flash").with_layers(8)
+    assert cut.compress_ratios == (0, 0, 4, 128, 4, 128, 4, 128, 0)
+    assert cut.num_nextn_predict_layers == 1 and "mtp.0.enorm.weight" in weight_specs(cut)
+    assert cut.with_layers(2).num_hash_layers == 2
+    with pytest.raises(CheckpointError, match="cannot cut to 44 layers: the model has 43"):
+        ModelConfig.preset("flash").with_layers(44)
+
+
+def test_weight_table_details() -> None:
+    specs = weight_specs(ModelConfig.preset("flash"))
+    shapes = {
+        "layers.2.attn.wo_a.weight": (8192, 4096),
+        "layers.2.attn.compressor.wkv.weight": (1024, 4096),
+        "layers.2.attn.compressor.ape": (4, 1024),
+        "layers.2.attn.indexer.compressor.wgate.weight": (256, 4096),
+        "layers.3.attn.compressor.wkv.weight": (512, 4096),
+        "layers.3.attn.compressor.ape": (128, 512),
+        "layers.0.ffn.gate.tid2eid": (129280, 6),
+        "layers.3.ffn.gate.bias": (256,),
+        "mtp.0.ffn.gate.bias": (256,),
+        "mtp.0.hc_head_fn": (4, 16384),
+    }
+    assert {name: specs[name].shape for name in shapes} == shapes
+    assert "layers.3.attn.indexer.wq_b.weight" not in specs
+    assert "layers.1.attn.compressor.ape" not in specs
+    plain = dataclasses.replace(ModelConfig.preset("flash").with_layers(1), quantised=False)
+    assert {s.storage for s in weight_specs(plain).values()} == {"bf16", "f32", "i64"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "deepseek_v3"}, "model_type 'deepseek_v3'.*serves.*'deepseek_v4'"),
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*DeepseekV4ForCausalLM"),
+        ({"hidden_size": None}, "config.json has no hidden_size"),
+        ({"rope_theta": None}, "config.json has no rope_theta"),
+        ({"compress_ratios": None}, "has no compress_ratios"),
+        ({"num_hash_layers": None}, "has no num_hash_layers"),
+        ({"hidden_size": "128"}, "hidden_size must be a positive integer, got '128'"),
+        ({"index_topk": 0}, "index_topk must be a positive integer, got 0"),
+        ({"swiglu_limit": -1.0}, r"swiglu_limit must be a positive number, got -1\.0"),
+        ({"scoring_func": "softmax"}, "scoring_func 'softmax' is not supported, only"),
+        ({"topk_method": "greedy"}, "topk_method 'greedy' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only 'silu' is"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads 8 is not supported, only 1 is"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings True is not supported"),
+        ({"norm_topk_prob": False}, "norm_topk_prob False is not supported"),
+        ({"hc_mult": 2}, "hc_mult 2 is not supported, only 4 is"),
+        ({"compress_ratios": [0, 4, 128, 4]}, "compress_ratios has 4 entries, wanted 5"),
+        ({"compress_ratios": [0, 4, 8, 4, 0]}, "may hold 0, 4 and 128, got 8"),
+        ({"compress_ratios": [0, 4, 128, 4, 4]}, "MTP layer's entry .* must be 0, got 4"),
+        ({"num_hash_layers": 5}, "num_hash_layers must be between 0 and 4 .*got 5"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers must be 0 or 1, got 2"),
+        ({"o_groups": 3}, "num_attention_heads 8 must be a multiple of o_groups 3"),
+        ({"qk_rope_head_dim": 128}, "head_dim 64 must be at least qk_rope_head_dim 128"),
+        ({"qk_rope_head_dim": 15}, "qk_rope_head_dim must be even, got 15"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than n_routed_experts 8"),
+        ({"moe_intermediate_size": 80}, "moe_intermediate_size 80 must be a multiple of .* 32"),
+        ({"eos_token_id": 512}, "token id 512 is outside the vocabulary of 512"),
+        ({"expert_dtype": "int4"}, "expert_dtype must be .* got 'int4'"),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "must be of type .yarn., got 'linear'"),
+        ({"rope_scaling": {"type": "yarn"}}, "has no factor"),
+        (quantisation(quant_method="awq"), "quantization_config.quant_method 'awq' is not supp"),
+        (quantisation(weight_block_size=[64, 64]), r"must be \[128, 128\], got \[64, 64\]"),
+        (quantisation(scale_fmt="e5m2"), "scale_fmt must be .* got 'e5m2'"),
+    ],
+)
+def test_wrong_configs(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ModelConfig.from_dict(config(**changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["full_attention"] * 4}, "unknown layer_types full_attention"),
+        ({"mlp_layer_types": ["moe", "hash_moe", "moe", "moe"]}, "mlp_layer_types must be"),
+        ({"compress_rates": {"compressed_sparse_attention": 8}}, "may hold 0, 4 and 128, got 8"),
+        ({"attention_bias": True}, "attention_bias True is not supported"),
+    ],
+)
+def test_wrong_transformers_configs(changes: dict[str, Any], message: str) -> None:
+    written = DeepseekV4Config(**config(quantization_config=None)).to_dict()
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_dict({**written, **changes})
