@@ -163,6 +163,23 @@ def test_an_answer_goes_back_into_the_conversation() -> None:
     assert ANSWER in prompt.text
 
 
+@given(st.sets(st.integers(1, 22)))
+@settings(deadline=None)
+def test_stop_strings_end_the_content_only(cuts: set[int]) -> None:
+    text = "no STOP</think>a STO STOP b"
+    prompt = template().render([{"role": "user", "content": "Hi"}])
+    p = template().parser(prompt, stop=["STOP", "x"])
+    edges = [0, *sorted(cuts), len(text)]
+    for start, end in pairwise(edges):
+        assert not p.finished
+        p.feed(text[start:end])
+    assert p.finished
+    assert p.feed("more") == []
+    p.finish()
+    assert p.message()["reasoning_content"] == "no STOP"
+    assert p.message()["content"] == "a STO "
+
+
 def test_a_continued_answer() -> None:
     messages = [
         {"role": "user", "content": "Hi"},

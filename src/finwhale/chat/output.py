@@ -41,10 +41,21 @@ class OutputParser:
     does not.
     """
 
-    def __init__(self, tokenizer: Tokenizer, request: recipe.ConversationRequest) -> None:
-        """Parses an answer to `request`, generated with `tokenizer`."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        request: recipe.ConversationRequest,
+        stop: Sequence[str] = (),
+    ) -> None:
+        """Parses an answer to `request`, generated with `tokenizer`.
+
+        As in DeepSeek's protocol, `stop` strings end the content; in reasoning and in tool calls
+        they mean nothing.
+        """
+        options = request.parsing_options
+        options.stop_sequences = list(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
-        self._stream = recipe.StreamProcessor(generator, request.parsing_options, tokenizer.recipe)
+        self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         markup = {
             tokenizer.added_ids.get(getattr(recipe.SpecialToken, name).default_str())
             for name in _MARKUP
@@ -54,6 +65,11 @@ class OutputParser:
         self._content: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
         self._push(recipe.InferenceChunk.ready())
+
+    @property
+    def finished(self) -> bool:
+        """A stop string was met, or `finish` was called: nothing more is parsed."""
+        return self._stream.finished
 
     def feed(self, piece: str | Sequence[int]) -> list[OutputEvent]:
         """The events that more output (text or token ids) brings; may be none.

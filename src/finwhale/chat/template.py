@@ -93,9 +93,9 @@ class ChatTemplate:
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, request)
 
-    def parser(self, prompt: ChatPrompt) -> OutputParser:
-        """A parser of one answer to `prompt`."""
-        return OutputParser(self._tokenizer, prompt.request)
+    def parser(self, prompt: ChatPrompt, stop: Sequence[str] = ()) -> OutputParser:
+        """A parser of one answer to `prompt`, whose content ends before a `stop` string."""
+        return OutputParser(self._tokenizer, prompt.request, stop)
 
     def _encode(self, text: str, special_ranges: Sequence[tuple[int, int]]) -> list[int]:
         token_ids: list[int] = []
