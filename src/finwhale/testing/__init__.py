@@ -1,0 +1,1 @@
+"""Support for tests and benchmarks. The engine never imports it."""

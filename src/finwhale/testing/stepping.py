@@ -1,0 +1,73 @@
+"""Run chosen chunks of chosen sequences through the model, and see every token's streams."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from finwhale.engine.engine import Engine
+from finwhale.engine.pages import PageManager
+from finwhale.engine.scheduler import Chunk
+from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.request import SamplingParams
+
+
+class Stepper:
+    """Takes the place of an idle engine's scheduler: the caller says what each forward reads."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert not engine.has_work
+        self.runner = engine.runner
+        self.pages = PageManager(self.runner.groups, self.runner.plan.num_pages)
+        self._count = 0
+
+    def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
+        """A sequence of which nothing has been read."""
+        self._count += 1
+        name = f"stepper-{self._count}"
+        return RunningSequence(
+            key=name,
+            request_id=name,
+            index=0,
+            token_ids=list(token_ids),
+            num_prompt=len(token_ids),
+            max_len=self.runner.max_model_len,
+            params=SamplingParams(),
+            tables=self.pages.new_tables(),
+        )
+
+    def step(self, parts: Sequence[tuple[RunningSequence, int]]) -> list[Tensor]:
+        """Read the next `count` tokens of each sequence in one forward.
+
+        Returns:
+            The streams [count, H, D] of each.
+        """
+        chunks = []
+        for sequence, count in parts:
+            start = sequence.num_computed
+            assert start + count <= len(sequence.token_ids)
+            self.pages.grow(sequence.tables, start, start + count)
+            chunks.append(Chunk(sequence, start, start + count))
+        _, streams = self.runner.forward(chunks)
+        for chunk in chunks:
+            chunk.sequence.num_computed = chunk.end
+            self.pages.trim(chunk.sequence.tables, chunk.end)
+        return list(torch.split(streams, [count for _, count in parts]))
+
+    def release(self, sequence: RunningSequence) -> None:
+        """Give the sequence's pages back."""
+        self.pages.release(sequence.tables)
+
+    @torch.inference_mode()
+    def logits(self, streams: Tensor) -> Tensor:
+        """[count, V] float32, one row of the LM head's product at a time, as decode computes it."""
+        return torch.cat([self.runner.model.compute_logits(row) for row in torch.split(streams, 1)])
+
+    def read(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
+        """The streams [T,H,D] of a whole text, read in chunks that end at `cuts`."""
+        sequence = self.sequence(token_ids)
+        ends = sorted({0, *cuts, len(token_ids)})
+        read = [self.step([(sequence, b - a)])[0] for a, b in pairwise(ends)]
+        self.release(sequence)
+        return torch.cat(read)

@@ -1,0 +1,147 @@
+"""Tiny models with random weights that exercise every part of the architecture."""
+
+import math
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.writer import write_checkpoint
+from finwhale.models.deepseek_v4.config import ARCHITECTURE, MODEL_TYPE, ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+
+QUANTISATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+
+
+def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
+    """The contents of an official config.json, every size drawn from `seed`.
+
+    The draws are odd on purpose: hidden sizes that are no multiple of 128, windows from 8 to 128,
+    top-k below and above the number of entries, all layer kinds in any order. index_n_heads is at
+    least 32: with fewer, relu makes equal scores at the top-k boundary and the order is no longer
+    determined. swiglu_limit is small, so that the clamps act. With `quantised`, sizes are
+    multiples of 32, which FP4 needs.
+    """
+    draw = random.Random(f"tiny {seed}")
+    layers = draw.randint(3, 6)
+    ratios = [4, 128, *draw.choices((0, 4, 4, 128), k=layers - 2)]
+    draw.shuffle(ratios)
+    groups, experts = draw.randint(1, 4), draw.randint(4, 16)
+    rope_dim = draw.choice((16, 32))
+    factor, context = draw.choice((4, 8, 16)), draw.choice((128, 192, 256))
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURE],
+        "model_type": MODEL_TYPE,
+        "vocab_size": draw.randint(300, 500),
+        "hidden_size": draw.choice((64, 96, 160) if quantised else (60, 72, 96, 160, 200)),
+        "num_hidden_layers": layers,
+        "num_attention_heads": groups * draw.randint(1, 3),
+        "num_key_value_heads": 1,
+        "head_dim": draw.choice((48, 56, 64, 72, 80, 96)),
+        "qk_rope_head_dim": rope_dim,
+        "q_lora_rank": draw.choice((32, 40, 64)),
+        "o_lora_rank": draw.choice((24, 32, 48)),
+        "o_groups": groups,
+        "sliding_window": draw.choice((8, 13, 32, 100, 128)),
+        "compress_ratios": [*ratios, 0],
+        "index_n_heads": draw.choice((32, 40)),
+        "index_head_dim": draw.choice((32, 48, 64)),
+        "index_topk": draw.choice((5, 8, 16, 40, 512)),
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": draw.randint(2, min(6, experts)),
+        "moe_intermediate_size": draw.choice((32, 64, 96) if quantised else (24, 32, 56, 96)),
+        "num_hash_layers": draw.randint(1, min(4, layers - 1)),
+        "routed_scaling_factor": draw.choice((1.0, 1.5, 2.5)),
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "swiglu_limit": draw.choice((0.25, 0.3, 0.5)),
+        "hidden_act": "silu",
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": draw.choice((3, 20)),
+        "hc_eps": 1e-6,
+        "rms_norm_eps": draw.choice((1e-6, 1e-5)),
+        "rope_theta": 10000.0,
+        "compress_rope_theta": draw.choice((40000.0, 160000.0)),
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": float(factor),
+            "original_max_position_embeddings": context,
+            "beta_fast": 32,
+            "beta_slow": 1,
+        },
+        "max_position_embeddings": factor * context,
+        "num_nextn_predict_layers": 1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16" if quantised else "float32",
+    }
+    if quantised:
+        config |= {"expert_dtype": "fp4", "quantization_config": QUANTISATION}
+    return config
+
+
+def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """Every tensor of the model by official name: float32, or int64 for tid2eid.
+
+    Scaled so that activations stay of order one through the layers, while attention, top-k and
+    routing are far from uniform. Nothing is zero: not sinks, biases, ape or the mHC offsets.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    specs = weight_specs(ModelConfig.from_dict(config))
+    experts = config["n_routed_experts"]
+    return {name: _random_weight(spec, experts, generator) for name, spec in specs.items()}
+
+
+def _random_weight(spec: WeightSpec, experts: int, generator: torch.Generator) -> Tensor:
+    leaf = spec.name.removesuffix(".weight").rsplit(".", 1)[-1]
+    if leaf == "tid2eid":
+        vocab, top = spec.shape
+        scores = torch.rand(vocab, experts, generator=generator)
+        return scores.argsort(1)[:, :top].contiguous()
+    noise = torch.randn(spec.shape, generator=generator)
+    if leaf.endswith("norm"):
+        return 1 + 0.2 * noise
+    if leaf.endswith("_scale"):
+        return 0.8 + 0.2 * noise
+    if leaf in _PLAIN_SPREAD or leaf.endswith("_base"):
+        return _PLAIN_SPREAD.get(leaf, 0.5) * noise
+    return _GAIN.get(leaf, 1.0) / math.sqrt(spec.fan_in) * noise
+
+
+_PLAIN_SPREAD = {"embed": 1.0, "attn_sink": 1.0, "bias": 0.1, "ape": 0.5}
+# Averaging and clamping shrink what these projections read.
+_GAIN = {"wo_b": 2.0, "w2": 6.0, "head": 2.0}
+
+
+def write_plain_checkpoint(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+) -> None:
+    """Write official names in float32, quantising nothing, with a config.json that says so."""
+    plain = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
+    plain["torch_dtype"] = "float32"
+    tensors = weights.items() if isinstance(weights, Mapping) else weights
+    specs = weight_specs(ModelConfig.from_dict(plain))
+    write_checkpoint(path, plain, tensors, specs, plain_dtype=torch.float32)
+
+
+def write_quantised_checkpoint(
+    path: str | Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> None:
+    """Write the official layout: FP8 blocks, FP4 experts, bf16 for the rest."""
+    specs = weight_specs(ModelConfig.from_dict(config))
+    write_checkpoint(path, config, weights.items(), specs)
