@@ -1,0 +1,149 @@
+"""The same text gives the same bits, however it is cut into steps and whoever runs beside it.
+
+On the CPU in float32, with exact and with as-trained activations. As-trained rounds activations to
+FP8: one different bit before a rounding would move a value by a sixteenth of itself, so nothing
+less than bitwise equality would hold there.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, SamplingParams
+from finwhale.config import Activations
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+from .oracle import single_threaded
+
+SEEDS = (0, 3, 8, 16)
+LENGTH = 290
+
+
+@dataclass
+class Model:
+    seed: int
+    path: Path
+    activations: Activations
+    vocab_size: int
+    stepper: Stepper
+    whole: Tensor
+
+    def text(self, length: int = LENGTH, salt: int = 0) -> list[int]:
+        draw = random.Random(f"{self.seed} {salt}")
+        return [draw.randrange(self.vocab_size) for _ in range(length)]
+
+    def llm(self, **options: int) -> LLM:
+        return LLM(
+            self.path, device="cpu", dtype="float32", activations=self.activations, **options
+        )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(seed, mode) for seed in SEEDS for mode in ("exact", "as-trained")],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def model(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Model]:
+    seed, activations = request.param
+    config = tiny_config(seed)
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    write_plain_checkpoint(path, config, random_weights(config, seed))
+    with single_threaded():
+        llm = LLM(path, device="cpu", dtype="float32", activations=activations)
+        model = Model(
+            seed, path, activations, config["vocab_size"], Stepper(llm.engine), torch.empty(0)
+        )
+        model.whole = model.stepper.read(model.text())
+        assert model.whole.isfinite().all()
+        yield model
+
+
+CHUNKS = (1, 2, 3, 5, 127, 128, 129)
+
+
+@pytest.mark.parametrize("size", CHUNKS)
+def test_chunks_of_one_size(model: Model, size: int) -> None:
+    """Size 1 is decode, token by token from the first."""
+    found = model.stepper.read(model.text(), range(size, LENGTH, size))
+    assert torch.equal(found, model.whole)
+
+
+@pytest.mark.parametrize("draw_seed", range(3))
+def test_chunks_of_random_sizes(model: Model, draw_seed: int) -> None:
+    draw = random.Random(draw_seed)
+    cuts = accumulate(draw.choice((*CHUNKS, draw.randint(1, 60))) for _ in range(LENGTH))
+    found = model.stepper.read(model.text(), [cut for cut in cuts if cut < LENGTH])
+    assert torch.equal(found, model.whole)
+
+
+def test_batched_with_others(model: Model) -> None:
+    """Five texts of different lengths in the same steps, cut differently, starting at once."""
+    stepper, draw = model.stepper, random.Random(model.seed)
+    texts = [model.text()] + [model.text(n, salt=n) for n in (1, 4, 131, 260)]
+    alone = [stepper.read(text) for text in texts]
+    sequences = [stepper.sequence(text) for text in texts]
+    found: list[list[Tensor]] = [[] for _ in texts]
+    while True:
+        left = [len(s.token_ids) - s.num_computed for s in sequences]
+        parts = [(i, min(draw.choice((1, 1, 4, 50)), n)) for i, n in enumerate(left) if n]
+        if not parts:
+            break
+        streams = stepper.step([(sequences[i], count) for i, count in parts])
+        for (i, _), part in zip(parts, streams, strict=True):
+            found[i].append(part)
+    for sequence in sequences:
+        stepper.release(sequence)
+    for pieces, wanted in zip(found, alone, strict=True):
+        assert torch.equal(torch.cat(pieces), wanted)
+
+
+def test_logits_do_not_depend_on_their_batch(model: Model) -> None:
+    together = model.stepper.runner.model.compute_logits(model.whole[:40])
+    assert torch.equal(together, model.stepper.logits(model.whole[:40]))
+
+
+def test_freed_pages_leave_nothing_behind(model: Model) -> None:
+    """Pages are not cleared: rows of earlier sequences, here NaN, must never be read."""
+    for layers in model.stepper.runner.cache.pools.values():
+        for pool in layers.values():
+            pool[model.stepper.runner.groups[0].rows_per_page :].fill_(torch.nan)
+    found = model.stepper.read(model.text(), range(37, LENGTH, 37))
+    assert torch.equal(found, model.whole)
+
+
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
+
+
+def test_a_seeded_request_ignores_its_company(model: Model) -> None:
+    prompts = [model.text(n, salt=n) for n in (9, 140, 33)]
+    alone = [model.llm().generate([p], SAMPLED)[0].outputs[0].token_ids for p in prompts]
+    together = model.llm().generate(prompts, SAMPLED)
+    crowded = model.llm(max_num_seqs=2, max_num_batched_tokens=16).generate(prompts, SAMPLED)
+    assert [out.outputs[0].token_ids for out in together] == alone
+    assert [out.outputs[0].token_ids for out in crowded] == alone
+    assert alone[0] != alone[1]
+
+
+def test_several_continuations_of_one_prompt(model: Model) -> None:
+    """n continuations are n draws; the first is that of n=1; greedy ones are all the same."""
+    prompt = model.text(50)
+    several = SamplingParams(n=3, max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
+    single = SamplingParams(n=1, max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
+    greedy = SamplingParams(n=3, max_tokens=24, temperature=0, ignore_eos=True)
+    llm = model.llm()
+    drawn, one, same = llm.generate([prompt] * 3, [several, single, greedy])
+    assert [out.index for out in drawn.outputs] == [0, 1, 2]
+    assert drawn.outputs[0].token_ids == one.outputs[0].token_ids
+    assert len({tuple(out.token_ids) for out in drawn.outputs}) == 3
+    assert len({tuple(out.token_ids) for out in same.outputs}) == 1
+    llm.engine.scheduler.check_integrity()
+    assert not llm.engine.has_work
