@@ -103,7 +103,7 @@ class LLM:
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
         return self._run(
-            [self._begin(prompt, one) for prompt, one in zip(listed, params, strict=True)]
+            [self._try_begin(prompt, one) for prompt, one in zip(listed, params, strict=True)]
         )
 
     def chat(
@@ -139,9 +139,9 @@ class LLM:
                 for prompt, one in zip(prompts, params, strict=True)
             ]
         )
-        for prompt, result in zip(prompts, results, strict=True):
+        for prompt, one, result in zip(prompts, params, results, strict=True):
             for output in result.outputs:
-                parser = template.parser(prompt)
+                parser = template.parser(prompt, stop=tuple(one.stop))
                 parser.feed(output.token_ids)
                 parser.finish("length" if output.finish_reason == "length" else "stop")
                 output.message = parser.message()
@@ -161,9 +161,8 @@ class LLM:
         Raises:
             RequestError: the prompt cannot be served.
         """
-        result = self._begin(prompt, sampling_params or SamplingParams())
-        if result.error is not None:
-            raise RequestError(result.error)
+        text = prompt if isinstance(prompt, str) else None
+        result = self._begin(prompt, sampling_params or SamplingParams(), text)
         try:
             while not result.finished:
                 if any(touched is result for touched in self.engine.step()):
@@ -182,19 +181,21 @@ class LLM:
             raise RequestError("the prompt is empty: give at least one character")
         return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
 
-    def _begin(
-        self, prompt: Prompt, params: SamplingParams, text: str | None = None
-    ) -> RequestOutput:
-        request_id = str(next(self._ids))
-        text = prompt if isinstance(prompt, str) else text
-        token_ids: list[int] = []
+    def _begin(self, prompt: Prompt, params: SamplingParams, text: str | None) -> RequestOutput:
+        """Hand a prompt to the engine. Raises RequestError."""
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.engine.add_request(str(next(self._ids)), token_ids, params, text)
+
+    def _try_begin(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+        """The same, but a prompt that cannot be served gives a finished result with its error."""
+        text = prompt if isinstance(prompt, str) else None
         try:
-            token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-            return self.engine.add_request(request_id, token_ids, params, text)
+            return self._begin(prompt, params, text)
         except RequestError as error:
-            logger.warning("prompt %s: %s", request_id, error)
+            logger.warning("%s", error)
             output = CompletionOutput(0, finish_reason="error")
-            return RequestOutput(request_id, text, token_ids, [output], True, str(error))
+            token_ids = [] if isinstance(prompt, str) else list(prompt)
+            return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
 
     def _run(self, results: list[RequestOutput]) -> list[RequestOutput]:
         try:

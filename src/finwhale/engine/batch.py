@@ -32,9 +32,7 @@ class Batch:
 class BatchBuilder:
     """Builds batches for one model's cache groups on one device."""
 
-    def __init__(
-        self, groups: Items[PageGroup], sliding_window: int, device: torch.device
-    ) -> None:
+    def __init__(self, groups: Items[PageGroup], sliding_window: int, device: torch.device) -> None:
         self.groups = {group.name: group for group in groups}
         self.window = sliding_window
         self.device = device
@@ -57,12 +55,7 @@ class BatchBuilder:
                 c128=self._compress_step(chunks, query_start, "c128", "c128_state", 128, 128),
                 c128_slots=self._c128_slots(chunks, query_start, positions),
             ),
-            logits_rows=self._tensor(
-                np.array(
-                    [row - 1 for row, c in zip(query_start[1:], chunks, strict=True) if c.completes],
-                    np.int64,
-                )
-            ),
+            logits_rows=self._tensor(query_start[1:][[c.completes for c in chunks]] - 1),
         )
 
     def _tensor(self, array: Ints) -> torch.Tensor:
@@ -79,9 +72,7 @@ class BatchBuilder:
         )
 
     def _window_write_slots(self, chunks: Items[Chunk]) -> Ints:
-        return np.concatenate(
-            [self._slots(c, "window", np.arange(c.start, c.end)) for c in chunks]
-        )
+        return np.concatenate([self._slots(c, "window", np.arange(c.start, c.end)) for c in chunks])
 
     def _window_slots(self, chunks: Items[Chunk]) -> Ints:
         offsets = np.arange(1 - self.window, 1)

@@ -23,6 +23,7 @@ from finwhale.request import (
     SamplingParams,
 )
 
+
 @dataclass(slots=True)
 class _Stream:
     """The text side of one running sequence."""

@@ -47,15 +47,13 @@ def plan_cache(
     """
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
-    num_pages = {
+    num_pages: dict[str, int] = {
         g.name: windowed_pages(g, max_num_seqs, max_step_tokens) for g in windowed
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize) for g in windowed)
     multiple = max((g.tokens_per_page for g in keeping), default=1)
     assert all(multiple % g.tokens_per_page == 0 for g in keeping)
-    per_multiple = sum(
-        multiple // g.tokens_per_page * g.page_bytes(itemsize) for g in keeping
-    )
+    per_multiple = sum(multiple // g.tokens_per_page * g.page_bytes(itemsize) for g in keeping)
     wanted = -(-wanted_tokens // multiple)
     if keeping:
         # One page of each is page 0.

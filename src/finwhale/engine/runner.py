@@ -33,7 +33,9 @@ class ModelRunner:
         CheckpointError: the weights are not those of the configuration.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream) -> None:
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
+    ) -> None:
         self.platform, self.device = _choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self.ops = load_ops(self.platform)

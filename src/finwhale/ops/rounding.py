@@ -32,4 +32,5 @@ def round_e4m3(x: Tensor, group: int) -> Tensor:
     amax = grouped.abs().amax(-1, keepdim=True).clamp_(min=MIN_AMAX)
     scale = power_of_two_at_least(amax.mul_(1.0 / E4M3_MAX))
     rounded = (grouped / scale).to(torch.float8_e4m3fn).float().mul_(scale)
-    return rounded.flatten(-2)[..., :width].to(x.dtype)
+    result: Tensor = rounded.flatten(-2)[..., :width].to(x.dtype)
+    return result

@@ -31,6 +31,8 @@ Setter = Callable[[Tensor], object]
 class WeightBuilder:
     """The model's weights, empty, and `setters`: official name -> copy a tensor into its place.
 
+    On the "meta" device it allocates nothing and `num_bytes` tells what it would.
+
     Args:
         dtype: of the projections that the checkpoint stores in FP8, FP4 or bf16; norms, router,
             compressors, sinks and mHC are float32.
@@ -51,6 +53,7 @@ class WeightBuilder:
         self.round = round_activations
         self.specs = weight_specs(config)
         self.setters: dict[str, Setter] = {}
+        self.num_bytes = 0
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
             for i, ratio in enumerate(config.layer_ratios)
@@ -65,7 +68,9 @@ class WeightBuilder:
         )
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        tensor = torch.empty(shape, dtype=dtype, device=self.device)
+        self.num_bytes += tensor.nbytes
+        return tensor
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Storage for one tensor as it is."""
@@ -85,11 +90,10 @@ class WeightBuilder:
         return stacked
 
     def _mhc(self, layer: str, block: Literal["attn", "ffn"]) -> MhcWeight:
-        streams = self.config.hc_mult
-        repeats = torch.tensor([streams, streams, streams * streams], device=self.device)
-        scale = self._empty((int(repeats.sum()),), torch.float32)
+        H = self.config.hc_mult
+        scale = self._empty((H + H + H * H,), torch.float32)
         self.setters[f"{layer}.hc_{block}_scale"] = lambda three: scale.copy_(
-            three.repeat_interleave(repeats)
+            torch.cat((three[0].expand(H), three[1].expand(H), three[2].expand(H * H)))
         )
         return MhcWeight(
             fn=self._tensor(f"{layer}.hc_{block}_fn"),
@@ -214,9 +218,7 @@ def load_weights(
     Raises:
         CheckpointError: a tensor comes twice, is not the model's, or never comes.
     """
-    builder = WeightBuilder(
-        config, dtype=dtype, device=device, round_activations=round_activations
-    )
+    builder = WeightBuilder(config, dtype=dtype, device=device, round_activations=round_activations)
     waiting = dict(builder.setters)
     for spec, stored in stream:
         setter = waiting.pop(spec.name, None)

@@ -13,9 +13,7 @@ from torch import Tensor
 from finwhale.models.deepseek_v4.config import ModelConfig
 
 GroupName = Literal["window", "c4", "c128", "c4_state", "c128_state"]
-FieldName = Literal[
-    "window", "c4", "index_keys", "c128", "c4_state", "index_state", "c128_state"
-]
+FieldName = Literal["window", "c4", "index_keys", "c128", "c4_state", "index_state", "c128_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,8 +146,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """The pools of rows: field -> layer -> [rows, width]. Page p holds rows p*rows_per_page on.
-    """
+    """The pools of rows: field -> layer -> [rows, width]. Page p holds rows p*rows_per_page on."""
 
     pools: Mapping[FieldName, Mapping[int, Tensor]]
 

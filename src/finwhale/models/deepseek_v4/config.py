@@ -4,6 +4,7 @@ Sources: the config.json files of deepseek-ai/DeepSeek-V4-Flash and -Pro; for th
 transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -54,6 +55,10 @@ class YarnScaling:
     original_max_position_embeddings: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_positive(f"rope_scaling {field.name}", getattr(self, field.name), int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +118,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"config: {name} must be a positive integer, got {value!r}")
+            _check_positive(name, getattr(self, name), int)
         for name in _POSITIVE_FLOATS:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise CheckpointError(f"config: {name} must be a positive number, got {value!r}")
+            _check_positive(name, getattr(self, name), int, float)
         self._check_layers()
         self._check_sizes()
         self._check_quantisation()
@@ -135,7 +136,9 @@ class ModelConfig:
                 f"config: compress_ratios has {len(self.compress_ratios)} entries, wanted "
                 f"{layers + drafts}: one for each of {layers} layers and {drafts} MTP layers"
             )
-        unknown = sorted({str(r) for r in self.compress_ratios if r not in RATIOS})
+        unknown = sorted(
+            {str(r) for r in self.compress_ratios if not isinstance(r, int) or r not in RATIOS}
+        )
         if unknown:
             raise CheckpointError(
                 f"config: compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}"
@@ -254,7 +257,7 @@ class ModelConfig:
                 _check_fixed(name, raw[name], wanted)
         ratios, drafts, draft_head = _layers(raw)
         quantised, expert_dtype, scale_format = _quantisation(raw)
-        eos = raw.get("eos_token_id", 1)
+        bos, eos = raw.get("bos_token_id"), raw.get("eos_token_id")
         return cls(
             **{name: _get(raw, name) for name in _POSITIVE if name != "qk_rope_head_dim"},
             **_rope(raw),
@@ -264,8 +267,8 @@ class ModelConfig:
             num_hash_layers=_num_hash_layers(raw),
             num_nextn_predict_layers=drafts,
             draft_head=draft_head,
-            bos_token_id=raw.get("bos_token_id", 0),
-            eos_token_ids=tuple(eos) if isinstance(eos, list | tuple) else (eos,),
+            bos_token_id=0 if bos is None else bos,
+            eos_token_ids=tuple(eos) if isinstance(eos, list) else (1 if eos is None else eos,),
             quantised=quantised,
             expert_dtype=expert_dtype,
             scale_format=scale_format,
@@ -323,9 +326,24 @@ def _get(raw: Mapping[str, Any], name: str) -> Any:
     return raw[name]
 
 
+def _typed(raw: Mapping[str, Any], name: str, *kinds: type) -> Any:
+    """A value that is absent, null or of one of these types."""
+    value = raw.get(name)
+    if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise CheckpointError(f"config: {name} must be a {wanted}, got {value!r}")
+    return value
+
+
 def _check_fixed(name: str, found: object, wanted: object) -> None:
     if found != wanted:
         raise CheckpointError(f"config: {name} {found!r} is not supported, only {wanted!r} is")
+
+
+def _check_positive(name: str, value: Any, *kinds: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+        what = "number" if float in kinds else "integer"
+        raise CheckpointError(f"config: {name} must be a positive {what}, got {value!r}")
 
 
 def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
@@ -337,7 +355,7 @@ def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> N
 
 def _check_architecture(raw: Mapping[str, Any]) -> None:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
-    known = architectures is None or ARCHITECTURE in architectures
+    known = architectures is None or ARCHITECTURE in str(architectures)
     if model_type != MODEL_TYPE or not known:
         raise CheckpointError(
             f"config.json is of another model: model_type {model_type!r}, architectures "
@@ -352,8 +370,8 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
     if raw.get("compress_ratios") is None:
         # transformers' form; it has no MTP layer and drops its weights.
         return _ratios_of_layer_types(raw), 0, None
-    ratios = tuple(raw["compress_ratios"])
-    drafts = raw.get("num_nextn_predict_layers", 0)
+    ratios = tuple(_typed(raw, "compress_ratios", list))
+    drafts = raw.get("num_nextn_predict_layers") or 0
     # DSpark has three stages in place of one MTP layer.
     longer = isinstance(layers, int) and len(ratios) == layers + 3 and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
@@ -362,8 +380,8 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
 
 
 def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
-    rates = {**_LAYER_TYPES, **(raw.get("compress_rates") or {})}
-    names = raw.get("layer_types")
+    rates = {**_LAYER_TYPES, **(_typed(raw, "compress_rates", dict) or {})}
+    names = _typed(raw, "layer_types", list)
     if names is None:
         raise CheckpointError("config.json has no compress_ratios (nor transformers' layer_types)")
     unknown = sorted({str(name) for name in names if name not in _LAYER_TYPES})
@@ -374,8 +392,8 @@ def _ratios_of_layer_types(raw: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _num_hash_layers(raw: Mapping[str, Any]) -> int:
     if raw.get("num_hash_layers") is not None:
-        return int(raw["num_hash_layers"])
-    kinds = raw.get("mlp_layer_types")
+        return int(_typed(raw, "num_hash_layers", int))
+    kinds = _typed(raw, "mlp_layer_types", list)
     if kinds is None:
         raise CheckpointError("config.json has no num_hash_layers (nor mlp_layer_types)")
     count = sum(1 for kind in kinds if kind == "hash_moe")
@@ -388,14 +406,15 @@ def _num_hash_layers(raw: Mapping[str, Any]) -> int:
 
 
 def _rope_head_dim(raw: Mapping[str, Any]) -> int:
-    if raw.get("qk_rope_head_dim") is None and raw.get("partial_rotary_factor") is not None:
-        return int(_get(raw, "head_dim") * raw["partial_rotary_factor"])
-    return int(_get(raw, "qk_rope_head_dim"))
+    factor = _typed(raw, "partial_rotary_factor", int, float)
+    if raw.get("qk_rope_head_dim") is None and factor is not None:
+        return round(_typed(raw, "head_dim", int) * factor)
+    return int(_typed(raw, "qk_rope_head_dim", int) or _get(raw, "qk_rope_head_dim"))
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """rope_theta, compress_rope_theta and rope_scaling from either form."""
-    nested = raw.get("rope_parameters") or {}
+    nested = _typed(raw, "rope_parameters", dict) or {}
     if isinstance(nested.get("main"), dict) and isinstance(nested.get("compress"), dict):
         main, compress = nested["main"], nested["compress"]
         kind = main.get("rope_type", "default")
@@ -403,7 +422,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f'config: rope_type of "main" must be "default", got {kind!r}')
         theta, compress_theta = _get(main, "rope_theta"), _get(compress, "rope_theta")
     else:
-        compress = raw.get("rope_scaling") or nested or {}
+        compress = _typed(raw, "rope_scaling", dict) or nested
         theta, compress_theta = _get(raw, "rope_theta"), _get(raw, "compress_rope_theta")
     kind = compress.get("rope_type", compress.get("type", "default"))
     if kind not in ("default", "yarn"):
@@ -432,7 +451,7 @@ def _quantisation(
     raw: Mapping[str, Any],
 ) -> tuple[bool, ExpertDtype, ScaleFormat]:
     """quantised, expert_dtype, scale_format."""
-    quantisation = raw.get("quantization_config")
+    quantisation = _typed(raw, "quantization_config", dict)
     if not quantisation:
         return False, "fp4", "ue8m0"
     for name, wanted in (
@@ -449,7 +468,7 @@ def _quantisation(
     expert_dtype: Any = raw.get("expert_dtype") or quantisation.get("expert_dtype") or "fp4"
     if expert_dtype not in ("fp4", "fp8"):
         raise CheckpointError(f'config: expert_dtype must be "fp4" or "fp8", got {expert_dtype!r}')
-    block = tuple(quantisation.get("weight_block_size", (128, 128)))
+    block = tuple(_typed(quantisation, "weight_block_size", list) or (128, 128))
     if block != (128, 128):
         raise CheckpointError(f"config: weight_block_size must be [128, 128], got {list(block)}")
     return True, expert_dtype, "ue8m0" if scale_format == "ue8m0" else "float32"

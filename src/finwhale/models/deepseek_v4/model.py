@@ -74,7 +74,9 @@ class DeepseekV4(nn.Module):
             DecoderLayer(config, ops, layer_weights, i, round_activations)
             for i, layer_weights in enumerate(weights.layers)
         )
-        self.mtp = None if weights.mtp is None else MtpLayer(self, ops, weights.mtp, round_activations)
+        self.mtp: MtpLayer | None = None
+        if weights.mtp is not None:
+            self.mtp = MtpLayer(self, ops, weights.mtp, round_activations)
 
     def forward(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Read N tokens, write their state; returns the streams [N,H,D]."""

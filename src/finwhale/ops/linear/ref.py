@@ -23,10 +23,7 @@ def matmul_rows(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     extra = -rows % ROW_TILE
     if extra == 0 or x_NK.device.type != "cpu":
         return F.linear(x_NK, weight_MK)
-    if rows == 1:
-        padded = x_NK.expand(ROW_TILE, -1)
-    else:
-        padded = F.pad(x_NK, (0, 0, 0, extra))
+    padded = x_NK.expand(ROW_TILE, -1) if rows == 1 else F.pad(x_NK, (0, 0, 0, extra))
     return F.linear(padded, weight_MK)[:rows]
 
 

@@ -33,9 +33,7 @@ def _mixes(flat_NK: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: fl
     return matmul_rows(flat_NK, fn).mul(rstd).mul_(scale).add_(base)
 
 
-def mhc_pre(
-    residual_NHD: Tensor, w: MhcWeight, params: MhcParams
-) -> tuple[Tensor, Tensor, Tensor]:
+def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
     streams = residual_NHD.shape[1]
     residual = residual_NHD.float()
     mixes = _mixes(residual.flatten(1), w.fn, w.scale, w.base, params.rms_eps)

@@ -1,0 +1,1 @@
+"""Measurements: each prints a table and appends JSONL records with a hardware stamp."""

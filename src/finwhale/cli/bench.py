@@ -1,0 +1,20 @@
+"""`finwhale bench`: measurements."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+BENCHMARKS = {"cpu": "decode and prefill beside transformers, same weights, same run"}
+
+
+def run(argv: Sequence[str]) -> int:
+    listing = "\n".join(f"  {name}  {text}" for name, text in BENCHMARKS.items())
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench",
+        description="Measure, print a table, and append a record.",
+        epilog=f"what:\n{listing}\n\n`finwhale bench WHAT --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
+    args = parser.parse_args(argv[:1])
+    return int(importlib.import_module(f"finwhale.bench.{args.what}").main(argv[1:]))

@@ -1,0 +1,107 @@
+"""`finwhale chat`: a multi-turn conversation in the terminal."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import finwhale
+from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    load_model,
+    sampling_params,
+)
+from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
+
+HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) leaves."
+DIM, PLAIN = "\033[2m", "\033[0m"
+
+
+def run(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    params = sampling_params(args)
+    conversation = Conversation(load_model(args), params, args.system, args.think)
+    if sys.stdin.isatty():
+        print(HELP, file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return 0
+        if line in ("/exit", "/quit"):
+            return 0
+        if line == "/reset":
+            conversation.reset()
+        elif line == "/think":
+            conversation.thinking = not conversation.thinking
+            print(f"thinking {'on' if conversation.thinking else 'off'}", file=sys.stderr)
+        elif line.startswith("/"):
+            print(HELP, file=sys.stderr)
+        elif line:
+            try:
+                conversation.answer(line, sys.stdout)
+            except RequestError as error:
+                print(f"finwhale: {error} (/reset starts over)", file=sys.stderr)
+
+
+class Conversation:
+    """The messages so far, and how to get the next one."""
+
+    def __init__(
+        self, llm: "finwhale.LLM", params: SamplingParams, system: str | None, thinking: bool
+    ) -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.thinking = thinking
+        self.template: ChatTemplate = llm.chat_template()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything but the system message."""
+        self.messages: list[dict[str, Any]] = []
+        if self.system is not None:
+            self.messages.append({"role": "system", "content": self.system})
+
+    def answer(self, text: str, out: TextIO) -> None:
+        """Stream the answer to `text`; a failed or interrupted turn leaves no trace."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        prompt = self.template.render(messages, ChatOptions(thinking=self.thinking))
+        parser = self.template.parser(prompt)
+        reasoning = False
+        fed = 0
+        try:
+            for result in self.llm.stream(prompt.token_ids, self.params):
+                output = result.outputs[0]
+                events = parser.feed(output.token_ids[fed:])
+                fed = len(output.token_ids)
+                if output.finish_reason is not None:
+                    length = output.finish_reason == "length"
+                    events = [*events, *parser.finish("length" if length else "stop")]
+                for event in events:
+                    if (event.kind == "reasoning") != reasoning:
+                        reasoning = event.kind == "reasoning"
+                        out.write((DIM if reasoning else PLAIN + "\n") if out.isatty() else "\n")
+                    out.write(event.text)
+                    out.flush()
+                if result.error is not None:
+                    raise RequestError(result.error)
+        except KeyboardInterrupt:
+            out.write(f"{PLAIN if out.isatty() else ''}\n(interrupted; not kept)\n")
+            return
+        out.write((PLAIN if reasoning and out.isatty() else "") + "\n")
+        self.messages = [*messages, parser.message()]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finwhale chat", description="Talk to the model in the terminal.", epilog=HELP
+    )
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--think", action="store_true", help="let the model think before answers")
+    add_sampling_options(parser, max_tokens=512)
+    add_model_options(parser)
+    return parser

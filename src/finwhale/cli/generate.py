@@ -1,0 +1,59 @@
+"""`finwhale generate`: continue a text, streaming."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from finwhale.cli.options import (
+    add_model_options,
+    add_sampling_options,
+    load_model,
+    sampling_params,
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    params = sampling_params(args, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+    llm = load_model(args)
+    begin = time.perf_counter()
+    shown = 0
+    tokens, first = 0, begin
+    for result in llm.stream(prompt, params):
+        output = result.outputs[0]
+        first = first if tokens else time.perf_counter()
+        tokens = len(output.token_ids)
+        sys.stdout.write(output.text[shown:])
+        sys.stdout.flush()
+        shown = len(output.text)
+        if result.error is not None:
+            print(f"\nfinwhale: error: {result.error}", file=sys.stderr)
+            return 1
+    sys.stdout.write("\n")
+    if args.stats:
+        rate = (tokens - 1) / max(time.perf_counter() - first, 1e-9)
+        print(
+            f"{len(result.prompt_token_ids)} prompt tokens, first token after "
+            f"{first - begin:.2f} s, then {rate:.1f} tokens/s over {tokens} tokens",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finwhale generate",
+        description="Continue PROMPT and stream the text to stdout.",
+        epilog='example: finwhale generate "Once upon a time" --max-tokens 200 --seed 1',
+    )
+    parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads stdin')
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT (repeatable)"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's own end")
+    parser.add_argument("--stats", action="store_true", help="print the speed to stderr at the end")
+    add_sampling_options(parser, max_tokens=128)
+    add_model_options(parser)
+    return parser

@@ -1,0 +1,200 @@
+"""`finwhale inspect`: what a checkpoint is, what it needs, and what is wrong with it."""
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.checkpoint.loading import Inventory, inventory_report
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.demo import DEMO_PATH
+from finwhale.models.deepseek_v4.build import WeightBuilder
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+
+SHOWN = 10
+
+
+def run(argv: Sequence[str]) -> int:
+    """0 if the checkpoint can be loaded, 1 if something is missing, unexpected or misshapen."""
+    args = _parser().parse_args(argv)
+    console = Console()
+    checkpoint = Checkpoint.open(Path(args.path) if args.path else DEMO_PATH)
+    config = ModelConfig.from_dict(checkpoint.config)
+    inventory = inventory_report(checkpoint, weight_specs(config), ignored_prefixes(config))
+    console.print(f"[bold]{checkpoint.path}[/]")
+    console.print(_config_table(config))
+    console.print(_tensor_table(checkpoint))
+    console.print(_memory_table(config))
+    if args.tensors:
+        console.print(_all_tensors(checkpoint))
+    return _print_verdict(console, config, inventory)
+
+
+def _table(title: str, *columns: str, numbers: int = 0) -> Table:
+    """A table whose last `numbers` columns are right-aligned."""
+    table = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= len(columns) - numbers else "left")
+    return table
+
+
+def _size(num_bytes: float) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes:,.0f} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log2(num_bytes)) // 10, len(units))
+    return f"{num_bytes / 1024**power:,.2f} {units[power - 1]}"
+
+
+def _config_table(config: ModelConfig) -> Table:
+    ratios = config.layer_ratios
+    kinds = ", ".join(
+        f"{ratios.count(ratio)} {name}"
+        for ratio, name in ((0, "window only"), (4, "C4"), (128, "C128"))
+        if ratio in ratios
+    )
+    rows = {
+        "layers": f"{config.num_hidden_layers}: {kinds}",
+        "routing": f"{config.num_hash_layers} layers by hash, "
+        f"{config.num_hidden_layers - config.num_hash_layers} by score",
+        "draft head": config.draft_head or "none",
+        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
+        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
+        f"{config.sliding_window}, top {config.index_topk} of the C4 entries",
+        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
+        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "weights": (
+            f"FP8 {config.weight_block_size[0]}x{config.weight_block_size[1]} "
+            f"({config.scale_format} scales), experts {config.expert_dtype.upper()}"
+            if config.quantised
+            else "not quantised"
+        ),
+    }
+    table = _table("model", "", "")
+    table.show_header = False
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _tensor_table(checkpoint: Checkpoint) -> Table:
+    groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    for info in checkpoint.tensors.values():
+        entry = groups[_part(info.name), str(info.dtype).removeprefix("torch.")]
+        entry[0] += 1
+        entry[1] += info.num_bytes
+    table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
+    for (part, dtype), (count, num_bytes) in groups.items():
+        table.add_row(part, dtype, f"{count:,}", _size(num_bytes))
+    table.add_section()
+    table.add_row(
+        f"{len(checkpoint.shards())} files",
+        "",
+        f"{len(checkpoint.tensors):,}",
+        _size(checkpoint.total_bytes),
+    )
+    return table
+
+
+def _part(name: str) -> str:
+    """Which part of the model a tensor belongs to, layers taken together."""
+    pieces = name.split(".")
+    prefix = "MTP: " if pieces[0] == "mtp" else ""
+    if pieces[0] not in ("layers", "mtp"):
+        return "embedding and head" if pieces[0] in ("embed", "head") else "final norm and hc head"
+    match pieces[2:]:
+        case ["attn", "indexer", *_]:
+            return prefix + "indexer"
+        case ["attn", "compressor", *_]:
+            return prefix + "compressor"
+        case ["attn", *_]:
+            return prefix + "attention"
+        case ["ffn", "experts", *_]:
+            return prefix + "routed experts"
+        case ["ffn", "shared_experts", *_]:
+            return prefix + "shared expert"
+        case ["ffn", *_]:
+            return prefix + "router"
+        case _:
+            return prefix + "norms, mHC and projections"
+
+
+def _memory_table(config: ModelConfig) -> Table:
+    table = _table(
+        "memory as the reference operators hold it", "", "float32", "bfloat16", numbers=2
+    )
+    dtypes = (torch.float32, torch.bfloat16)
+    weights = [
+        WeightBuilder(
+            config, dtype=dtype, device=torch.device("meta"), round_activations=True
+        ).num_bytes
+        for dtype in dtypes
+    ]
+    table.add_row("weights", *map(_size, weights))
+    groups = cache_spec(config)
+    keeping = [g for g in groups if g.keep is None]
+    per_token = [
+        sum(g.page_bytes(dtype.itemsize) / g.tokens_per_page for g in keeping) for dtype in dtypes
+    ]
+    table.add_row("cache, each token", *map(_size, per_token))
+    # What a sequence holds besides: the tokens that a group keeps, at most.
+    state = [
+        sum(sum(g.keep) * g.page_bytes(d.itemsize) / g.tokens_per_page for g in groups if g.keep)
+        for d in dtypes
+    ]
+    table.add_row("cache, each sequence", *map(_size, state))
+    full = [per * config.max_position_embeddings for per in per_token]
+    table.add_row("cache, one full context", *map(_size, full))
+    return table
+
+
+def _all_tensors(checkpoint: Checkpoint) -> Table:
+    table = _table("every tensor", "name", "dtype", "shape", "file")
+    for info in checkpoint.tensors.values():
+        shape = " x ".join(map(str, info.shape))
+        table.add_row(info.name, str(info.dtype).removeprefix("torch."), shape, info.file)
+    return table
+
+
+def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) -> int:
+    if config.draft_head == "dspark":
+        console.print("its draft head is DSpark, which is not supported: it runs without drafting")
+    for title, items in (
+        ("missing", inventory.missing),
+        ("unexpected", inventory.unexpected),
+        ("not as config.json implies", inventory.mismatched),
+        ("left out", inventory.ignored),
+    ):
+        if items:
+            console.print(f"[bold]{len(items)} tensors {title}[/]:", highlight=False)
+            for item in items[:SHOWN]:
+                console.print(f"  {item}", highlight=False)
+            if len(items) > SHOWN:
+                console.print(f"  and {len(items) - SHOWN} more")
+    if inventory.complete:
+        console.print("complete: every tensor that the model needs is there, in the right shape")
+        return 0
+    console.print("[bold]it cannot be loaded[/]")
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finwhale inspect",
+        description="Say what a checkpoint is: its configuration, tensors and bytes, the memory "
+        "that it needs, and what is missing or unexpected. Reads headers only.",
+    )
+    parser.add_argument(
+        "path", nargs="?", metavar="PATH", help="directory of a checkpoint (default: the demo's)"
+    )
+    parser.add_argument("--tensors", action="store_true", help="list every tensor")
+    return parser

@@ -1,0 +1,57 @@
+"""`finwhale`: finds the command and turns a user's mistake into one line."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import finwhale
+from finwhale.errors import FinwhaleError
+
+COMMANDS = {
+    "generate": "continue a text",
+    "chat": "talk to the model in the terminal",
+    "inspect": "say what a checkpoint is, and what it needs",
+    "ops": "list the operators in use on this machine",
+    "bench": "measure",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0, 1 for a user's mistake, 130 when interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if not args or args[0] not in COMMANDS:
+        parser.parse_args(args or ["--help"])
+    command = importlib.import_module(f"finwhale.cli.{args[0]}")
+    try:
+        return int(command.run(args[1:]))
+    except FinwhaleError as error:
+        print(f"finwhale: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader has gone; nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="finwhale",
+        description="Run DeepSeek-V4. Without a model's path, the embedded demo model runs.",
+        epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")
+    parser.add_argument("--version", action="version", version=f"finwhale {finwhale.__version__}")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

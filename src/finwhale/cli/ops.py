@@ -1,0 +1,38 @@
+"""`finwhale ops`: the operator table in use."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
+
+PLATFORMS = {
+    "cpu": Platform.cpu(),
+    "nvidia": Platform("nvidia", "sm90"),
+    "amd": Platform("amd", "gfx942"),
+}
+
+
+def run(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    platform = PLATFORMS[args.platform] if args.platform else Platform.detect()
+    table = Table(title=f"operators on {platform.vendor} ({platform.arch})", title_justify="left")
+    table.add_column("operator")
+    table.add_column("implementation")
+    for operator, implementation in load_ops(platform).implementations():
+        table.add_row(operator, implementation)
+    Console().print(table)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finwhale ops", description="List which implementation each operator has."
+    )
+    parser.add_argument(
+        "--platform", choices=PLATFORMS, help="show this table instead of the machine's own"
+    )
+    return parser

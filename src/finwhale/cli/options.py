@@ -1,0 +1,113 @@
+"""Options that several commands share, and what is made of them."""
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+import finwhale
+from finwhale.request import SamplingParams
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", metavar="PATH", help="directory of a checkpoint (default: the demo model)"
+    )
+    group.add_argument(
+        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of activations and cache (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    group.add_argument(
+        "--activations",
+        choices=("as-trained", "exact"),
+        default="as-trained",
+        help="round activations to FP8 as the model was trained, or not at all "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
+    )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        default=max_tokens,
+        metavar="N",
+        help="tokens to generate at most (default: %(default)s)",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="0 always takes the most likely token (default: %(default)s)",
+    )
+    group.add_argument(
+        "--top-p", type=float, default=0.95, metavar="P", help="default: %(default)s"
+    )
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens")
+    group.add_argument(
+        "--min-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="drop tokens less likely than P times the most likely (default: %(default)s)",
+    )
+    group.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is none"
+    )
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="R", help="0 is none")
+    group.add_argument("--seed", type=int, help="makes the same command give the same text")
+
+
+def sampling_params(args: argparse.Namespace, **more: object) -> SamplingParams:
+    """The parameters that `add_sampling_options` read. Raises RequestError."""
+    return SamplingParams(
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        seed=args.seed,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def load_model(args: argparse.Namespace) -> "finwhale.LLM":
+    """The model that `add_model_options` named, with a progress bar on stderr while it loads."""
+    with Progress(
+        TextColumn("loading"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task("loading")
+
+        def progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        report: Callable[[int, int], None] = progress
+        return finwhale.LLM(
+            args.model,
+            device=args.device,
+            dtype=args.dtype,
+            activations=args.activations,
+            max_model_len=args.max_model_len,
+            max_num_seqs=1,
+            progress=report,
+        )
