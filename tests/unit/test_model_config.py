@@ -264,3 +264,22 @@ def test_wrong_transformers_configs(changes: dict[str, Any], message: str) -> No
     written = DeepseekV4Config(**config(quantization_config=None)).to_dict()
     with pytest.raises(CheckpointError, match=message):
         ModelConfig.from_dict({**written, **changes})
+
+
+@pytest.mark.parametrize("form", ["official", "transformers"])
+def test_any_nonsense_gives_one_clear_line(form: str) -> None:
+    """Each key in turn, nested ones too, takes values of every wrong type and range."""
+    base = OFFICIAL
+    if form == "transformers":
+        base = DeepseekV4Config(**config(quantization_config=None)).to_dict()
+    nonsense = [None, "x", -1, 0, 1.5, math.nan, [], {}, [None], ["x", 2], {"a": 1}, True, 10**9]
+    for outer in base:
+        inside = base[outer] if isinstance(base[outer], dict) else {}
+        for value in nonsense:
+            for changed in (value, *({**inside, key: value} for key in inside)):
+                try:
+                    model = ModelConfig.from_dict({**base, outer: changed})
+                except CheckpointError as error:
+                    assert "\n" not in str(error)
+                else:
+                    assert ModelConfig.from_dict(model.to_dict()) is not None

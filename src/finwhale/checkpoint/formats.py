@@ -62,16 +62,27 @@ def find_nan(data: Tensor, scale: Tensor | None) -> str | None:
     """
     if scale is not None:
         if scale.dtype == torch.float32:
-            if not bool(scale.isfinite().all()):
+            if not _all_finite(scale):
                 return "a scale that is not finite"
-        elif scale.numel() and int(e8m0_bytes(scale).max()) == E8M0_NAN:
+        elif scale.numel() and int(e8m0_bytes(scale).amax()) == E8M0_NAN:
             return "the E8M0 scale code 255, which means NaN"
     if data.dtype == torch.float8_e4m3fn:
-        if data.numel() and int((data.view(torch.uint8) & 0x7F).max()) == 0x7F:
+        # 0xFF is the largest byte and 0x7F the largest signed one: two passes, no temporary.
+        if data.numel() and (
+            int(data.view(torch.uint8).amax()) == 0xFF or int(data.view(torch.int8).amax()) == 0x7F
+        ):
             return "an E4M3 NaN code"
-    elif data.is_floating_point() and not bool(data.isfinite().all()):
+    elif data.is_floating_point() and not _all_finite(data):
         return "a value that is not finite"
     return None
+
+
+def _all_finite(values: Tensor) -> bool:
+    """Whether no value is infinite or NaN; aminmax keeps NaN and needs no temporary."""
+    if not values.numel():
+        return True
+    low, high = torch.aminmax(values)
+    return bool(low.isfinite() & high.isfinite())
 
 
 def _power_of_two_scales(amax: Tensor, limit: float) -> Tensor:
@@ -277,5 +288,5 @@ def _row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, i
 
 
 def _check_finite(amax: Tensor) -> None:
-    if not bool(amax.isfinite().all()):
+    if not _all_finite(amax):
         raise CheckpointError("a weight with a value that is not finite cannot be quantised")
