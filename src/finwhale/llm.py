@@ -4,16 +4,19 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
-from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import Activations, DtypeName, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
-from finwhale.errors import RequestError
+from finwhale.engine.runner import choose_device
+from finwhale.errors import FinwhaleError, RequestError
+from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
@@ -21,6 +24,7 @@ from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
+LoadFormat = Literal["auto", "dummy"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +34,8 @@ class LLM:
 
     Args:
         path: a checkpoint's directory; None: the embedded demo model.
+        load_format: "auto" reads the checkpoint; "dummy" reads config.json alone and makes random
+            weights on the device: the speed and the memory of the model, not its text.
         device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
         dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
         activations: "as-trained" rounds activations and cached state to FP8 as the model was
@@ -50,6 +56,7 @@ class LLM:
         self,
         path: str | Path | None = None,
         *,
+        load_format: LoadFormat = "auto",
         device: str | None = None,
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
@@ -69,14 +76,7 @@ class LLM:
             cache_memory_bytes=cache_memory_bytes,
         )
         directory = Path(path) if path is not None else DEMO_PATH
-        checkpoint = Checkpoint.open(directory)
-        model_config = ModelConfig.from_dict(checkpoint.config)
-        source = WeightSource(
-            checkpoint,
-            weight_specs(model_config),
-            ignored=ignored_prefixes(model_config),
-            progress=progress,
-        )
+        model_config, source = _open(directory, load_format, device, progress)
         self.tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
         self.engine = Engine(config, model_config, source, self.tokenizer)
         self._ids = itertools.count()
@@ -205,6 +205,25 @@ class LLM:
             for result in results:
                 self.engine.abort(result.request_id)
         return results
+
+
+def _open(
+    directory: Path, load_format: LoadFormat, device: str | None, progress: Progress | None
+) -> tuple[ModelConfig, WeightStream]:
+    """The configuration of a checkpoint and the source of its weights."""
+    if load_format not in ("auto", "dummy"):
+        raise FinwhaleError(f'load_format must be "auto" or "dummy", got {load_format!r}')
+    if load_format == "dummy":
+        config = ModelConfig.from_dict(read_config(directory))
+        return config, DummySource(
+            weight_specs(config), choose_device(device)[1], progress=progress
+        )
+    checkpoint = Checkpoint.open(directory)
+    config = ModelConfig.from_dict(checkpoint.config)
+    ignored = ignored_prefixes(config)
+    return config, WeightSource(
+        checkpoint, weight_specs(config), ignored=ignored, progress=progress
+    )
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -79,14 +79,8 @@ class Checkpoint:
             CheckpointError: the directory, config.json, the index or a file is missing, damaged or
                 contradictory, or a tensor has a dtype that no DeepSeek-V4 checkpoint has.
         """
-        directory = Path(path)
-        if not directory.is_dir():
-            raise CheckpointError(
-                f"no checkpoint at {directory}: "
-                + ("it is a file, not a directory" if directory.exists() else "no such directory")
-            )
-        config = _read_json(directory / CONFIG_FILE, "a checkpoint directory holds one")
-        return cls(directory, config, _inventory(directory))
+        config = read_config(path)
+        return cls(Path(path), config, _inventory(Path(path)))
 
     @property
     def total_bytes(self) -> int:
@@ -159,6 +153,21 @@ class TensorReader:
 
 
 # --- Headers --------------------------------------------------------------------------------------
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """A checkpoint directory's config.json as it stands; its tensors need not be there.
+
+    Raises:
+        CheckpointError: the directory or config.json is missing or damaged.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"no checkpoint at {directory}: "
+            + ("it is a file, not a directory" if directory.exists() else "no such directory")
+        )
+    return _read_json(directory / CONFIG_FILE, "a checkpoint directory holds one")
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class ModelRunner:
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
     ) -> None:
-        self.platform, self.device = _choose_device(config.device)
+        self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self.ops = load_ops(self.platform)
         self.groups = cache_spec(model_config)
@@ -50,11 +50,13 @@ class ModelRunner:
                 round_activations=config.activations == "as-trained",
             )
             self.plan = self._plan(config, model_config)
-            self.max_model_len = min(
-                config.max_model_len or model_config.max_position_embeddings,
-                model_config.max_position_embeddings,
-                self.plan.capacity_tokens,
-            )
+            self.max_model_len = min(_longest(config, model_config), self.plan.capacity_tokens)
+            if config.max_model_len is not None and self.max_model_len < config.max_model_len:
+                raise ResourceError(
+                    f"max_model_len {config.max_model_len} was asked for, but the cache's memory "
+                    f"({self.plan.total_bytes:,} bytes) holds {self.plan.capacity_tokens} tokens: "
+                    "raise cache_memory_bytes"
+                )
             self.model = DeepseekV4(
                 model_config,
                 self.ops,
@@ -70,10 +72,6 @@ class ModelRunner:
         self.batches = BatchBuilder(self.groups, model_config.sliding_window, self.device)
 
     def _plan(self, config: EngineConfig, model_config: ModelConfig) -> CachePlan:
-        longest = min(
-            config.max_model_len or model_config.max_position_embeddings,
-            model_config.max_position_embeddings,
-        )
         budget = config.cache_memory_bytes
         if budget is None:
             budget = CPU_CACHE_BYTES
@@ -85,7 +83,7 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=longest * config.max_num_seqs,
+            wanted_tokens=_longest(config, model_config) * config.max_num_seqs,
         )
 
     @torch.inference_mode()
@@ -104,7 +102,18 @@ class ModelRunner:
         return logits
 
 
-def _choose_device(name: str | None) -> tuple[Platform, torch.device]:
+def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens of one sequence at most, as asked for or as the model allows."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise FinwhaleError(
+            f"max_model_len is {config.max_model_len}, but the model's context is {limit} tokens"
+        )
+    return config.max_model_len or limit
+
+
+def choose_device(name: str | None) -> tuple[Platform, torch.device]:
+    """The device asked for, or a GPU where there is one. Raises FinwhaleError, ResourceError."""
     if name is None:
         platform = Platform.detect()
         return platform, torch.device(platform.device_type)

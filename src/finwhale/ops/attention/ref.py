@@ -8,8 +8,9 @@ from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.rounding import round_e4m3
 
 KEY_BLOCK = 128
-# Values that one gather of key rows may hold: it bounds memory, whatever the chunk's length.
-MAX_GATHERED = 4 * 2**20
+# Values that one gather of key rows may hold: it bounds memory, whatever the chunk's length. On a
+# CPU it also keeps them in the cache; on a GPU it is the 1 GiB that fills it with work.
+MAX_GATHERED = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
 def apply_rope(x: Tensor, rotation: Tensor, *, inverse: bool = False) -> Tensor:
@@ -71,7 +72,7 @@ def sparse_attention(
     if entry_rows_PC is not None and entry_slots_NK is not None:
         pools += [(entry_rows_PC, slots) for slots in entry_slots_NK.split(KEY_BLOCK, 1)]
     num_keys = sum(slots.shape[1] for _, slots in pools)
-    step = max(1, MAX_GATHERED // (num_keys * q_NAC.shape[2]))
+    step = max(1, MAX_GATHERED[q_NAC.device.type] // (num_keys * q_NAC.shape[2]))
     for start in range(0, q_NAC.shape[0], step):
         block = slice(start, start + step)
         _attend(

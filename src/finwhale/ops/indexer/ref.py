@@ -12,7 +12,7 @@ from finwhale.ops.rounding import round_e4m3
 
 ENTRY_BLOCK = 128
 # Scores of all heads that may be held at once: it bounds memory, whatever the chunk's length.
-MAX_SCORES = 4 * 2**20
+MAX_SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
 def prepare_index_query(q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
@@ -38,7 +38,7 @@ def select_entries(
         keys_SEC = key_rows_PC.index_select(0, slots_SE.clamp(min=0).flatten()).float()
         keys_NEC = keys_SEC.view(*slots_SE.shape, -1).expand(visible.shape[0], -1, -1)
         q_GIC, weights_GI = q_NIC[tokens].float(), weights_NI[tokens]
-        block = max(1, MAX_SCORES // (q_NIC.shape[1] * slots_NE.shape[1]))
+        block = max(1, MAX_SCORES[q_NIC.device.type] // (q_NIC.shape[1] * slots_NE.shape[1]))
         for start in range(0, visible.shape[0], block):
             part = slice(start, start + block)
             scores = _scores(q_GIC[part], weights_GI[part], keys_NEC[part])
