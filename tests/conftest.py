@@ -1,0 +1,131 @@
+"""Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it, and the GPU skip."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe as recipe
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from finwhale import LLM
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+GPU_TESTS = Path(__file__).parent / "gpu"
+CONTROL = [
+    getattr(recipe.SpecialToken, name).default_str()
+    for name in ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd", "Dsml")
+]
+CORPUS = [
+    "The fin whale is the second longest animal on Earth after the blue whale.",
+    "It can swim as fast as a small ship, and sings notes too low for people to hear.",
+    "naïve café — 你好, 世界 🐋, numbers 0123456789 and signs (){}[]<>!?;:'\"",
+] * 3
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests in tests/gpu are skipped where there is no GPU, and say so."""
+    here = [item for item in items if GPU_TESTS in item.path.parents]
+    if here and not torch.cuda.is_available():
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none"))
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+
+
+def write_tokenizer(directory: Path, vocab_size: int) -> None:
+    """A byte-level BPE with DeepSeek's control tokens, learned from a few sentences."""
+    bpe = tokenizers.Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=CONTROL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(CORPUS, trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    bpe.save(str(directory / "tokenizer.json"))
+
+
+def engine_config() -> dict[str, Any]:
+    """A config.json: four narrow layers of all kinds, 400 tokens, a context of 512."""
+    return tiny_config(3) | {
+        "vocab_size": 400,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 128, 4, 0],
+        "index_topk": 5,
+        "sliding_window": 13,
+        "max_position_embeddings": 512,
+    }
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain checkpoint of `engine_config` with a tokenizer. Not to be written to."""
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    config = engine_config()
+    write_plain_checkpoint(path, config, random_weights(config, seed=3))
+    write_tokenizer(path, config["vocab_size"])
+    return path
+
+
+@pytest.fixture(scope="session")
+def no_tokenizer_path(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint without its tokenizer."""
+    path = tmp_path_factory.mktemp("bare") / "model"
+    path.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (path / name).symlink_to(tiny_path / name)
+    return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One torch thread: sums are taken in one order, and small models run faster."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def shared_llm(tiny_path: Path) -> LLM:
+    return LLM(tiny_path, device="cpu", activations="exact", max_num_seqs=8)
+
+
+@pytest.fixture
+def llm(shared_llm: LLM, one_thread: None) -> Iterator[LLM]:
+    """An engine on the tiny checkpoint; afterwards it must be idle and have lost nothing."""
+    yield shared_llm
+    assert_idle(shared_llm)
+
+
+@pytest.fixture
+def new_llm(tiny_path: Path, one_thread: None) -> Iterator[Callable[..., LLM]]:
+    """Makes engines with options of their own; afterwards each must be idle."""
+    made: list[LLM] = []
+
+    def make(path: Path = tiny_path, **options: Any) -> LLM:
+        made.append(LLM(path, **{"device": "cpu", "activations": "exact", **options}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        assert_idle(llm)
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request, page or sampling state is left behind."""
+    engine = llm.engine
+    engine.check_integrity()
+    assert not engine.has_work
+    assert not engine.scheduler.running
+    assert not engine._streams and not engine._requests and not engine.sampler._requests
+    for name, pool in engine.scheduler.pages.pools.items():
+        assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"

@@ -1,0 +1,124 @@
+"""Importing the package starts nothing: no CUDA, no kernels' compilers, no torch at the top.
+
+Each process imports its modules one by one and reports after each, so that a fault names its
+module.
+"""
+
+import json
+import os
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import finwhale
+
+# Kernels are leaf modules that only a platform's table imports.
+KERNEL_LEAVES = ("triton", "cute")
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(finwhale.__path__, "finwhale.")
+    if info.name.rsplit(".", 1)[-1] not in KERNEL_LEAVES
+)
+# A platform's table imports its kernels; those that import no compiler are tested here too.
+TABLES = [name for name in MODULES if name.startswith("finwhale.ops.tables.")]
+OTHERS = [name for name in MODULES if name not in TABLES]
+
+PROBE = """
+import importlib, json, sys
+def faults():
+    found = [name for name in ("triton", "cutlass", "tilelang") if name in sys.modules]
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        found.append("CUDA initialised")
+    with open("/proc/self/maps") as maps:
+        if "libcuda.so" in maps.read():
+            found.append("libcuda loaded")
+    return found
+report = {}
+for name in json.loads(sys.argv[1]):
+    importlib.import_module(name)
+    report[name] = faults()
+    if report[name]:
+        break
+print(json.dumps(report))
+"""
+
+
+def python(code: str, *args: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def has_proc_maps() -> bool:
+    return Path("/proc/self/maps").exists()
+
+
+@pytest.mark.skipif(not has_proc_maps(), reason="reads /proc/self/maps, which is Linux's")
+@pytest.mark.parametrize("modules", [OTHERS[:20], OTHERS[20:40], OTHERS[40:]])
+def test_modules_import_nothing_of_a_gpu(modules: list[str]) -> None:
+    assert modules
+    found = json.loads(python(PROBE, json.dumps(modules)))
+    assert {name: fault for name, fault in found.items() if fault} == {}
+    assert list(found) == modules
+
+
+@pytest.mark.skipif(not has_proc_maps(), reason="reads /proc/self/maps, which is Linux's")
+def test_tables_import_no_driver() -> None:
+    """A table may import its kernels' compiler, never the driver."""
+    found = json.loads(python(PROBE.replace("break", "continue"), json.dumps(TABLES)))
+    assert list(found) == TABLES
+    for name, faults in found.items():
+        assert not {"CUDA initialised", "libcuda loaded"} & set(faults), name
+        if name == "finwhale.ops.tables.cpu":
+            assert faults == []
+
+
+def test_the_package_alone_imports_no_torch() -> None:
+    heavy = python(
+        "import sys, finwhale, finwhale.cli.main\n"
+        "print([m for m in ('torch', 'numpy', 'tokenizers', 'safetensors') if m in sys.modules])"
+    )
+    assert heavy.strip() == "[]"
+
+
+def test_scheduling_and_requests_import_no_torch() -> None:
+    heavy = python(
+        "import sys\n"
+        "import finwhale.config, finwhale.request, finwhale.engine.scheduler\n"
+        "import finwhale.engine.pages, finwhale.chat.template, finwhale.engine.stop\n"
+        "print('torch' in sys.modules)"
+    )
+    assert heavy.strip() == "False"
+
+
+def test_public_names() -> None:
+    for name in finwhale.__all__:
+        assert getattr(finwhale, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = finwhale.nonsense
+    assert finwhale.LLM.__module__ == "finwhale.llm"
+
+
+FORK = """
+import os, sys
+from finwhale import LLM, SamplingParams
+import finwhale.testing.stepping
+pid = os.fork()
+if pid == 0:
+    llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
+    out = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
+    os._exit(0 if len(out[0].outputs[0].token_ids) == 3 else 9)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_after_import_runs_the_model(tiny_path: Path) -> None:
+    assert python(FORK, str(tiny_path)).strip() == "0"
