@@ -1,0 +1,363 @@
+"""Decode and prefill on the CPU beside transformers' DeepSeek-V4: same weights, same run.
+
+Both read the same prompts, and the tokens that Finwhale chooses with exact activations must be
+those that transformers chooses. They take turns, a few steps each, so that whatever else the
+machine does falls on both. A step of Finwhale is a whole step of its engine (scheduling, forward,
+sampling, text); a step of transformers is its forward and an argmax.
+"""
+
+import argparse
+import importlib
+import shlex
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import Activations
+from finwhale.demo import DEMO_PATH
+from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.llm import LLM
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.request import SamplingParams
+from finwhale.testing.tiny import write_plain_checkpoint
+
+BATCHES = (1, 8)
+TURN = 8  # decode steps that one contender runs before the next one's turn
+EXPERTS = ("grouped_mm", "batched_mm", "eager")  # transformers' ways to run experts, default first
+
+Prompts = list[list[int]]
+
+
+class Contender(Protocol):
+    """One engine. `begin` reads the prompts; each step adds one token to every sequence."""
+
+    name: str
+
+    def begin(self, prompts: Prompts, steps: int) -> None: ...
+    def step(self) -> None: ...
+    def finish(self) -> list[list[int]]: ...
+
+
+class Finwhale:
+    """Finwhale in float32."""
+
+    def __init__(self, path: Path, activations: Activations, longest: int) -> None:
+        self.name = f"finwhale {activations}"
+        self._llm = LLM(
+            path,
+            device="cpu",
+            dtype="float32",
+            activations=activations,
+            max_model_len=longest,
+            max_num_seqs=max(BATCHES),
+            max_num_batched_tokens=longest * max(BATCHES),
+        )
+        self._requests: list[Any] = []
+
+    def begin(self, prompts: Prompts, steps: int) -> None:
+        """The first token comes from this step."""
+        params = SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
+        engine = self._llm.engine
+        self._requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
+        engine.step()
+
+    def step(self) -> None:
+        self._llm.engine.step()
+
+    def finish(self) -> list[list[int]]:
+        for request in self._requests:
+            self._llm.engine.abort(request.request_id)
+        return [request.outputs[0].token_ids for request in self._requests]
+
+
+class Transformers:
+    """transformers in float32, with its cache, with one of its ways to run experts."""
+
+    def __init__(self, model: Any, experts: str) -> None:
+        self.name = f"transformers {experts}"
+        self._model = model
+        self._experts = experts
+        self._cache: Any = None
+        self._tokens = torch.empty(0)
+
+    @torch.inference_mode()
+    def begin(self, prompts: Prompts, steps: int) -> None:
+        self._model.set_experts_implementation(self._experts)
+        out = self._model(input_ids=torch.tensor(prompts), use_cache=True, logits_to_keep=1)
+        self._cache = out.past_key_values
+        self._tokens = out.logits[:, -1].argmax(-1, keepdim=True)
+        self._chosen = [self._tokens.tolist()]
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        self._model.set_experts_implementation(self._experts)
+        out = self._model(input_ids=self._tokens, past_key_values=self._cache, use_cache=True)
+        self._tokens = out.logits[:, -1].argmax(-1, keepdim=True)
+        self._chosen.append(self._tokens.tolist())
+
+    def finish(self) -> list[list[int]]:
+        self._cache = None
+        return [[row[i][0] for row in self._chosen] for i in range(len(self._chosen[0]))]
+
+
+def load_transformers(path: Path) -> Any:
+    """transformers' model of a checkpoint, all of it in float32."""
+    try:
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise FinwhaleError(
+            "this benchmark compares with transformers, which is not installed: "
+            "pip install 'transformers>=5.23'"
+        ) from error
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation="eager"
+    )
+
+
+def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
+    """The same weights, dequantised to float32, which transformers reads without quantisation."""
+    config = ModelConfig.from_dict(checkpoint.config)
+    source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
+    weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
+    write_plain_checkpoint(path, checkpoint.config, weights)
+
+
+# --- Measuring ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is measured: prompts of `context` tokens, `steps` decoded tokens, `rounds` times."""
+
+    context: int
+    steps: int
+    rounds: int
+    prefill: int
+    vocab_size: int
+
+    def prompts(self, batch: int, length: int, round_: int) -> Prompts:
+        generator = torch.Generator().manual_seed(1000 * batch + round_)
+        ids = torch.randint(2, self.vocab_size, (batch, length), generator=generator)
+        return [list(map(int, row)) for row in ids.tolist()]
+
+
+Times = dict[str, list[float]]
+"""Milliseconds a step by contender."""
+
+
+def measure_decode(
+    contenders: Sequence[Contender], work: Workload, batch: int
+) -> tuple[Times, dict[str, list[list[int]]]]:
+    """Milliseconds of every step, and the tokens, by contender."""
+    times: Times = {c.name: [] for c in contenders}
+    tokens: dict[str, list[list[int]]] = {c.name: [] for c in contenders}
+    for round_ in range(work.rounds):
+        prompts = work.prompts(batch, work.context, round_)
+        order = _rotated(contenders, round_)
+        for contender in order:
+            contender.begin(prompts, work.steps)
+        for _ in range(work.steps // TURN):
+            for contender in order:
+                contender.step()  # warms the caches that the others' turns filled
+                times[contender.name] += list(_timed(contender, TURN - 1))
+        for contender in order:
+            tokens[contender.name] += contender.finish()
+    return times, tokens
+
+
+def _timed(contender: Contender, count: int) -> Iterator[float]:
+    for _ in range(count):
+        start = time.perf_counter()
+        contender.step()
+        yield (time.perf_counter() - start) * 1e3
+
+
+def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
+    """Milliseconds to the first token of one prompt of `prefill` tokens, by contender."""
+    times: Times = {c.name: [] for c in contenders}
+    for round_ in range(work.rounds):
+        prompts = work.prompts(1, work.prefill, round_)
+        for contender in _rotated(contenders, round_):
+            start = time.perf_counter()
+            contender.begin(prompts, 0)
+            times[contender.name].append((time.perf_counter() - start) * 1e3)
+            contender.finish()
+    return times
+
+
+def _rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
+    by %= len(contenders)
+    return [*contenders[by:], *contenders[:by]]
+
+
+def fastest_experts(model: Any, work: Workload, batch: int) -> Transformers:
+    """transformers at its best: the way to run experts with the fastest median step."""
+    short = Workload(work.context, 2 * TURN, 1, 0, work.vocab_size)
+    candidates = [Transformers(model, experts) for experts in EXPERTS]
+    times, _ = measure_decode(candidates, short, batch)
+    return min(candidates, key=lambda c: statistics.median(times[c.name]))
+
+
+def machine_rates() -> tuple[float, float]:
+    """Bytes a second that a sum reads, and float32 operations a second of a matrix product."""
+    memory = torch.ones(2**26)
+    matrix = torch.ones(1024, 1024)
+    reads = [_seconds(memory.sum) for _ in range(5)]
+    products = [_seconds(lambda: matrix @ matrix) for _ in range(5)]
+    return memory.nbytes / min(reads), 2 * 1024**3 / min(products)
+
+
+def _seconds(run: Any) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
+    """The least time of a forward: its float32 weights read once, or its products done."""
+    specs = weight_specs(config.without_draft_head())
+    numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
+    experts = sum(n for name, n in numel.items() if ".experts." in name)
+    head = numel["head.weight"]
+    # The embedding and the routing tables are looked up, not read.
+    others = sum(
+        n
+        for name, n in numel.items()
+        if ".experts." not in name and name not in ("embed.weight", "head.weight")
+        if not name.endswith("tid2eid")
+    )
+    share = config.num_experts_per_tok / config.n_routed_experts
+    read = 4 * (others + head + experts * min(1.0, tokens * share))
+    products = 2 * (tokens * (others + experts * share) + sequences * head)
+    bandwidth, rate = machine_rates()
+    return 1e3 * max(read / bandwidth, products / rate)
+
+
+# --- Reporting ----------------------------------------------------------------------------------
+
+
+def report(
+    what: str, times: Times, tokens_a_step: int, floor: float, console: Console
+) -> dict[str, Any]:
+    """Print a table of one measurement; returns its part of the record."""
+    base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
+    table = Table(title=what, title_justify="left", caption="p10: what a quiet machine gives")
+    table.add_column("", no_wrap=True)
+    for column in ("median ms", "p10", "p90", "tokens/s", "speedup", "by p10"):
+        table.add_column(column, justify="right")
+    rows = []
+    for name, values in times.items():
+        line = summary(values)
+        rate = tokens_a_step / line["median"] * 1e3
+        speedup = {key: round(base[key] / line[key], 2) for key in ("median", "p10")}
+        shown = (line["median"], line["p10"], line["p90"], rate, *speedup.values())
+        table.add_row(name, *(f"{value:,.2f}" for value in shown))
+        rows.append(
+            {"engine": name, "ms": line, "tokens_per_s": round(rate, 1), "speedup": speedup}
+        )
+    table.add_row("the machine's floor", f"{floor:,.2f}")
+    console.print(table)
+    return {"what": what, "floor_ms": round(floor, 3), "engines": rows}
+
+
+def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
+    """The share of sequences that are the same to the last token."""
+    same = [a == b for a, b in zip(tokens[name], tokens[other], strict=True)]
+    return sum(same) / len(same)
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything that the record holds besides its stamp."""
+    checkpoint = Checkpoint.open(args.path or DEMO_PATH)
+    config = ModelConfig.from_dict(checkpoint.config)
+    work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
+    longest = max(work.context + work.steps + 1, work.prefill + 1)
+    if longest > config.max_position_embeddings:
+        raise ResourceError(
+            f"{longest} tokens are more than the model's {config.max_position_embeddings}: lower "
+            "--context, --steps or --prefill"
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        write_plain_twin(checkpoint, Path(directory) / "plain")
+        model = load_transformers(Path(directory) / "plain")
+    exact = Finwhale(checkpoint.path, "exact", longest)
+    trained = Finwhale(checkpoint.path, "as-trained", longest)
+    results = []
+    for batch in args.batches:
+        best = fastest_experts(model, work, batch)
+        times, tokens = measure_decode([best, exact, trained], work, batch)
+        what = f"decode, batch {batch}, context {work.context}"
+        result = report(what, times, batch, floor_ms(config, batch, batch), console)
+        result["same_tokens"] = agreement(tokens, exact.name, best.name)
+        console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
+        results.append(result)
+    if work.prefill:
+        best = Transformers(model, "eager")
+        times = measure_prefill([best, exact, trained], work)
+        floor = floor_ms(config, work.prefill, 1)
+        results.append(
+            report(f"prefill, {work.prefill} tokens", times, work.prefill, floor, console)
+        )
+    return {
+        "benchmark": "cpu",
+        "model": checkpoint.path.name,
+        "threads": torch.get_num_threads(),
+        "rounds": work.rounds,
+        "steps": work.steps,
+        "results": results,
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench cpu`: 0, or 1 where the two engines chose different tokens."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench cpu",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("path", nargs="?", type=Path, help="a checkpoint; left out: the demo model")
+    parser.add_argument("--context", type=_count, default=300, help="tokens of a prompt")
+    parser.add_argument("--steps", type=_count, default=64, help="tokens to decode a round")
+    parser.add_argument("--rounds", type=_count, default=5, help="times to repeat everything")
+    parser.add_argument("--prefill", type=int, default=2048, help="tokens to prefill; 0: none")
+    parser.add_argument("--batches", type=_count, nargs="+", default=list(BATCHES))
+    parser.add_argument(
+        "--threads", type=_count, help="torch threads; left out: torch's own choice"
+    )
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/cpu.jsonl"
+    )
+    args = parser.parse_args(argv)
+    if args.steps < TURN:
+        parser.error(f"--steps must be at least {TURN}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    console = Console()
+    record = stamp(("finwhale", "torch", "transformers"))
+    record["command"] = shlex.join(["finwhale", "bench", "cpu", *argv])
+    record |= run(args, console)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value

@@ -1,0 +1,78 @@
+"""Records of measurements: one JSON object a line, with what they were made on."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path("bench/results")
+
+
+def stamp(packages: Sequence[str]) -> dict[str, Any]:
+    """When, where and with which versions a measurement was made."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)),
+            "load_1min": round(os.getloadavg()[0], 2),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+    }
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and spread of a series."""
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "count": len(ordered),
+        "min": round(ordered[0], 4),
+        "p10": round(ordered[last // 10], 4),
+        "median": round(statistics.median(ordered), 4),
+        "p90": round(ordered[last - last // 10], 4),
+        "max": round(ordered[-1], 4),
+    }
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a JSONL file; its folder is made if missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that the package's source stands at, "+" appended if it was changed since."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
