@@ -18,6 +18,7 @@ class EngineConfig:
         dtype: the dtype of activations and caches; None: bfloat16 on a GPU, float32 on a CPU.
         activations: "as-trained" rounds activations, cached kv and indexer inputs to FP8 as the
             model was trained with; "exact" rounds none of them.
+        reference: run the plain torch definitions instead of the platform's table.
         max_model_len: tokens of prompt and output of one sequence at most; None: what the
             checkpoint allows and the memory holds.
         max_num_seqs: sequences that run at once.
@@ -28,6 +29,7 @@ class EngineConfig:
     device: str | None = None
     dtype: DtypeName | None = None
     activations: Activations = "as-trained"
+    reference: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -40,6 +40,7 @@ class LLM:
         dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
         activations: "as-trained" rounds activations and cached state to FP8 as the model was
             trained; "exact" rounds none of them.
+        reference: run the plain torch definitions of the operators instead of the platform's.
         max_model_len: tokens of prompt and output of one sequence at most.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward.
@@ -60,6 +61,7 @@ class LLM:
         device: str | None = None,
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
+        reference: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -70,6 +72,7 @@ class LLM:
             device=device,
             dtype=dtype,
             activations=activations,
+            reference=reference,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

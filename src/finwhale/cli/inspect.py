@@ -17,6 +17,8 @@ from finwhale.models.deepseek_v4.build import WeightBuilder
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
 
 SHOWN = 10
 
@@ -133,9 +135,10 @@ def _memory_table(config: ModelConfig) -> Table:
         "memory as the reference operators hold it", "", "float32", "bfloat16", numbers=2
     )
     dtypes = (torch.float32, torch.bfloat16)
+    ops = load_ops(Platform.cpu(), reference=True)
     weights = [
         WeightBuilder(
-            config, dtype=dtype, device=torch.device("meta"), round_activations=True
+            config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
         ).num_bytes
         for dtype in dtypes
     ]

@@ -38,7 +38,10 @@ class ModelRunner:
     ) -> None:
         self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
-        self.ops = load_ops(self.platform)
+        reference = config.reference or (
+            self.platform.vendor == "cpu" and self.dtype == torch.bfloat16
+        )
+        self.ops = load_ops(self.platform, reference)
         self.groups = cache_spec(model_config)
         self.segments = Inline()
         try:
@@ -48,6 +51,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 device=self.device,
                 round_activations=config.activations == "as-trained",
+                ops=self.ops,
             )
             self.plan = self._plan(config, model_config)
             self.max_model_len = min(_longest(config, model_config), self.plan.capacity_tokens)

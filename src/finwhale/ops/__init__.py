@@ -15,9 +15,9 @@ from finwhale.ops.attention import (
 )
 from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import PrepareIndexQuery, SelectEntries
-from finwhale.ops.linear import GroupedLinear, Linear
+from finwhale.ops.linear import GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
-from finwhale.ops.moe import Experts, RouteByHash, RouteByScore, SwigluMlp
+from finwhale.ops.moe import Experts, PrepareExperts, RouteByHash, RouteByScore, SwigluMlp
 from finwhale.ops.norm import RmsNorm
 from finwhale.ops.sampling import Sample
 from finwhale.platform import Platform
@@ -27,6 +27,8 @@ from finwhale.platform import Platform
 class Ops:
     """One typed field an operator; each contract's docstring says what it computes."""
 
+    prepare_linear: PrepareLinear
+    prepare_experts: PrepareExperts
     rms_norm: RmsNorm
     linear: Linear
     grouped_linear: GroupedLinear
@@ -56,8 +58,15 @@ class Ops:
         return rows
 
 
-def load_ops(platform: Platform) -> Ops:
-    """Import the table for `platform`. Raises ResourceError if no table covers it."""
+def load_ops(platform: Platform, reference: bool = False) -> Ops:
+    """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
+
+    The CPU's own table computes in float32 only; the references take any dtype and device.
+    """
+    if reference:
+        from finwhale.ops.tables.reference import OPS
+
+        return OPS
     match platform:
         case Platform(vendor="cpu"):
             from finwhale.ops.tables.cpu import OPS

@@ -20,6 +20,7 @@ from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops import Ops
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcWeight
@@ -37,6 +38,7 @@ class WeightBuilder:
         dtype: of the projections that the checkpoint stores in FP8, FP4 or bf16; norms, router,
             compressors, sinks and mHC are float32.
         round_activations: the inputs of FP8 and FP4 projections are rounded to E4M3.
+        ops: the table whose operators will read the weights; it chooses how they lie in memory.
     """
 
     def __init__(
@@ -46,11 +48,14 @@ class WeightBuilder:
         dtype: torch.dtype,
         device: torch.device,
         round_activations: bool,
+        ops: Ops,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.round = round_activations
+        self.prepare_linear = ops.prepare_linear
+        self.prepare_experts = ops.prepare_experts
         self.specs = weight_specs(config)
         self.setters: dict[str, Setter] = {}
         self.num_bytes = 0
@@ -63,7 +68,7 @@ class WeightBuilder:
             embed=self._tensor("embed.weight", dtype),
             layers=layers,
             hc_head=self._hc_head(""),
-            head=LinearWeight(self._tensor("head.weight", dtype)),
+            head=self._linear("head", round_input=False),
             mtp=mtp,
         )
 
@@ -78,16 +83,20 @@ class WeightBuilder:
         self.setters[name] = tensor.copy_
         return tensor
 
-    def _linear(self, name: str) -> LinearWeight:
-        return LinearWeight(self._tensor(f"{name}.weight", self.dtype), self.round)
+    def _linear(self, name: str, *, round_input: bool | None = None) -> LinearWeight:
+        rounds = self.round if round_input is None else round_input
+        return self._stacked((f"{name}.weight",), self.dtype, round_input=rounds)
 
-    def _stacked(self, names: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-        """Storage for several matrices, one above the other."""
+    def _stacked(
+        self, names: tuple[str, ...], dtype: torch.dtype, *, round_input: bool = False
+    ) -> LinearWeight:
+        """Several matrices as one, one above the other."""
         rows = [self.specs[name].shape[0] for name in names]
         stacked = self._empty((sum(rows), *self.specs[names[0]].shape[1:]), dtype)
-        for name, part in zip(names, stacked.split(rows), strict=True):
+        w = self.prepare_linear(LinearWeight(stacked, round_input))
+        for name, part in zip(names, w.weight.split(rows), strict=True):
             self.setters[name] = part.copy_
-        return stacked
+        return w
 
     def _mhc(self, layer: str, block: Literal["attn", "ffn"]) -> MhcWeight:
         H = self.config.hc_mult
@@ -128,22 +137,22 @@ class WeightBuilder:
                 index_wkv_wgate=self._compressor_projection(f"{indexer}.compressor"),
                 index_mix=self._mix(f"{indexer}.compressor", 4),
                 index_wq_b=self._linear(f"{indexer}.wq_b"),
-                index_weights_proj=LinearWeight(self._tensor(f"{indexer}.weights_proj.weight")),
+                index_weights_proj=self._stacked(
+                    (f"{indexer}.weights_proj.weight",), torch.float32
+                ),
             )
         elif ratio == 128:
             compressor = C128Weights(
                 wkv_wgate=self._compressor_projection(f"{attn}.compressor"),
                 mix=self._mix(f"{attn}.compressor", 128),
             )
-        groups = self.config.o_groups
-        wo_a = self._tensor(f"{attn}.wo_a.weight", self.dtype)
         return AttentionWeights(
             wq_a=self._linear(f"{attn}.wq_a"),
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
             wq_b=self._linear(f"{attn}.wq_b"),
             wkv=self._linear(f"{attn}.wkv"),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
-            wo_a=LinearWeight(wo_a.unflatten(0, (groups, -1)), self.round),
+            wo_a=self._grouped(f"{attn}.wo_a.weight"),
             wo_b=self._linear(f"{attn}.wo_b"),
             attn_sink=self._tensor(f"{attn}.attn_sink"),
             compressor=compressor,
@@ -151,7 +160,15 @@ class WeightBuilder:
 
     def _compressor_projection(self, compressor: str) -> LinearWeight:
         names = (f"{compressor}.wkv.weight", f"{compressor}.wgate.weight")
-        return LinearWeight(self._stacked(names, torch.float32))
+        return self._stacked(names, torch.float32)
+
+    def _grouped(self, name: str) -> LinearWeight:
+        groups = self.config.o_groups
+        rows, columns = self.specs[name].shape
+        storage = self._empty((groups, rows // groups, columns), self.dtype)
+        w = self.prepare_linear(LinearWeight(storage, self.round))
+        self.setters[name] = lambda tensor: w.weight.copy_(tensor.unflatten(0, (groups, -1)))
+        return w
 
     def _mix(self, compressor: str, ratio: Literal[4, 128]) -> CompressorWeight:
         norm = self._tensor(f"{compressor}.norm.weight")
@@ -170,26 +187,32 @@ class WeightBuilder:
             bias=None if hashed else self._tensor(f"{ffn}.gate.bias"),
             tid2eid=self._tensor(f"{ffn}.gate.tid2eid", torch.int64) if hashed else None,
             experts=self._experts(f"{ffn}.experts"),
-            shared_experts=ExpertWeight(
-                w13=self._stacked(
-                    (f"{ffn}.shared_experts.w1.weight", f"{ffn}.shared_experts.w3.weight"),
-                    self.dtype,
-                ),
-                w2=self._tensor(f"{ffn}.shared_experts.w2.weight", self.dtype),
-                round_input=self.round,
-            ),
+            shared_experts=self._shared_expert(f"{ffn}.shared_experts"),
         )
+
+    def _shared_expert(self, expert: str) -> ExpertWeight:
+        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
+        w13 = self._empty((2 * width, hidden), self.dtype)
+        w2 = self._empty((hidden, width), self.dtype)
+        w = self.prepare_experts(ExpertWeight(w13, w2, self.round))
+        self._set_expert(expert, w.w13, w.w2)
+        return w
 
     def _experts(self, experts: str) -> ExpertWeight:
         count, hidden = self.config.n_routed_experts, self.config.hidden_size
         width = self.config.moe_intermediate_size
         w13 = self._empty((count, 2 * width, hidden), self.dtype)
         w2 = self._empty((count, hidden, width), self.dtype)
+        w = self.prepare_experts(ExpertWeight(w13, w2, self.round))
         for e in range(count):
-            self.setters[f"{experts}.{e}.w1.weight"] = w13[e, :width].copy_
-            self.setters[f"{experts}.{e}.w3.weight"] = w13[e, width:].copy_
-            self.setters[f"{experts}.{e}.w2.weight"] = w2[e].copy_
-        return ExpertWeight(w13, w2, self.round)
+            self._set_expert(f"{experts}.{e}", w.w13[e], w.w2[e])
+        return w
+
+    def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
+        w1, w3 = w13.chunk(2)
+        self.setters[f"{name}.w1.weight"] = w1.copy_
+        self.setters[f"{name}.w3.weight"] = w3.copy_
+        self.setters[f"{name}.w2.weight"] = w2.copy_
 
     def _mtp(self, mtp: str) -> MtpWeights:
         return MtpWeights(
@@ -212,19 +235,23 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device,
     round_activations: bool,
+    ops: Ops,
 ) -> ModelWeights:
     """Allocate the model's weights and fill them from `stream`, one tensor at a time.
 
     Raises:
         CheckpointError: a tensor comes twice, is not the model's, or never comes.
     """
-    builder = WeightBuilder(config, dtype=dtype, device=device, round_activations=round_activations)
+    builder = WeightBuilder(
+        config, dtype=dtype, device=device, round_activations=round_activations, ops=ops
+    )
     waiting = dict(builder.setters)
     for spec, stored in stream:
         setter = waiting.pop(spec.name, None)
         if setter is None:
             raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
-        wanted = torch.int64 if spec.storage == "i64" else torch.float32
+        # Plain tensors are converted as they are copied: no second copy of an embedding in float32.
+        wanted = torch.float32 if stored.scale is not None else stored.data.dtype
         setter(stored.dequantise(wanted, device))
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")

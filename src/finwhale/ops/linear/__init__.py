@@ -22,6 +22,14 @@ class LinearWeight:
     round_input: bool = False
 
 
+class PrepareLinear(Protocol):
+    """Choose how a weight lies in memory: once, on its empty storage, before it is loaded."""
+
+    def __call__(self, w: LinearWeight) -> LinearWeight:
+        """Returns the same fields; `weight`, of any strides, is what loading fills."""
+        ...
+
+
 class Linear(Protocol):
     """y = x @ weight^T, accumulated in float32."""
 

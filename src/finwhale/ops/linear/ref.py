@@ -17,6 +17,10 @@ from finwhale.ops.rounding import round_e4m3
 ROW_TILE = 4
 
 
+def prepare_linear(w: LinearWeight) -> LinearWeight:
+    return w
+
+
 def matmul_rows(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
     """x [N, K] @ weight [M, K]^T, each row's bits independent of N."""
     rows = x_NK.shape[0]

@@ -25,6 +25,14 @@ class ExpertWeight:
     round_input: bool = False
 
 
+class PrepareExperts(Protocol):
+    """Choose how experts lie in memory: once, on their empty storage, before they are loaded."""
+
+    def __call__(self, w: ExpertWeight) -> ExpertWeight:
+        """Returns the same fields; `w13` and `w2`, of any strides, are what loading fills."""
+        ...
+
+
 class RouteByScore(Protocol):
     """The K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
 

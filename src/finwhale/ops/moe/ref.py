@@ -9,6 +9,10 @@ from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import round_e4m3
 
 
+def prepare_experts(w: ExpertWeight) -> ExpertWeight:
+    return w
+
+
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
     """sqrt(softplus(x gate^T)) in float32; softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
     z = matmul_rows(x_ND.float(), gate_ED)

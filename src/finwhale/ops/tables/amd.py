@@ -1,38 +1,5 @@
-"""Operators on AMD GPUs: the references."""
+"""Operators on AMD GPUs: the references, until a kernel is measured to be faster."""
 
-from finwhale.ops import Ops
-from finwhale.ops.attention.ref import (
-    inverse_rope,
-    prepare_query,
-    sparse_attention,
-    store_window,
-)
-from finwhale.ops.compressor.ref import compress
-from finwhale.ops.indexer.ref import prepare_index_query, select_entries
-from finwhale.ops.linear.ref import grouped_linear, linear
-from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
-from finwhale.ops.moe.ref import experts, route_by_hash, route_by_score, swiglu_mlp
-from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.sampling.ref import sample
+from finwhale.ops.tables.reference import OPS
 
-OPS = Ops(
-    rms_norm=rms_norm,
-    linear=linear,
-    grouped_linear=grouped_linear,
-    mhc_pre=mhc_pre,
-    mhc_post_pre=mhc_post_pre,
-    mhc_post=mhc_post,
-    hc_head=hc_head,
-    prepare_query=prepare_query,
-    store_window=store_window,
-    compress=compress,
-    prepare_index_query=prepare_index_query,
-    select_entries=select_entries,
-    sparse_attention=sparse_attention,
-    inverse_rope=inverse_rope,
-    route_by_score=route_by_score,
-    route_by_hash=route_by_hash,
-    experts=experts,
-    swiglu_mlp=swiglu_mlp,
-    sample=sample,
-)
+__all__ = ["OPS"]

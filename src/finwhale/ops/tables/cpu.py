@@ -1,21 +1,34 @@
-"""Operators on a CPU: the references."""
+"""Operators on a CPU, float32: numpy, and torch where sampling wants it.
+
+Importing this table limits numpy's OpenBLAS to one thread for the whole process.
+"""
 
 from finwhale.ops import Ops
-from finwhale.ops.attention.ref import (
+from finwhale.ops.attention.cpu import (
     inverse_rope,
     prepare_query,
     sparse_attention,
     store_window,
 )
-from finwhale.ops.compressor.ref import compress
-from finwhale.ops.indexer.ref import prepare_index_query, select_entries
-from finwhale.ops.linear.ref import grouped_linear, linear
-from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
-from finwhale.ops.moe.ref import experts, route_by_hash, route_by_score, swiglu_mlp
-from finwhale.ops.norm.ref import rms_norm
+from finwhale.ops.compressor.cpu import compress
+from finwhale.ops.host import limit_blas_threads
+from finwhale.ops.indexer.cpu import prepare_index_query, select_entries
+from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
+from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
+from finwhale.ops.moe.cpu import (
+    experts,
+    prepare_experts,
+    route_by_hash,
+    route_by_score,
+    swiglu_mlp,
+)
+from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.ref import sample
 
+limit_blas_threads()
 OPS = Ops(
+    prepare_linear=prepare_linear,
+    prepare_experts=prepare_experts,
     rms_norm=rms_norm,
     linear=linear,
     grouped_linear=grouped_linear,

@@ -1,0 +1,110 @@
+"""Sparse attention on a CPU, in numpy. Legend in the package's docstring."""
+
+import numpy as np
+from torch import Tensor
+
+from finwhale.ops import host
+from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.host import F32, I64, constant
+
+KEY_BLOCK = 128
+# Values that one gather of key rows may hold: they are read twice and should stay in the cache.
+MAX_GATHERED = 2**18
+
+
+def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
+    q: F32 = q_NAC.numpy()
+    np.divide(q, host.rms(q, eps), q)
+    host.rotate(q, rotation_NR.numpy(), q)
+    return q_NAC
+
+
+def store_window(
+    kv_NC: Tensor,
+    norm_C: Tensor,
+    rotation_NR: Tensor,
+    eps: float,
+    round_nope: bool,
+    rows_PC: Tensor,
+    slots_N: Tensor,
+) -> None:
+    rotation: F32 = rotation_NR.numpy()
+    row = host.rms_norm(kv_NC.numpy(), norm_C.numpy(), eps)
+    host.rotate(row, rotation, row)
+    if round_nope:
+        round_nope_part(row, rotation)
+    rows_PC.numpy()[slots_N.numpy()] = row
+
+
+def round_nope_part(row_NC: F32, rotation_NR: F32) -> None:
+    """Round the nope part of rows in place: E4M3, a scale for each 64 values."""
+    nope = row_NC[:, : -2 * rotation_NR.shape[1]]
+    nope[...] = host.round_e4m3(nope, NOPE_GROUP)
+
+
+def sparse_attention(
+    q_NAC: Tensor,
+    window_rows_PC: Tensor,
+    window_slots_NW: Tensor,
+    entry_rows_PC: Tensor | None,
+    entry_slots_NK: Tensor | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+) -> None:
+    q: F32 = q_NAC.numpy()
+    out: F32 = out_NAC.numpy()
+    sink: F32 = sink_A.numpy()
+    pools: list[tuple[F32, I64]] = [(window_rows_PC.numpy(), window_slots_NW.numpy())]
+    if entry_rows_PC is not None and entry_slots_NK is not None:
+        pools.append((entry_rows_PC.numpy(), entry_slots_NK.numpy()))
+    num_tokens, heads, width = q.shape
+    num_keys = sum(slots.shape[1] for _, slots in pools)
+    step = max(1, MAX_GATHERED // (num_keys * width))
+
+    def run(tokens: slice) -> None:
+        for start in range(tokens.start, tokens.stop, step):
+            some = slice(start, min(start + step, tokens.stop))
+            _attend(q[some], [(rows, slots[some]) for rows, slots in pools], sink, scale, out[some])
+
+    host.split_rows(num_tokens, 2 * num_keys * heads * width, run)
+
+
+def _attend(
+    q_NAC: F32, pools: list[tuple[F32, I64]], sink_A: F32, scale: float, out_NAC: F32
+) -> None:
+    """Attention over blocks of KEY_BLOCK keys, their sums added in order, as in the reference."""
+    num_tokens, heads, _ = q_NAC.shape
+    q_NAC = np.multiply(q_NAC, constant(scale))
+    slots_NK = pools[0][1]
+    if len(pools) > 1:
+        slots_NK = np.concatenate([slots for _, slots in pools], axis=1)
+    weights_NAK = np.empty((num_tokens, heads, slots_NK.shape[1]), np.float32)
+    blocks: list[tuple[F32, F32]] = []
+    end = 0
+    for rows_PC, pool_slots_NK in pools:
+        for first in range(0, pool_slots_NK.shape[1], KEY_BLOCK):
+            # Slots of -1 read row 0, whose weight becomes 0.
+            rows_NKC = rows_PC.take(pool_slots_NK[:, first : first + KEY_BLOCK], 0, mode="clip")
+            start, end = end, end + rows_NKC.shape[1]
+            part = weights_NAK[:, :, start:end]
+            np.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
+            blocks.append((part, rows_NKC))
+    np.copyto(weights_NAK, -np.inf, where=np.less(slots_NK, 0)[:, None])
+    maximum = np.maximum.reduce(weights_NAK, axis=-1, initial=-np.inf)
+    np.maximum(maximum, sink_A, out=maximum)
+    np.subtract(weights_NAK, maximum[:, :, None], weights_NAK)
+    np.exp(weights_NAK, weights_NAK)
+    total = np.subtract(sink_A, maximum)
+    np.exp(total, total)
+    out_NAC[...] = 0.0
+    for weight, rows_NKC in blocks:
+        np.add(total, np.add.reduce(weight, axis=-1), total)
+        np.add(out_NAC, np.matmul(weight, rows_NKC), out_NAC)
+    np.divide(out_NAC, total[:, :, None], out_NAC)
+
+
+def inverse_rope(o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
+    o: F32 = o_NAC.numpy()
+    host.rotate(o, rotation_NR.numpy(), o, inverse=True)
+    return o_NAC

@@ -1,0 +1,73 @@
+"""Compressors on a CPU, in numpy. Legend in the package's docstring."""
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finwhale.ops import host
+from finwhale.ops.attention.cpu import round_nope_part
+from finwhale.ops.compressor import CompressorWeight, CompressStep
+from finwhale.ops.host import F32, I64
+from finwhale.ops.linear import ACTIVATION_GROUP
+
+# Values that one gather of projected rows may hold.
+MAX_GATHERED = 2**20
+
+
+def _mix(rows_MSX: F32, missing_MS: NDArray[np.bool], ape_SC: F32, ratio: int) -> F32:
+    """The gated average of S tokens for each entry: [M,S,X] -> [M,C]."""
+    width = ape_SC.shape[1]
+    if ratio == 4:
+        kv = np.concatenate((rows_MSX[:, :4, :width], rows_MSX[:, 4:, width : 2 * width]), 1)
+        gate = np.concatenate(
+            (rows_MSX[:, :4, 2 * width : 3 * width], rows_MSX[:, 4:, 3 * width :]), 1
+        )
+    else:
+        kv, gate = rows_MSX[..., :width], rows_MSX[..., width:]
+    gate = np.add(gate, ape_SC)
+    np.copyto(gate, -np.inf, where=missing_MS[..., None])
+    np.subtract(gate, np.maximum.reduce(gate, axis=1, keepdims=True), gate)
+    np.exp(gate, gate)
+    total = np.add.reduce(gate, axis=1)
+    np.multiply(gate, kv, gate)
+    mixed: F32 = np.add.reduce(gate, axis=1)
+    np.divide(mixed, total, mixed)
+    return mixed
+
+
+def compress(
+    projected_NX: Tensor,
+    w: CompressorWeight,
+    step: CompressStep,
+    rotation_MR: Tensor,
+    eps: float,
+    rounding: Literal["none", "nope", "whole"],
+    state_rows_PX: Tensor,
+    entry_rows_PC: Tensor,
+) -> None:
+    projected: F32 = projected_NX.numpy()
+    state: F32 = state_rows_PX.numpy()
+    if step.entry_slots.shape[0]:
+        rows = projected
+        if step.history_slots.shape[0]:
+            rows = np.concatenate((state.take(step.history_slots.numpy(), 0), rows))
+        sources: I64 = step.entry_sources.numpy()
+        rotation: F32 = rotation_MR.numpy()
+        ape, norm = w.ape.numpy(), w.norm.numpy()
+        entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
+        block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
+        for start in range(0, sources.shape[0], block):
+            some = sources[start : start + block]
+            gathered = rows.take(some, 0, mode="clip")
+            entry[start : start + block] = _mix(gathered, some < 0, ape, w.ratio)
+        entry = host.rms_norm(entry, norm, eps)
+        host.rotate(entry, rotation, entry)
+        if rounding == "nope":
+            round_nope_part(entry, rotation)
+        elif rounding == "whole":
+            entry = host.round_e4m3(entry, ACTIVATION_GROUP)
+        entry_rows_PC.numpy()[step.entry_slots.numpy()] = entry
+    if step.state_slots.shape[0]:
+        state[step.state_slots.numpy()] = projected.take(step.state_sources.numpy(), 0)

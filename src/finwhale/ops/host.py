@@ -1,0 +1,152 @@
+"""Building blocks of the CPU table, in numpy.
+
+numpy costs a fraction of torch for the small arrays of a decode step. A row of a result never
+depends, in any bit, on the other rows or on how many there are, because every product has a fixed
+shape a row (matmul of [N,1,K] by [K,M] is one gemv a row, whatever N), every other function works
+on each element alone, and sums run over an axis of fixed length or in order.
+
+Legend: N rows, K input width, M output width, D width, R rope dimensions.
+"""
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import threadpoolctl
+from numpy.typing import NDArray
+
+from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+
+F32 = NDArray[np.float32]
+I32 = NDArray[np.int32]
+I64 = NDArray[np.int64]
+
+NUM_WORKERS = (
+    len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+)
+# Below this many multiplications a second thread costs more than it saves.
+PARALLEL_WORK = 4 * 2**20
+_POOL = ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
+
+
+def limit_blas_threads() -> None:
+    """One thread for numpy's own OpenBLAS, for the whole process; torch's threads stay as they are.
+
+    A gemv is too short to share between threads, and its bits must not depend on their number.
+    Large steps are split over rows instead, by `split_rows`.
+    """
+    for library in threadpoolctl.ThreadpoolController().lib_controllers:
+        if library.internal_api == "openblas" and "numpy" in library.filepath:
+            library.set_num_threads(1)
+
+
+def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) -> None:
+    """Call `fn` with slices that cover all rows, on several threads where it pays.
+
+    Args:
+        work_per_row: about how many multiplications a row takes.
+    """
+    parts = min(NUM_WORKERS, num_rows, num_rows * work_per_row // PARALLEL_WORK)
+    if parts <= 1:
+        fn(slice(0, num_rows))
+        return
+    bounds = [num_rows * i // parts for i in range(parts + 1)]
+    slices = [slice(start, end) for start, end in pairwise(bounds)]
+    for done in [_POOL.submit(fn, rows) for rows in slices]:
+        done.result()
+
+
+@lru_cache(maxsize=256)
+def constant(value: float) -> F32:
+    """[1] float32: an operand that numpy takes without converting it each time."""
+    array = np.array([value], np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
+    """x [N,K] @ weight [K,M], one gemv a row."""
+    num_rows = x_NK.shape[0]
+    out_NM = np.empty((num_rows, weight_KM.shape[1]), np.float32)
+    if num_rows == 1:
+        x_NK[0].dot(weight_KM, out_NM[0])
+        return out_NM
+
+    def run(rows: slice) -> None:
+        np.matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
+
+    split_rows(num_rows, weight_KM.size, run)
+    return out_NM
+
+
+def rms(x: F32, eps: float) -> F32:
+    """sqrt(mean(x^2) + eps) over the last axis, kept: [...,D] -> [...,1]."""
+    mean: F32 = np.vecdot(x, x)[..., None]
+    np.multiply(mean, constant(1.0 / x.shape[-1]), mean)
+    np.add(mean, constant(eps), mean)
+    np.sqrt(mean, mean)
+    return mean
+
+
+def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
+    """x / rms(x) * weight, a new array."""
+    out = np.divide(x, rms(x, eps))
+    np.multiply(out, weight_D, out)
+    return out
+
+
+def rotate(x: F32, rotation_NR: F32, out: F32, *, inverse: bool = False) -> None:
+    """Rotate the interleaved pairs of x's last R values, x [N,...,C], into out's; x may be out.
+
+    A pair (a, b) is the complex number a + bi, its rotation a product by cos + i sin.
+    """
+    num_rows, pairs, _ = rotation_NR.shape
+    turn = rotation_NR.view(np.complex64).reshape(num_rows, *(1,) * (x.ndim - 2), pairs)
+    if inverse:
+        turn = np.conjugate(turn)
+    width = 2 * pairs
+    np.multiply(x[..., -width:].view(np.complex64), turn, out[..., -width:].view(np.complex64))
+
+
+_EXPONENT = np.array([0x7F800000], np.int32)
+_MANTISSA = np.array([0x007FFFFF], np.int32)
+_SIX_BINADES = np.array([6 << 23], np.int32)
+_MAGIC = np.array([(20 << 23) + 0x400000], np.int32)
+
+
+def round_e4m3(x: F32, group: int) -> F32:
+    """As rounding.round_e4m3, for |x| < 2^100; a rounded zero is +0. Returns a new array.
+
+    A value x with exponent e rounds to multiples of 2^(e-3), or of 2^-9 times the scale if that
+    is more: adding 1.5 * 2^(e+20) and taking it away again does so, ties to even.
+    """
+    width = x.shape[-1]
+    out = np.empty(x.shape, np.float32)
+    whole = width - width % group
+    if whole:
+        _round_groups(x[..., :whole], group, out[..., :whole])
+    if whole < width:
+        _round_groups(x[..., whole:], width - whole, out[..., whole:])
+    return out
+
+
+def _round_groups(x: F32, group: int, out: F32) -> None:
+    shape = (*x.shape[:-1], x.shape[-1] // group, group)
+    values, rounded = x.reshape(shape), out.reshape(shape)
+    np.absolute(values, rounded)
+    amax = np.maximum.reduce(rounded, axis=-1, keepdims=True)
+    np.maximum(amax, constant(MIN_AMAX), out=amax)
+    np.multiply(amax, constant(1.0 / E4M3_MAX), amax)
+    lowest: I32 = amax.view(np.int32)
+    np.add(lowest, _MANTISSA, lowest)
+    np.bitwise_and(lowest, _EXPONENT, lowest)
+    np.subtract(lowest, _SIX_BINADES, lowest)
+    shift: I32 = np.bitwise_and(values.view(np.int32), _EXPONENT)
+    np.maximum(shift, lowest, out=shift)
+    np.add(shift, _MAGIC, shift)
+    magic: F32 = shift.view(np.float32)
+    np.add(values, magic, rounded)
+    np.subtract(rounded, magic, rounded)

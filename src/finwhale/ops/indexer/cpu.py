@@ -1,0 +1,119 @@
+"""The lightning indexer on a CPU, in numpy. Legend in the package's docstring."""
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.ops import host
+from finwhale.ops.host import F32, I64
+from finwhale.ops.indexer import IndexStep
+from finwhale.ops.linear import ACTIVATION_GROUP
+
+ENTRY_BLOCK = 128
+# Scores of all heads that may be held at once: they are read again and should stay in the cache.
+MAX_SCORES = 2**18
+_LOW_BITS = np.int64(0xFFFFFFFF)
+
+
+def prepare_index_query(q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
+    q: F32 = q_NIC.numpy().copy()
+    host.rotate(q, rotation_NR.numpy(), q)
+    return torch.from_numpy(host.round_e4m3(q, ACTIVATION_GROUP) if round_query else q)
+
+
+def select_entries(
+    q_NIC: Tensor, weights_NI: Tensor, key_rows_PC: Tensor, step: IndexStep, topk: int
+) -> Tensor:
+    q: F32 = q_NIC.numpy()
+    weights: F32 = weights_NI.numpy()
+    key_rows: F32 = key_rows_PC.numpy()
+    entry_slots: I64 = step.entry_slots.numpy()
+    num_entries: I64 = step.num_entries.numpy()
+    width = min(topk, _padded(max(step.max_entries, default=0)))
+    out = np.full((q.shape[0], width), -1, np.int64)
+    for tokens, sequences in _groups(step.query_start):
+        entries = max(step.max_entries[sequences])
+        visible = num_entries[tokens]
+        slots_SE = entry_slots[sequences, : _padded(entries)]
+        if entries <= topk:
+            columns = min(width, slots_SE.shape[1])
+            np.copyto(
+                out[tokens, :columns],
+                slots_SE[:, :columns],
+                where=np.arange(columns) < visible[:, None],
+            )
+            continue
+        keys_SEC = key_rows.take(slots_SE, 0, mode="clip")
+        _select(q[tokens], weights[tokens], keys_SEC, visible, slots_SE, out[tokens])
+    return torch.from_numpy(out)
+
+
+def _padded(entries: int) -> int:
+    return -(-entries // ENTRY_BLOCK) * ENTRY_BLOCK
+
+
+def _groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """(tokens, sequences): neighbours with one token each together, every other sequence alone."""
+    groups: list[tuple[slice, slice]] = []
+    for b, (start, end) in enumerate(pairwise(query_start)):
+        if groups and end - start == 1:
+            tokens, sequences = groups[-1]
+            if tokens.stop - tokens.start == sequences.stop - sequences.start:
+                groups[-1] = (slice(tokens.start, end), slice(sequences.start, b + 1))
+                continue
+        if end > start:
+            groups.append((slice(start, end), slice(b, b + 1)))
+    return groups
+
+
+def _select(
+    q_NIC: F32, weights_NI: F32, keys_SEC: F32, visible_N: I64, slots_SE: I64, out_NK: I64
+) -> None:
+    """Fill out with each token's best slots; S is N, or 1 where all tokens share their entries."""
+    num_tokens, heads, width = q_NIC.shape
+    num_entries = keys_SEC.shape[1]
+    keys = keys_SEC.reshape(keys_SEC.shape[0], -1, ENTRY_BLOCK, width).swapaxes(2, 3)
+    shared = keys.shape[0] != num_tokens
+    step = max(1, MAX_SCORES // (heads * num_entries))
+
+    def run(tokens: slice) -> None:
+        for start in range(tokens.start, tokens.stop, step):
+            some = slice(start, min(start + step, tokens.stop))
+            of = slice(0, 1) if shared else some
+            blocks = -(-max(int(visible_N[some].max()), out_NK.shape[1]) // ENTRY_BLOCK)
+            scores = _scores(q_NIC[some], weights_NI[some], keys[of, :blocks])
+            _top(scores, visible_N[some], slots_SE[of], out_NK[some])
+
+    host.split_rows(num_tokens, heads * num_entries * width, run)
+
+
+def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
+    """[N, B * ENTRY_BLOCK], in products of one shape, so that no bit depends on B or N."""
+    relu = np.matmul(q_NIC[:, None], keys_NBCE)
+    np.maximum(relu, host.constant(0.0), out=relu)
+    scores: F32 = np.matmul(weights_NI[:, None, None], relu)
+    return scores.reshape(q_NIC.shape[0], -1)
+
+
+def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I64) -> None:
+    """Slots of the highest scores, in order of position; -1 past a token's entries."""
+    topk, entries = out_NK.shape[1], np.arange(scores_NE.shape[1])
+    np.copyto(scores_NE, -np.inf, where=entries >= visible_N[:, None])
+    # Adding 0 turns -0 into 0; flipping a negative float's lower bits makes its integer order
+    # the float order. Below it the inverted index, so that equal scores go to the lowest.
+    np.add(scores_NE, host.constant(0.0), scores_NE)
+    bits = scores_NE.view(np.int32).astype(np.int64)
+    np.bitwise_xor(bits, 0x7FFFFFFF, out=bits, where=bits < 0)
+    np.left_shift(bits, 32, bits)
+    np.bitwise_or(bits, _LOW_BITS - entries, bits)
+    first = bits.shape[1] - topk
+    if first:
+        bits.partition(first - 1, axis=1)
+    chosen = _LOW_BITS - (bits[:, first:] & _LOW_BITS)
+    chosen.sort(axis=1)
+    slots = (
+        slots_SE[0].take(chosen) if len(slots_SE) == 1 else np.take_along_axis(slots_SE, chosen, 1)
+    )
+    np.copyto(out_NK, slots, where=chosen < visible_N[:, None])

@@ -1,0 +1,151 @@
+"""Mixture of experts on a CPU, in numpy. Legend in the package's docstring."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.ops import host
+from finwhale.ops.host import F32, I64, constant
+from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.moe import ExpertWeight
+
+
+@dataclass(frozen=True, slots=True)
+class TransposedExperts(ExpertWeight):
+    """Weights that lie in memory as [E,D,2I] and [E,I,D]: one matrix an expert, as views."""
+
+    matrices: tuple[tuple[F32, F32], ...] = ()
+
+
+def prepare_experts(w: ExpertWeight) -> ExpertWeight:
+    if w.w13.device.type == "meta":
+        return w
+    w13, w2 = (
+        torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
+        for weight in (w.w13, w.w2)
+    )
+    return TransposedExperts(w13.mT, w2.mT, w.round_input, _matrices(w13.mT, w2.mT))
+
+
+def _matrices(w13: Tensor, w2: Tensor) -> tuple[tuple[F32, F32], ...]:
+    """([D,2I], [I,D]) of each expert."""
+    first, second = w13.mT.numpy(), w2.mT.numpy()
+    if first.ndim == 2:
+        return ((first, second),)
+    return tuple(zip(first, second, strict=True))
+
+
+def _matrices_of(w: ExpertWeight) -> tuple[tuple[F32, F32], ...]:
+    return w.matrices if isinstance(w, TransposedExperts) else _matrices(w.w13, w.w2)
+
+
+def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
+    """sqrt(softplus(x gate^T)); softplus(z) = log(e^0 + e^z)."""
+    scores = host.matmul_rows(x_ND.numpy(), gate_ED.numpy().T)
+    np.logaddexp(scores, constant(0.0), scores)
+    np.sqrt(scores, scores)
+    return scores
+
+
+def _weights(scores_NE: F32, ids_NK: I64, scaling: float) -> F32:
+    num_tokens, num_experts = scores_NE.shape
+    flat_NK = ids_NK
+    if num_tokens > 1:
+        flat_NK = ids_NK + np.arange(0, num_tokens * num_experts, num_experts)[:, None]
+    chosen: F32 = scores_NE.take(flat_NK)
+    total = np.add.reduce(chosen, axis=-1, keepdims=True)
+    np.add(total, constant(1e-20), total)
+    np.divide(chosen, total, chosen)
+    np.multiply(chosen, constant(scaling), chosen)
+    return chosen
+
+
+def route_by_score(
+    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(x_ND, gate_ED)
+    order = np.add(scores, bias_E.numpy())
+    np.negative(order, order)
+    ids = np.ascontiguousarray(order.argsort(axis=-1, kind="stable")[:, :topk])
+    return torch.from_numpy(ids), torch.from_numpy(_weights(scores, ids, scaling))
+
+
+def route_by_hash(
+    x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    ids: I64 = tid2eid_VK.numpy().take(token_ids_N.numpy(), 0)
+    weights = _weights(_scores(x_ND, gate_ED), ids, scaling)
+    return torch.from_numpy(ids), torch.from_numpy(weights)
+
+
+def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate_up [...,2I]."""
+    width = gate_up.shape[-1] // 2
+    gate, up = gate_up[..., :width], gate_up[..., width:]
+    np.minimum(gate, constant(limit), out=gate)
+    hidden = np.negative(gate)
+    np.exp(hidden, hidden)
+    np.add(hidden, constant(1.0), hidden)
+    np.divide(gate, hidden, hidden)
+    np.minimum(up, constant(limit), out=up)
+    np.maximum(up, constant(-limit), out=up)
+    np.multiply(hidden, up, hidden)
+    return hidden
+
+
+def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+    ((w13, w2),) = _matrices_of(w)
+    x: F32 = x_ND.numpy()
+    if w.round_input:
+        x = host.round_e4m3(x, ACTIVATION_GROUP)
+    hidden = _clamped_swiglu(host.matmul_rows(x, w13), limit)
+    if w.round_input:
+        hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
+    return torch.from_numpy(host.matmul_rows(hidden, w2))
+
+
+def experts(
+    x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight, limit: float
+) -> Tensor:
+    """One row a (token, expert) pair; the rows of an expert lie together."""
+    matrices = _matrices_of(w)
+    x: F32 = x_ND.numpy()
+    ids: I64 = ids_NK.numpy()
+    weights: F32 = weights_NK.numpy()
+    if w.round_input:
+        x = host.round_e4m3(x, ACTIVATION_GROUP)
+    num_tokens, topk = ids.shape
+    flat = ids.ravel()
+    order = flat.argsort(kind="stable")
+    sorted_ids = flat.take(order)
+    rows = x.take(order // topk, 0)
+    bounds = np.flatnonzero(np.diff(sorted_ids, prepend=-2)).tolist()
+    runs = [
+        (slice(start, end), expert)
+        for start, end, expert in zip(
+            bounds, [*bounds[1:], len(flat)], sorted_ids.take(bounds).tolist(), strict=True
+        )
+        if expert >= 0
+    ]
+    gate_up = np.zeros((len(flat), matrices[0][0].shape[1]), np.float32)
+    for run, expert in runs:
+        _matmul_into(rows[run], matrices[expert][0], gate_up[run])
+    hidden = _clamped_swiglu(gate_up, limit)
+    if w.round_input:
+        hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
+    out = np.zeros((len(flat), x.shape[1]), np.float32)
+    for run, expert in runs:
+        _matmul_into(hidden[run], matrices[expert][1], out[run])
+    by_token = np.empty_like(out)
+    by_token[order] = out
+    result = np.matmul(weights[:, None], by_token.reshape(num_tokens, topk, -1))
+    return torch.from_numpy(result[:, 0])
+
+
+def _matmul_into(x_NK: F32, weight_KM: F32, out_NM: F32) -> None:
+    def run(rows: slice) -> None:
+        np.matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
+
+    host.split_rows(x_NK.shape[0], weight_KM.size, run)
