@@ -1,0 +1,182 @@
+"""The declaration of cached state against what the model's formulas need, and its sizes."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.errors import ResourceError
+from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.testing.tiny import tiny_config
+
+
+def tiny(seed: int) -> ModelConfig:
+    return ModelConfig.from_dict(tiny_config(seed))
+
+
+def group(config: ModelConfig, name: str) -> CacheGroup:
+    return next(g for g in cache_spec(config) if g.name == name)
+
+
+def window_only() -> ModelConfig:
+    raw = tiny_config(0)
+    return ModelConfig.from_dict(
+        raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1), "num_hash_layers": 1}
+    )
+
+
+@pytest.mark.parametrize(("preset", "bytes_per_token"), [("flash", 3850), ("pro", 5511)])
+def test_what_the_published_models_keep(preset: str, bytes_per_token: int) -> None:
+    """In the FP8 form: 584 bytes an entry, 132 an indexer key (figures of the model's facts)."""
+    config = ModelConfig.preset(preset)
+    stored = {"c4": 584, "c128": 584, "index_keys": 132}
+    total = 0.0
+    for g in cache_spec(config):
+        if g.keep is None:
+            total += sum(stored[f.name] * len(f.layers) for f in g.fields) / g.tokens_per_row
+    assert int(total) == bytes_per_token
+    window = group(config, "window")
+    # Every layer and the MTP layer; 127 positions behind the next token, and its own.
+    assert len(window.fields[0].layers) == config.num_hidden_layers + 1
+    assert window.keep == (1, 127)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fields_lie_with_their_layers(seed: int) -> None:
+    config = tiny(seed)
+    kept = {f.name: f for g in cache_spec(config) for f in g.fields}
+    ratios = config.compress_ratios
+    assert kept["window"].layers == tuple(range(config.num_hidden_layers + 1))
+    c4 = tuple(i for i, r in enumerate(ratios) if r == 4)
+    c128 = tuple(i for i, r in enumerate(ratios) if r == 128)
+    for name, layers, width, full in (
+        ("window", kept["window"].layers, config.head_dim, False),
+        ("c4", c4, config.head_dim, False),
+        ("index_keys", c4, config.index_head_dim, False),
+        # Two halves of keys and values, two of gates.
+        ("c4_state", c4, 4 * config.head_dim, True),
+        ("index_state", c4, 4 * config.index_head_dim, True),
+        ("c128", c128, config.head_dim, False),
+        ("c128_state", c128, 2 * config.head_dim, True),
+    ):
+        assert (kept[name].layers, kept[name].width, kept[name].full_precision) == (
+            layers,
+            width,
+            full,
+        )
+
+
+def test_a_model_of_window_layers_keeps_nothing_else() -> None:
+    assert [g.name for g in cache_spec(window_only())] == ["window"]
+
+
+def mixed_from(name: str, window: int, position: int) -> int:
+    """The first token that the token at `position` reads state of, by the formulas."""
+    if name == "window":
+        return max(0, position - window + 1)
+    if name in ("c4", "c128"):
+        return 0
+    if name == "c4_state":  # its entry mixes its own four tokens and the four before them
+        return max(0, 4 * (position // 4) - 4)
+    return 128 * (position // 128)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_later_tokens_need_is_kept(seed: int) -> None:
+    """And nothing more: first_needed is the least that any later token reads."""
+    config = tiny(seed)
+    for g in cache_spec(config):
+        for read in range(600):
+            later = range(read, read + 130)
+            wanted = min(mixed_from(g.name, config.sliding_window, p) for p in later)
+            assert g.first_needed(read) == wanted, (g.name, read)
+
+
+@given(start=st.integers(0, 700), count=st.integers(1, 400))
+def test_a_step_writes_what_it_leaves(start: int, count: int) -> None:
+    end = start + count
+    for g in cache_spec(tiny(1)):
+        first = g.first_written(start, end)
+        assert start <= first
+        if g.name.endswith("_state"):
+            assert first == max(start, mixed_from(g.name, 1, end))
+        else:
+            assert first == start
+
+
+# --- Sizes ----------------------------------------------------------------------------------------
+
+
+def make_plan(config: ModelConfig, budget: int, **more: int) -> CachePlan:
+    sizes = {"max_num_seqs": 3, "max_step_tokens": 50, "wanted_tokens": 4000, "itemsize": 4} | more
+    return plan_cache(cache_spec(config), budget_bytes=budget, **sizes)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 30),
+    seqs=st.integers(1, 9),
+    step=st.integers(1, 700),
+    wanted=st.integers(1, 5000),
+    spare=st.integers(0, 3_000_000),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_plan_s_bytes_are_the_tensors_bytes(
+    seed: int, seqs: int, step: int, wanted: int, spare: int, dtype: torch.dtype
+) -> None:
+    config = tiny(seed)
+    sizes = {"max_num_seqs": seqs, "max_step_tokens": step, "itemsize": dtype.itemsize}
+    least = make_plan(config, 10**12, wanted_tokens=1, **sizes).total_bytes
+    budget = least + spare
+    plan = make_plan(config, budget, wanted_tokens=wanted, **sizes)
+    cache = allocate_cache(cache_spec(config), plan, dtype, torch.device("meta"))
+    pools = [pool for layers in cache.pools.values() for pool in layers.values()]
+    assert sum(pool.nbytes for pool in pools) == plan.total_bytes <= budget
+    multiple = plan.reserve_multiple
+    assert plan.capacity_tokens % multiple == 0 and plan.capacity_tokens >= multiple
+    for g in cache_spec(config):
+        if g.keep is None:
+            assert (plan.num_pages[g.name] - 1) * g.tokens_per_page == plan.capacity_tokens
+    # No more than was wanted, and as much of it as the budget holds.
+    assert plan.capacity_tokens < wanted + multiple
+    if plan.capacity_tokens < wanted:
+        more = make_plan(config, 10**12, wanted_tokens=plan.capacity_tokens + 1, **sizes)
+        assert more.total_bytes > budget
+
+
+@pytest.mark.parametrize("config", [tiny(0), tiny(5), window_only()], ids=["a", "b", "window"])
+def test_a_budget_that_is_too_small(config: ModelConfig) -> None:
+    """The error names what is needed; with exactly that much there is a plan, with less none."""
+    with pytest.raises(ResourceError) as error:
+        make_plan(config, 10)
+    text = str(error.value)
+    assert "\n" not in text and "10 are available" in text
+    assert "max_num_seqs" in text and "cache_memory_bytes" in text
+    needed = int(text.split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    assert make_plan(config, needed).total_bytes == needed
+    with pytest.raises(ResourceError):
+        make_plan(config, needed - 1)
+
+
+def test_page_zero_holds_numbers() -> None:
+    """Masked slots read it: a NaN there would poison what multiplies it by zero."""
+    config = tiny(2)
+    plan = make_plan(config, 10**8)
+    cache = allocate_cache(cache_spec(config), plan, torch.float32, torch.device("cpu"))
+    for g in cache_spec(config):
+        for f in g.fields:
+            assert tuple(cache.pools[f.name]) == f.layers
+            for layer in f.layers:
+                rows = cache.rows(f.name, layer)
+                assert rows.shape == (plan.num_pages[g.name] * g.rows_per_page, f.width)
+                assert rows[: g.rows_per_page].eq(0).all()
+
+
+def test_pages_of_groups_that_keep_everything_fit_each_other() -> None:
+    """Reservations are counted in tokens once for all of them."""
+    sizes = sorted({g.tokens_per_page for g in cache_spec(tiny(0)) if g.keep is None})
+    assert all(b % a == 0 for a, b in pairwise(sizes))
