@@ -2,7 +2,7 @@
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,7 +106,7 @@ class LLM:
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
         return self._run(
-            [self._try_begin(prompt, one) for prompt, one in zip(listed, params, strict=True)]
+            self._try_begin(prompt, one) for prompt, one in zip(listed, params, strict=True)
         )
 
     def chat(
@@ -126,7 +126,7 @@ class LLM:
             tools: function tools as in OpenAI's Chat Completions.
 
         Each output's `message` holds the answer parsed into content, reasoning_content and
-        tool_calls.
+        tool_calls. A conversation that is too long has its `error` set, as in `generate`.
 
         Raises:
             RequestError: a message is malformed, or the checkpoint has no tokenizer.
@@ -137,15 +137,17 @@ class LLM:
         options = ChatOptions(thinking=thinking, tools=tools)
         prompts = [template.render(conversation, options) for conversation in several]
         results = self._run(
-            [
-                self._begin(prompt.token_ids, one, prompt.text)
-                for prompt, one in zip(prompts, params, strict=True)
-            ]
+            self._try_begin(prompt.token_ids, one, prompt.text)
+            for prompt, one in zip(prompts, params, strict=True)
         )
         for prompt, one, result in zip(prompts, params, results, strict=True):
             for output in result.outputs:
+                if output.finish_reason == "error":
+                    continue
+                # A stop token is no part of the answer; a stop string the parser finds itself.
+                stopped = isinstance(output.stop_reason, int)
                 parser = template.parser(prompt, stop=tuple(one.stop))
-                parser.feed(output.token_ids)
+                parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
                 parser.finish("length" if output.finish_reason == "length" else "stop")
                 output.message = parser.message()
         return results
@@ -166,9 +168,15 @@ class LLM:
         """
         text = prompt if isinstance(prompt, str) else None
         result = self._begin(prompt, sampling_params or SamplingParams(), text)
+        shown, finished = 0, False
         try:
-            while not result.finished:
-                if any(touched is result for touched in self.engine.step()):
+            while not finished:
+                self.engine.step()
+                # Other streams and batches may have stepped too, even to this one's end.
+                finished = result.finished
+                made = sum(len(output.token_ids) for output in result.outputs)
+                if made > shown or finished:
+                    shown = made
                     yield result
         finally:
             self.engine.abort(result.request_id)
@@ -189,9 +197,11 @@ class LLM:
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.add_request(str(next(self._ids)), token_ids, params, text)
 
-    def _try_begin(self, prompt: Prompt, params: SamplingParams) -> RequestOutput:
+    def _try_begin(
+        self, prompt: Prompt, params: SamplingParams, text: str | None = None
+    ) -> RequestOutput:
         """The same, but a prompt that cannot be served gives a finished result with its error."""
-        text = prompt if isinstance(prompt, str) else None
+        text = prompt if isinstance(prompt, str) else text
         try:
             return self._begin(prompt, params, text)
         except RequestError as error:
@@ -200,8 +210,11 @@ class LLM:
             token_ids = [] if isinstance(prompt, str) else list(prompt)
             return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
 
-    def _run(self, results: list[RequestOutput]) -> list[RequestOutput]:
+    def _run(self, beginning: Iterable[RequestOutput]) -> list[RequestOutput]:
+        """Begin the requests and run them to their ends; whatever happens, none is left behind."""
+        results: list[RequestOutput] = []
         try:
+            results.extend(beginning)
             while not all(result.finished for result in results):
                 self.engine.step()
         finally:
@@ -237,15 +250,24 @@ def has_tokenizer(directory: Path) -> bool:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_list(prompts):
+        raise RequestError(
+            f"prompts must be a text, a list of token ids or a list of these, got "
+            f"{type(prompts).__name__}"
+        )
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     for i, item in enumerate(items):
-        if not isinstance(item, str | Sequence):
+        if not (isinstance(item, str) or _is_list(item)):
             raise RequestError(
                 f"prompt {i} must be a text or a list of token ids, got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _as_params(
@@ -253,12 +275,19 @@ def _as_params(
 ) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not _is_list(params) or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError("sampling_params must be a SamplingParams, or a list of them")
     if len(params) != count:
         raise RequestError(f"{count} prompts, but {len(params)} sampling_params")
     return list(params)
 
 
 def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]:
+    if not _is_list(messages):
+        raise RequestError(
+            f"messages must be a list of dicts or a list of such lists, got "
+            f"{type(messages).__name__}"
+        )
     if messages and all(isinstance(m, Mapping) for m in messages):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]
