@@ -2,7 +2,8 @@
 
 Written from the technical report ("DeepSeek-V4: Towards Highly Efficient Million-Token Context
 Intelligence"), to be read beside it: a second definition for the tests, and the only one of the
-MTP layer, which transformers leaves out. Works in the dtype of the weights that it is given.
+MTP layer, which transformers leaves out, and of the roundings that the model was trained with
+(config["as_trained"]). Works in the dtype of the weights that it is given.
 
 Legend: T tokens, D hidden, H residual streams, A heads, C head_dim, W entries, V vocabulary.
 """
@@ -52,7 +53,7 @@ def mtp_logits(weights: Weights, config: Config, ids: list[int]) -> Tensor:
     w, eps = Part(weights, "mtp.0."), config["rms_norm_eps"]
     following = rms_norm(weights["embed.weight"][tokens[1:]], w["enorm.weight"], eps)
     before = rms_norm(streams[:-1], w["hnorm.weight"], eps)
-    mixed = before @ w["h_proj.weight"].T + (following @ w["e_proj.weight"].T)[:, None]
+    mixed = linear(w, "h_proj", config, before) + linear(w, "e_proj", config, following)[:, None]
     mixed = decoder_layer(w, config, 0, False, mixed, tokens[1:], None)
     return head(weights, w, config, mixed)
 
@@ -128,14 +129,15 @@ def attention(w: Part, config: Config, ratio: int, x: Tensor, margins: Margins |
         config["sliding_window"],
     )
     positions = torch.arange(length)
-    q_lora = rms_norm(x @ w["wq_a.weight"].T, w["q_norm.weight"], eps)
-    q = rms_norm((q_lora @ w["wq_b.weight"].T).view(length, heads, head_dim), None, eps)
+    q_lora = rms_norm(linear(w, "wq_a", config, x), w["q_norm.weight"], eps)
+    q = rms_norm(linear(w, "wq_b", config, q_lora).view(length, heads, head_dim), None, eps)
     q = rope(q, positions, config, ratio)
-    keys = rope(rms_norm(x @ w["wkv.weight"].T, w["kv_norm.weight"], eps), positions, config, ratio)
+    keys = rms_norm(linear(w, "wkv", config, x), w["kv_norm.weight"], eps)
+    keys = stored(rope(keys, positions, config, ratio), config)
     distance = positions[:, None] - positions
     visible = (distance >= 0) & (distance < window)
     if ratio:
-        entries = compress(w.under("compressor."), config, ratio, x)
+        entries = stored(compress(w.under("compressor."), config, ratio, x), config)
         complete = torch.arange(entries.shape[0]) < (positions[:, None] + 1) // ratio
         if ratio == 4:
             scores = index_scores(w.under("indexer."), config, x, q_lora)
@@ -148,10 +150,9 @@ def attention(w: Part, config: Config, ratio: int, x: Tensor, margins: Margins |
     out = rope(torch.einsum("tak,kc->tac", shares, keys), -positions, config, ratio)
     groups = config["o_groups"]
     wo_a = w["wo_a.weight"].view(groups, config["o_lora_rank"], -1)
-    grouped = torch.einsum(
-        "tgi,goi->tgo", out.flatten(1).unflatten(1, (groups, wo_a.shape[2])), wo_a
-    )
-    return grouped.flatten(1) @ w["wo_b.weight"].T
+    out = rounded(out.flatten(1).unflatten(1, (groups, wo_a.shape[2])), config)
+    grouped = torch.einsum("tgi,goi->tgo", out, wo_a)
+    return linear(w, "wo_b", config, grouped.flatten(1))
 
 
 def compress(w: Part, config: Config, ratio: int, x: Tensor) -> Tensor:
@@ -177,9 +178,9 @@ def compress(w: Part, config: Config, ratio: int, x: Tensor) -> Tensor:
 def index_scores(w: Part, config: Config, x: Tensor, q_lora: Tensor) -> Tensor:
     """The indexer's score of every entry [T,W]."""
     heads, dim = config["index_n_heads"], config["index_head_dim"]
-    q = (q_lora @ w["wq_b.weight"].T).view(-1, heads, dim)
-    q = rope(q, torch.arange(x.shape[0]), config, 4)
-    keys = compress(w.under("compressor."), config, 4, x)
+    q = linear(w, "wq_b", config, q_lora).view(-1, heads, dim)
+    q = rounded(rope(q, torch.arange(x.shape[0]), config, 4), config)
+    keys = rounded(compress(w.under("compressor."), config, 4, x), config)
     weight = x @ w["weights_proj.weight"].T / math.sqrt(dim * heads)
     return torch.einsum("th,thw->tw", weight, torch.einsum("thc,wc->thw", q, keys).relu())
 
@@ -224,9 +225,36 @@ def moe(
 
 def swiglu(w: Part, config: Config, x: Tensor) -> Tensor:
     limit = config["swiglu_limit"]
-    gate = (x @ w["w1.weight"].T).clamp(max=limit)
-    up = (x @ w["w3.weight"].T).clamp(-limit, limit)
-    return (F.silu(gate) * up) @ w["w2.weight"].T
+    gate = linear(w, "w1", config, x).clamp(max=limit)
+    up = linear(w, "w3", config, x).clamp(-limit, limit)
+    return linear(w, "w2", config, F.silu(gate) * up)
+
+
+# --- Projections and their roundings ---
+
+
+def linear(w: Part, name: str, config: Config, x: Tensor) -> Tensor:
+    """A projection whose weight the checkpoint stores in FP8 or FP4: its input is rounded."""
+    return rounded(x, config) @ w[name + ".weight"].T
+
+
+def rounded(x: Tensor, config: Config, group: int = 128) -> Tensor:
+    """To E4M3, with a power-of-two scale for each `group` values: as trained; else as it is."""
+    if not config.get("as_trained"):
+        return x
+    parts = []
+    for part in x.split(group, -1):
+        amax = part.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+        mantissa, exponent = torch.frexp(amax / 448)
+        scale = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
+        parts.append((part / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale)
+    return torch.cat(parts, -1)
+
+
+def stored(row: Tensor, config: Config) -> Tensor:
+    """A row of the cache: the part without rope is rounded, 64 values a scale."""
+    nope = row.shape[-1] - config["qk_rope_head_dim"]
+    return torch.cat([rounded(row[..., :nope], config, 64), row[..., nope:]], -1)
 
 
 # --- Norm and rotary embedding ---

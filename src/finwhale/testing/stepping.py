@@ -10,6 +10,7 @@ from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager
 from finwhale.engine.scheduler import Chunk
 from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.request import SamplingParams
 
 
@@ -20,6 +21,7 @@ class Stepper:
         assert not engine.has_work
         self.runner = engine.runner
         self.pages = PageManager(self.runner.groups, self.runner.plan.num_pages)
+        self.inputs: StepInputs | None = None
         self._count = 0
 
     def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
@@ -38,7 +40,7 @@ class Stepper:
         )
 
     def step(self, parts: Sequence[tuple[RunningSequence, int]]) -> list[Tensor]:
-        """Read the next `count` tokens of each sequence in one forward.
+        """Read the next `count` tokens of each sequence in one forward; keeps its `inputs`.
 
         Returns:
             The streams [count, H, D] of each.
@@ -49,7 +51,8 @@ class Stepper:
             assert start + count <= len(sequence.token_ids)
             self.pages.grow(sequence.tables, start, start + count)
             chunks.append(Chunk(sequence, start, start + count))
-        _, streams = self.runner.forward(chunks)
+        batch, streams = self.runner.forward(chunks)
+        self.inputs = batch.inputs
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end
             self.pages.trim(chunk.sequence.tables, chunk.end)
