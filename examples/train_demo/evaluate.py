@@ -24,7 +24,7 @@ from train import CONFIG, labels_of
 
 DEMO = CONFIG.parent
 ROW_TOKENS = 4096
-MAX_ROWS = 24  # a source
+MAX_ROWS = 12  # a source
 
 
 def chat_prompt(question: str) -> str:
