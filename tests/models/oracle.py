@@ -58,11 +58,15 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def single_threaded() -> Iterator[None]:
-    """One torch thread: sums are taken in one order, so results repeat bit for bit."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
+
+
+def single_threaded() -> contextlib.AbstractContextManager[None]:
+    """One torch thread: small models run fastest so, most of all on a busy machine."""
+    return torch_threads(1)

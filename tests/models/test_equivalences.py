@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,17 @@ from finwhale.config import Activations
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
-from .oracle import single_threaded
+from .oracle import torch_threads
 
 SEEDS = (0, 3, 8, 16)
+MODES: tuple[Activations, ...] = ("exact", "as-trained")
+# Seed, activations, whether the operators are the references, torch threads.
+MODELS = (
+    *((seed, mode, False, 1) for seed in SEEDS for mode in MODES),
+    *((seed, mode, True, 1) for seed in (3, 16) for mode in MODES),
+    (3, "exact", False, 2),
+    (8, "exact", False, 2),
+)
 LENGTH = 290
 
 
@@ -30,7 +39,7 @@ LENGTH = 290
 class Model:
     seed: int
     path: Path
-    activations: Activations
+    options: dict[str, Any]
     vocab_size: int
     stepper: Stepper
     whole: Tensor
@@ -39,28 +48,28 @@ class Model:
         draw = random.Random(f"{self.seed} {salt}")
         return [draw.randrange(self.vocab_size) for _ in range(length)]
 
-    def llm(self, **options: int) -> LLM:
-        return LLM(
-            self.path, device="cpu", dtype="float32", activations=self.activations, **options
-        )
+    def llm(self, **options: Any) -> LLM:
+        return LLM(self.path, device="cpu", dtype="float32", **self.options, **options)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[(seed, mode) for seed in SEEDS for mode in ("exact", "as-trained")],
-    ids=lambda p: f"{p[0]}-{p[1]}",
-)
+def _id(model: tuple[Any, ...]) -> str:
+    seed, mode, reference, threads = model
+    return f"{seed}-{mode}-{'reference' if reference else 'cpu'}-{threads}"
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=_id)
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:
-    seed, activations = request.param
+    seed, activations, reference, threads = request.param
     config = tiny_config(seed)
     path = tmp_path_factory.mktemp("tiny") / "model"
     write_plain_checkpoint(path, config, random_weights(config, seed))
-    with single_threaded():
-        llm = LLM(path, device="cpu", dtype="float32", activations=activations)
+    options = {"activations": activations, "reference": reference}
+    with torch_threads(threads):
+        llm = LLM(path, device="cpu", dtype="float32", **options)
         model = Model(
-            seed, path, activations, config["vocab_size"], Stepper(llm.engine), torch.empty(0)
+            seed, path, options, config["vocab_size"], Stepper(llm.engine), torch.empty(0)
         )
         model.whole = model.stepper.read(model.text())
         assert model.whole.isfinite().all()
