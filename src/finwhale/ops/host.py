@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
 

@@ -1,14 +1,11 @@
 """mHC on a CPU, in numpy. Legend: N tokens, H residual streams, D hidden."""
 
-from collections.abc import Callable
-from functools import lru_cache, partial
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.host import F32, constant
+from finwhale.ops.host import F32, F64, constant
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 
@@ -20,58 +17,80 @@ def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float
     return mixes
 
 
-@lru_cache(maxsize=8)
-def _scaled_identity(size: int, scale: float) -> F32:
-    return np.identity(size, np.float32) * np.float32(scale)
+# Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
+FEW_TOKENS = 10
+# Tokens whose factors stay in the nearest cache while they are iterated.
+TOKEN_BLOCK = 256
 
 
 def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
     """As ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i and likewise for v.
 
-    A half step is one product of [mix | eps I] with (1/v ; u), and one reciprocal. An iteration
-    that changes no bit of u and v would change none for ever after: it is the last. Iterations
-    take turns between two states, since a product must not write what it reads.
+    In float64, whose sums and products are the same bits in both forms below: each adds its terms
+    one after the other.
     """
     N, H, _ = mix_NHH.shape
-    factors = np.empty((2, N, H, 2 * H), np.float32)
-    factors[0, :, :, :H] = mix_NHH
-    factors[1, :, :, :H] = mix_NHH.swapaxes(1, 2)
-    factors[:, :, :, H:] = _scaled_identity(H, eps)
-    # Of even and of odd iterations: (1/v ; u) and (1/u ; v) of each token.
-    states = np.ones((2, 2, N, 2 * H, 1), np.float32)
-    times_row: Callable[[F32, F32], object]
-    times_column: Callable[[F32, F32], object]
-    if N == 1:
-        vectors = states[:, :, 0, :, 0]
-        times_row, times_column = factors[0, 0].dot, factors[1, 0].dot
+    if N <= FEW_TOKENS and H == 4:
+        factors = [
+            _reciprocal_factors(mix, num_iters, eps) for mix in mix_NHH.reshape(N, 16).tolist()
+        ]
+        inverse = np.array(factors).reshape(N, 2, H)
     else:
-        vectors = states
-        times_row, times_column = (partial(np.matmul, factor) for factor in factors)
-    (even_u, even_v), (odd_u, odd_v) = vectors
-    first: tuple[slice, ...] = (slice(0, H),)
-    second: tuple[slice, ...] = (slice(H, 2 * H),)
-    if N > 1:
-        first, second = (slice(None), *first), (slice(None), *second)
-    times_column(odd_v, even_v[second])
-    np.reciprocal(even_v[second], even_u[first])
-    turns = [
-        (even_u, odd_u[second], even_v[first], even_v, odd_v[second], odd_u[first]),
-        (odd_u, even_u[second], odd_v[first], odd_v, even_v[second], even_u[first]),
-    ]
-    even, odd = states
-    for i in range(num_iters - 1):
-        for_u, u, inverse_u, for_v, v, inverse_v = turns[i & 1]
-        times_row(for_u, u)
-        np.reciprocal(u, inverse_u)
-        times_column(for_v, v)
-        np.reciprocal(v, inverse_v)
-        if even.tobytes() == odd.tobytes():
-            break
-    if num_iters == 1:
-        inverse_u, inverse_v = even_u[second], even_u[first]
-    out: F32 = mix_NHH * inverse_u.reshape(N, H, 1)
-    np.multiply(out, inverse_v.reshape(N, 1, H), out)
+        inverse = np.empty((N, 2, H))
+        for start in range(0, N, TOKEN_BLOCK):
+            some = slice(start, start + TOKEN_BLOCK)
+            _iterate(mix_NHH[some], num_iters, eps, inverse[some])
+    scale = np.multiply(inverse[:, 0, :, None], inverse[:, 1, None, :])
+    out: F32 = np.multiply(mix_NHH, scale, dtype=np.float32, casting="same_kind")
     return out
+
+
+def _reciprocal_factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
+    """1/u and 1/v of one token; mix row by row."""
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = mix
+    p = q = r = s = 1.0
+    w = 1.0 / (v0 := a0 + b0 + c0 + d0 + eps)
+    x = 1.0 / (v1 := a1 + b1 + c1 + d1 + eps)
+    y = 1.0 / (v2 := a2 + b2 + c2 + d2 + eps)
+    z = 1.0 / (v3 := a3 + b3 + c3 + d3 + eps)
+    u0 = u1 = u2 = u3 = 1.0
+    for _ in range(num_iters - 1):
+        p = 1.0 / (u0 := a0 * w + a1 * x + a2 * y + a3 * z + eps * u0)
+        q = 1.0 / (u1 := b0 * w + b1 * x + b2 * y + b3 * z + eps * u1)
+        r = 1.0 / (u2 := c0 * w + c1 * x + c2 * y + c3 * z + eps * u2)
+        s = 1.0 / (u3 := d0 * w + d1 * x + d2 * y + d3 * z + eps * u3)
+        w = 1.0 / (v0 := a0 * p + b0 * q + c0 * r + d0 * s + eps * v0)
+        x = 1.0 / (v1 := a1 * p + b1 * q + c1 * r + d1 * s + eps * v1)
+        y = 1.0 / (v2 := a2 * p + b2 * q + c2 * r + d2 * s + eps * v2)
+        z = 1.0 / (v3 := a3 * p + b3 * q + c3 * r + d3 * s + eps * v3)
+    return p, q, r, s, w, x, y, z
+
+
+def _iterate(mix_NHH: F32, num_iters: int, eps: float, inverse_N2H: F64) -> None:
+    """Write 1/u and 1/v of many tokens; tokens lie along the last axis."""
+    N, H, _ = mix_NHH.shape
+    by_column = np.ascontiguousarray(mix_NHH.transpose(1, 2, 0), np.float64)
+    by_row = np.ascontiguousarray(by_column.swapaxes(0, 1))
+    terms = np.empty((H, H, N))
+    factors, inverse = np.ones((2, H, N)), np.ones((2, H, N))
+    scaled = np.empty((H, N))
+    small = np.array([eps])
+    first, second, *others = terms
+
+    def half(mix_HHN: F64, given_HN: F64, factor_HN: F64, inverse_HN: F64) -> None:
+        np.multiply(mix_HHN, given_HN[:, None], terms)
+        np.multiply(factor_HN, small, scaled)
+        np.add(first, second, factor_HN)
+        for term in others:
+            np.add(factor_HN, term, factor_HN)
+        np.add(factor_HN, scaled, factor_HN)
+        np.reciprocal(factor_HN, inverse_HN)
+
+    half(by_column, inverse[0], factors[1], inverse[1])
+    for _ in range(num_iters - 1):
+        half(by_row, inverse[1], factors[0], inverse[0])
+        half(by_column, inverse[0], factors[1], inverse[1])
+    inverse_N2H[...] = inverse.transpose(2, 0, 1)
 
 
 def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
