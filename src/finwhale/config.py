@@ -42,11 +42,15 @@ class EngineConfig:
             raise FinwhaleError(
                 f'activations must be "as-trained" or "exact", got {self.activations!r}'
             )
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in _COUNTS:
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value is None and name in _MAY_BE_NONE:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise FinwhaleError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
                 raise FinwhaleError(f"{name} must be at least 1, got {value}")
-        if self.cache_memory_bytes is not None and self.cache_memory_bytes < 1:
-            raise FinwhaleError(
-                f"cache_memory_bytes must be at least 1, got {self.cache_memory_bytes}"
-            )
+
+
+_COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_memory_bytes")
+_MAY_BE_NONE = ("max_model_len", "cache_memory_bytes")

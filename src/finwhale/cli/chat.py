@@ -26,13 +26,18 @@ def run(argv: Sequence[str]) -> int:
     conversation = Conversation(load_model(args), params, args.system, args.think)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
+    failed = False
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
-            return 0
+            return int(failed)
+        except UnicodeDecodeError as error:
+            raise RequestError(
+                f"standard input is not text in {error.encoding}: {error}"
+            ) from error
         if line in ("/exit", "/quit"):
-            return 0
+            return int(failed)
         if line == "/reset":
             conversation.reset()
         elif line == "/think":
@@ -44,7 +49,8 @@ def run(argv: Sequence[str]) -> int:
             try:
                 conversation.answer(line, sys.stdout)
             except RequestError as error:
-                print(f"finwhale: {error} (/reset starts over)", file=sys.stderr)
+                failed = not sys.stdin.isatty()
+                print(f"finwhale: error: {error} (/reset starts over)", file=sys.stderr)
 
 
 class Conversation:

@@ -11,11 +11,14 @@ from finwhale.cli.options import (
     load_model,
     sampling_params,
 )
+from finwhale.errors import RequestError
 
 
 def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_stdin() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise RequestError("the prompt is empty: give at least one character")
     params = sampling_params(args, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
     llm = load_model(args)
     begin = time.perf_counter()
@@ -29,8 +32,8 @@ def run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         shown = len(output.text)
         if result.error is not None:
-            print(f"\nfinwhale: error: {result.error}", file=sys.stderr)
-            return 1
+            sys.stdout.write("\n" if shown else "")
+            raise RequestError(result.error)
     sys.stdout.write("\n")
     if args.stats:
         rate = (tokens - 1) / max(time.perf_counter() - first, 1e-9)
@@ -40,6 +43,13 @@ def run(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
     return 0
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not text in {error.encoding}: {error}") from error
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -24,9 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     if not args or args[0] not in COMMANDS:
         parser.parse_args(args or ["--help"])
-    command = importlib.import_module(f"finwhale.cli.{args[0]}")
     try:
-        return int(command.run(args[1:]))
+        return int(importlib.import_module(f"finwhale.cli.{args[0]}").run(args[1:]))
     except FinwhaleError as error:
         print(f"finwhale: error: {error}", file=sys.stderr)
         return 1

@@ -42,6 +42,7 @@ class ModelRunner:
             self.platform.vendor == "cpu" and self.dtype == torch.bfloat16
         )
         self.ops = load_ops(self.platform, reference)
+        longest = _longest(config, model_config)
         self.groups = cache_spec(model_config)
         self.segments = Inline()
         try:
@@ -53,8 +54,8 @@ class ModelRunner:
                 round_activations=config.activations == "as-trained",
                 ops=self.ops,
             )
-            self.plan = self._plan(config, model_config)
-            self.max_model_len = min(_longest(config, model_config), self.plan.capacity_tokens)
+            self.plan = self._plan(config, longest)
+            self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
                 raise ResourceError(
                     f"max_model_len {config.max_model_len} was asked for, but the cache's memory "
@@ -75,7 +76,7 @@ class ModelRunner:
             ) from error
         self.batches = BatchBuilder(self.groups, model_config.sliding_window, self.device)
 
-    def _plan(self, config: EngineConfig, model_config: ModelConfig) -> CachePlan:
+    def _plan(self, config: EngineConfig, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
         if budget is None:
             budget = CPU_CACHE_BYTES
@@ -87,7 +88,7 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=_longest(config, model_config) * config.max_num_seqs,
+            wanted_tokens=longest * config.max_num_seqs,
         )
 
     @torch.inference_mode()
@@ -125,7 +126,7 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
         device = torch.device(name)
     except RuntimeError as error:
         raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from error
-    if device.type == "cpu":
+    if device.type == "cpu" and device.index is None:
         return Platform.cpu(), device
     if device.type != "cuda":
         raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}')
