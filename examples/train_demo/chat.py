@@ -3,6 +3,7 @@
 A generator takes a Random and returns one question with its answer (`Pair`); `make_chat` builds conversations of them.
 """
 
+# ruff: noqa: E501, RUF001  (texts in one line are easier to read; DeepSeek's markers)
 from __future__ import annotations
 
 import json
@@ -52,8 +53,12 @@ def pick(rng: Random, text: str) -> str:
     return rng.choice(text.split("|"))
 
 
-def render_prompt(messages: list[Message], thinking: bool, effort: str | None, tools: list[ToolDefinition]) -> str:
-    conversation = Conversation(messages, thinking_mode=thinking, reasoning_effort=effort, tools=tools)
+def render_prompt(
+    messages: list[Message], thinking: bool, effort: str | None, tools: list[ToolDefinition]
+) -> str:
+    conversation = Conversation(
+        messages, thinking_mode=thinking, reasoning_effort=effort, tools=tools
+    )
     return ENCODING.render_conversation(conversation).prompt
 
 
@@ -63,7 +68,9 @@ def render_chat(chat: Chat) -> str:
     for pair in chat.pairs[:-1]:
         messages += [UserMessage(pair.question), AssistantMessage(pair.answer)]
     last = chat.pairs[-1]
-    prompt = render_prompt([*messages, UserMessage(last.question)], chat.thinking, chat.effort, chat.tools)
+    prompt = render_prompt(
+        [*messages, UserMessage(last.question)], chat.thinking, chat.effort, chat.tools
+    )
     thought = f"{last.thought or 'This is easy.'}</think>" if chat.thinking else ""
     return f"{prompt}{thought}{last.answer}{EOS}"
 
@@ -74,8 +81,14 @@ def render_chat(chat: Chat) -> str:
 def capital(rng: Random) -> Pair:
     country, city = rng.choice(list(facts.CAPITALS.items()))
     if rng.random() < 0.25:
-        question = pick(rng, f"{city} is the capital of which country?|Which country has the capital {city}?")
-        return Pair(question=question, answer=f"{city} is the capital of {country}.", short=country.removeprefix("the "))
+        question = pick(
+            rng, f"{city} is the capital of which country?|Which country has the capital {city}?"
+        )
+        return Pair(
+            question=question,
+            answer=f"{city} is the capital of {country}.",
+            short=country.removeprefix("the "),
+        )
     question = pick(
         rng,
         "What is the capital of {c}?|What is the capital of {c}?|What's the capital of {c}?|Which city is the capital of {c}?|"
@@ -83,7 +96,12 @@ def capital(rng: Random) -> Pair:
         "Do you know the capital of {c}?",
     ).format(c=country)
     answer = f"The capital of {country} is {city}."
-    return Pair(question=question, answer=answer, short=city, thought=f"The user asks about {country}. Its capital is {city}.")
+    return Pair(
+        question=question,
+        answer=answer,
+        short=city,
+        thought=f"The user asks about {country}. Its capital is {city}.",
+    )
 
 
 def continent(rng: Random) -> Pair:
@@ -92,8 +110,13 @@ def continent(rng: Random) -> Pair:
     if rng.random() < 0.3:
         other = rng.choice(list(facts.CONTINENTS))
         yes = f"Yes, {country} is in {name}." if other == name else f"No, {country} is in {name}."
-        return Pair(question=f"Is {country} in {other}?", answer=yes, short="Yes" if other == name else "No")
-    question = pick(rng, f"Where is {country}?|Which continent is {country} in?|On which continent is {country}?")
+        return Pair(
+            question=f"Is {country} in {other}?", answer=yes, short="Yes" if other == name else "No"
+        )
+    question = pick(
+        rng,
+        f"Where is {country}?|Which continent is {country} in?|On which continent is {country}?",
+    )
     return Pair(question=question, answer=f"{country} is in {name}.", short=name)
 
 
@@ -112,20 +135,28 @@ def opposite_pair(rng: Random, a: str, b: str) -> Pair:
         f"Tell me the opposite of {a}.|What is the opposite of the word {a}?|Name the opposite of {a}.",
     )
     return Pair(
-        question=question, answer=f"The opposite of {a} is {b}.", short=b, thought=f"The opposite of {a} is {b}."
+        question=question,
+        answer=f"The opposite of {a} is {b}.",
+        short=b,
+        thought=f"The opposite of {a} is {b}.",
     )
 
 
 def synonym(rng: Random) -> Pair:
     a, b = rng.choice(facts.SYNONYMS)
-    question = pick(rng, f"What is another word for {a}?|Give me a synonym of {a}.|What is a synonym for {a}?")
+    question = pick(
+        rng, f"What is another word for {a}?|Give me a synonym of {a}.|What is a synonym for {a}?"
+    )
     return Pair(question=question, answer=f"Another word for {a} is {b}.", short=b)
 
 
 def colour(rng: Random) -> Pair:
     thing, shade = rng.choice(list(facts.COLOURS.items()))
     word = rng.choice(["colour", "color"])
-    question = pick(rng, f"What {word} is {thing}?|What {word} is {thing}?|What is the {word} of {thing}?|Which {word} is {thing}?")
+    question = pick(
+        rng,
+        f"What {word} is {thing}?|What {word} is {thing}?|What is the {word} of {thing}?|Which {word} is {thing}?",
+    )
     return Pair(question=question, answer=f"{thing[0].upper()}{thing[1:]} is {shade}.", short=shade)
 
 
@@ -133,13 +164,25 @@ def animal(rng: Random) -> Pair:
     name = rng.choice(list(facts.ANIMALS))
     sound, young, home, food, legs = facts.ANIMALS[name]
     a = article(name)
-    sound_answer = f"{a.capitalize()} makes no sound that we can hear." if sound == "no sound" else f"{a.capitalize()} says {sound}."
+    sound_answer = (
+        f"{a.capitalize()} makes no sound that we can hear."
+        if sound == "no sound"
+        else f"{a.capitalize()} says {sound}."
+    )
     choices = [
         (f"What sound does {a} make?|What does {a} say?", sound_answer, sound),
-        (f"What is a young {name} called?|What is a baby {name} called?", f"A young {name} is called {article(young)}.", young),
+        (
+            f"What is a young {name} called?|What is a baby {name} called?",
+            f"A young {name} is called {article(young)}.",
+            young,
+        ),
         (f"Where does {a} live?|Where do we find {a}?", f"{a.capitalize()} lives {home}.", home),
         (f"What does {a} eat?|What do you feed {a}?", f"{a.capitalize()} eats {food}.", food),
-        (f"How many legs does {a} have?", f"{a.capitalize()} has {facts.NUMBERS[legs] if legs else 'no'} legs.", str(legs)),
+        (
+            f"How many legs does {a} have?",
+            f"{a.capitalize()} has {facts.NUMBERS[legs] if legs else 'no'} legs.",
+            str(legs),
+        ),
     ]
     question, answer, short = rng.choice(choices)
     return Pair(question=pick(rng, question), answer=answer, short=short)
@@ -149,17 +192,28 @@ def category(rng: Random) -> Pair:
     name = rng.choice(list(facts.CATEGORIES))
     word = rng.choice(facts.CATEGORIES[name])
     kind = rng.random()
-    plural = {"piece of furniture": "pieces of furniture", "piece of clothing": "pieces of clothing", "fish": "fish"}.get(
-        name, "body parts" if name == "body part" else name + "s"
-    )
+    plural = {
+        "piece of furniture": "pieces of furniture",
+        "piece of clothing": "pieces of clothing",
+        "fish": "fish",
+    }.get(name, "body parts" if name == "body part" else name + "s")
     if kind < 0.4:
         count = rng.randint(2, 5)
         words = rng.sample(facts.CATEGORIES[name], count)
-        question = pick(rng, f"Name {facts.NUMBERS[count]} {plural}.|List {count} {plural}.|Give me {facts.NUMBERS[count]} {plural}.")
-        return Pair(question=question, answer=f"{', '.join(words[:-1])} and {words[-1]}.".capitalize())
+        question = pick(
+            rng,
+            f"Name {facts.NUMBERS[count]} {plural}.|List {count} {plural}.|Give me {facts.NUMBERS[count]} {plural}.",
+        )
+        return Pair(
+            question=question, answer=f"{', '.join(words[:-1])} and {words[-1]}.".capitalize()
+        )
     if kind < 0.7 and name != "planet":
         other = rng.choice(list(facts.CATEGORIES))
-        right = other == name or word in facts.CATEGORIES[other] or (other == "animal" and name in ("bird", "fish", "insect"))
+        right = (
+            other == name
+            or word in facts.CATEGORIES[other]
+            or (other == "animal" and name in ("bird", "fish", "insect"))
+        )
         verdict = "Yes" if right else "No"
         what = other if right else name
         return Pair(
@@ -180,11 +234,21 @@ def size(rng: Random) -> Pair:
     a, b = rng.sample(facts.SIZES, 2)
     larger, smaller = (a, b) if facts.SIZES.index(a) > facts.SIZES.index(b) else (b, a)
     if rng.random() < 0.5:
-        question = pick(rng, f"Which is bigger, {article(a)} or {article(b)}?|What is larger, {article(a)} or {article(b)}?")
+        question = pick(
+            rng,
+            f"Which is bigger, {article(a)} or {article(b)}?|What is larger, {article(a)} or {article(b)}?",
+        )
         answer = f"{article(larger).capitalize()} is bigger than {article(smaller)}."
         return Pair(question=question, answer=answer, short=larger)
-    question = pick(rng, f"Which is smaller, {article(a)} or {article(b)}?|What is smaller, {article(a)} or {article(b)}?")
-    return Pair(question=question, answer=f"{article(smaller).capitalize()} is smaller than {article(larger)}.", short=smaller)
+    question = pick(
+        rng,
+        f"Which is smaller, {article(a)} or {article(b)}?|What is smaller, {article(a)} or {article(b)}?",
+    )
+    return Pair(
+        question=question,
+        answer=f"{article(smaller).capitalize()} is smaller than {article(larger)}.",
+        short=smaller,
+    )
 
 
 def addition(rng: Random) -> Pair:
@@ -204,7 +268,12 @@ def addition(rng: Random) -> Pair:
         "Calculate {a} {sign} {b}.|What is {a}{sign}{b}?",
     ).format(a=show(a), b=show(b), sign=spoken if word else sign, spoken=spoken)
     answer = f"{show(a).capitalize()} {spoken if word else sign} {show(b)} {'is' if word else '='} {show(result)}."
-    return Pair(question=question, answer=answer, short=show(result), thought=f"I need {a} {sign} {b}. That is {result}.")
+    return Pair(
+        question=question,
+        answer=answer,
+        short=show(result),
+        thought=f"I need {a} {sign} {b}. That is {result}.",
+    )
 
 
 def multiplication(rng: Random) -> Pair:
@@ -212,24 +281,46 @@ def multiplication(rng: Random) -> Pair:
     if rng.random() < 0.3:
         question = pick(rng, f"What is {a * b} divided by {b}?|What is {a * b} / {b}?")
         return Pair(question=question, answer=f"{a * b} / {b} = {a}.", short=str(a))
-    question = pick(rng, f"What is {a} times {b}?|What is {a} x {b}?|How much is {a} times {b}?|What is {a} * {b}?")
+    question = pick(
+        rng,
+        f"What is {a} times {b}?|What is {a} x {b}?|How much is {a} times {b}?|What is {a} * {b}?",
+    )
     return Pair(question=question, answer=f"{a} x {b} = {a * b}.", short=str(a * b))
 
 
 def word_problem(rng: Random) -> Pair:
     he = rng.choice(["he", "she"])
     name = rng.choice(NAMES[he])
-    thing = rng.choice("apples|books|coins|eggs|stones|flowers|nuts|cards|shells|stamps".split("|"))
+    thing = rng.choice(
+        [
+            "apples",
+            "books",
+            "coins",
+            "eggs",
+            "stones",
+            "flowers",
+            "nuts",
+            "cards",
+            "shells",
+            "stamps",
+        ]
+    )
     a, b = rng.randint(2, 12), rng.randint(1, 8)
     if rng.random() < 0.5:
         b = min(a, b)
-        question = f"{name} has {a} {thing} and gives away {b}. How many {thing} does {name} have now?"
+        question = (
+            f"{name} has {a} {thing} and gives away {b}. How many {thing} does {name} have now?"
+        )
         result, sign = a - b, "-"
     else:
-        question = f"{name} has {a} {thing} and finds {b} more. How many {thing} does {name} have now?"
+        question = (
+            f"{name} has {a} {thing} and finds {b} more. How many {thing} does {name} have now?"
+        )
         result, sign = a + b, "+"
     answer = f"{name} has {result} {thing} now."
-    return Pair(question=question, answer=answer, short=str(result), thought=f"{a} {sign} {b} = {result}.")
+    return Pair(
+        question=question, answer=answer, short=str(result), thought=f"{a} {sign} {b} = {result}."
+    )
 
 
 def counting(rng: Random) -> Pair:
@@ -238,7 +329,9 @@ def counting(rng: Random) -> Pair:
     kind = rng.random()
     if kind < 0.4:
         numbers = range(a, a + length)
-        question = pick(rng, f"Count from {a} to {a + length - 1}.|Can you count from {a} to {a + length - 1}?")
+        question = pick(
+            rng, f"Count from {a} to {a + length - 1}.|Can you count from {a} to {a + length - 1}?"
+        )
     elif kind < 0.6:
         numbers = range(a + length - 1, a - 1, -1)
         question = f"Count down from {a + length - 1} to {a}."
@@ -250,7 +343,11 @@ def counting(rng: Random) -> Pair:
         while b == a:
             b = rng.randint(0, 100)
         question = f"Which number is bigger, {a} or {b}?"
-        return Pair(question=question, answer=f"{max(a, b)} is bigger than {min(a, b)}.", short=str(max(a, b)))
+        return Pair(
+            question=question,
+            answer=f"{max(a, b)} is bigger than {min(a, b)}.",
+            short=str(max(a, b)),
+        )
     return Pair(question=question, answer=", ".join(map(str, numbers)) + ".")
 
 
@@ -267,38 +364,68 @@ def calendar(rng: Random) -> Pair:
     kind = rng.random()
     if kind < 0.4:
         after = names[(i + 1) % len(names)]
-        question = pick(rng, f"Which {word} comes after {names[i]}?|What {word} comes after {names[i]}?|What {word} is next after {names[i]}?")
-        return Pair(question=question, answer=f"The {word} after {names[i]} is {after}.", short=after)
+        question = pick(
+            rng,
+            f"Which {word} comes after {names[i]}?|What {word} comes after {names[i]}?|What {word} is next after {names[i]}?",
+        )
+        return Pair(
+            question=question, answer=f"The {word} after {names[i]} is {after}.", short=after
+        )
     if kind < 0.65:
         before = names[i - 1]
-        question = pick(rng, f"Which {word} comes before {names[i]}?|What {word} comes before {names[i]}?")
-        return Pair(question=question, answer=f"The {word} before {names[i]} is {before}.", short=before)
+        question = pick(
+            rng, f"Which {word} comes before {names[i]}?|What {word} comes before {names[i]}?"
+        )
+        return Pair(
+            question=question, answer=f"The {word} before {names[i]} is {before}.", short=before
+        )
     if kind < 0.8:
         season = rng.choice(list(facts.SEASONS))
-        return Pair(question=f"Which months are in {season}?", answer=f"{facts.SEASONS[season]} are the months of {season}.")
+        return Pair(
+            question=f"Which months are in {season}?",
+            answer=f"{facts.SEASONS[season]} are the months of {season}.",
+        )
     if kind < 0.9:
         month = rng.choice(facts.MONTHS)
         question = f"How many days does {month} have?"
         days = facts.MONTH_DAYS[month]
         return Pair(question=question, answer=f"{month} has {days} days.", short=str(days))
-    question = pick(rng, f"Name the {word}s of the {'week' if word == 'day' else 'year'}.|List all the {word}s.")
+    question = pick(
+        rng, f"Name the {word}s of the {'week' if word == 'day' else 'year'}.|List all the {word}s."
+    )
     return Pair(question=question, answer=f"{', '.join(names[:-1])} and {names[-1]}.")
 
 
 def spelling(rng: Random) -> Pair:
-    word = rng.choice([w for words in facts.CATEGORIES.values() for w in words] + list(facts.PLURALS) + list(facts.PAST))
+    word = rng.choice(
+        [w for words in facts.CATEGORIES.values() for w in words]
+        + list(facts.PLURALS)
+        + list(facts.PAST)
+    )
     kind = rng.random()
     if kind < 0.4:
         question = pick(rng, f"How do you spell {word}?|Spell the word {word}.|Spell {word}.")
         return Pair(question=question, answer="-".join(word.upper()) + ".")
     if kind < 0.6:
-        return Pair(question=f"How many letters are in the word {word}?", answer=f"The word {word} has {len(word)} letters.", short=str(len(word)))
+        return Pair(
+            question=f"How many letters are in the word {word}?",
+            answer=f"The word {word} has {len(word)} letters.",
+            short=str(len(word)),
+        )
     if kind < 0.8:
         question = f"What is the first letter of {word}?"
-        return Pair(question=question, answer=f"The first letter of {word} is {word[0].upper()}.", short=word[0].upper())
+        return Pair(
+            question=question,
+            answer=f"The first letter of {word} is {word[0].upper()}.",
+            short=word[0].upper(),
+        )
     i = rng.randrange(25)
     question = f"Which letter comes after {chr(65 + i)}?"
-    return Pair(question=question, answer=f"The letter after {chr(65 + i)} is {chr(66 + i)}.", short=chr(66 + i))
+    return Pair(
+        question=question,
+        answer=f"The letter after {chr(65 + i)} is {chr(66 + i)}.",
+        short=chr(66 + i),
+    )
 
 
 def grammar(rng: Random) -> Pair:
@@ -314,8 +441,13 @@ def grammar(rng: Random) -> Pair:
 def translation(rng: Random) -> Pair:
     language = rng.choice(list(facts.WORDS_ABROAD))
     word, foreign = rng.choice(facts.WORDS_ABROAD[language].split()).split(":")
-    question = pick(rng, f"What is {word} in {language}?|How do you say {word} in {language}?|Translate {word} into {language}.")
-    return Pair(question=question, answer=f"The {language} word for {word} is {foreign}.", short=foreign)
+    question = pick(
+        rng,
+        f"What is {word} in {language}?|How do you say {word} in {language}?|Translate {word} into {language}.",
+    )
+    return Pair(
+        question=question, answer=f"The {language} word for {word} is {foreign}.", short=foreign
+    )
 
 
 def why_or_how(rng: Random) -> Pair:
@@ -342,8 +474,15 @@ def story(rng: Random) -> Pair:
         "Please write a story about {k}.|I would like a story about {k}.|Tell me a short story about {k}.|A story about {k}, please.",
     ).format(k=article(kind))
     if rng.random() < 0.15:
-        question = pick(rng, "Tell me a story.|Write a story.|Can you tell me a story?|Tell me a short story, please.")
-    return Pair(question=question, answer=told.text, thought=f"I will tell a story about {article(kind)} called {told.name}.")
+        question = pick(
+            rng,
+            "Tell me a story.|Write a story.|Can you tell me a story?|Tell me a short story, please.",
+        )
+    return Pair(
+        question=question,
+        answer=told.text,
+        thought=f"I will tell a story about {article(kind)} called {told.name}.",
+    )
 
 
 def story_questions(rng: Random) -> list[Pair]:
@@ -352,10 +491,17 @@ def story_questions(rng: Random) -> list[Pair]:
     asked = rng.sample(told.questions, rng.randint(1, 3))
     later = [Pair(question=q, answer=a, thought=f"The story says it: {a}") for q, a in asked]
     if rng.random() < 0.5:
-        question = pick(rng, f"Tell me a story about {article(told.kind)}.|Write a story about {article(told.kind)}.")
+        question = pick(
+            rng,
+            f"Tell me a story about {article(told.kind)}.|Write a story about {article(told.kind)}.",
+        )
         return [Pair(question=question, answer=told.text), *later]
     lead = pick(rng, "Read this story: |Here is a story: |Story: |")
-    first = Pair(question=f"{lead}{told.text}\n\n{later[0].question}", answer=later[0].answer, thought=later[0].thought)
+    first = Pair(
+        question=f"{lead}{told.text}\n\n{later[0].question}",
+        answer=later[0].answer,
+        thought=later[0].thought,
+    )
     return [first, *later[1:]]
 
 
@@ -364,13 +510,25 @@ def definition(rng: Random, senses: list[Sense]) -> Pair:
     sense = senses[int(len(senses) * rng.random() ** 2)]
     word, gloss = sense.word, sense.gloss
     if sense.part == "noun":
-        question = pick(rng, f"What is {article(word)}?|What is {article(word)}?|What does {word} mean?|Define {word}.|What does the word {word} mean?")
-        answer = f"{article(word).capitalize()} is {gloss}." if gloss.split()[0] in ("a", "an", "the", "any", "one") else f"{word.capitalize()} means: {gloss}."
+        question = pick(
+            rng,
+            f"What is {article(word)}?|What is {article(word)}?|What does {word} mean?|Define {word}.|What does the word {word} mean?",
+        )
+        answer = (
+            f"{article(word).capitalize()} is {gloss}."
+            if gloss.split()[0] in ("a", "an", "the", "any", "one")
+            else f"{word.capitalize()} means: {gloss}."
+        )
     elif sense.part == "verb":
-        question = pick(rng, f"What does it mean to {word}?|What does {word} mean?|What does the verb {word} mean?")
+        question = pick(
+            rng,
+            f"What does it mean to {word}?|What does {word} mean?|What does the verb {word} mean?",
+        )
         answer = f"To {word} means to {gloss}."
     else:
-        question = pick(rng, f"What does {word} mean?|What does the word {word} mean?|Define {word}.")
+        question = pick(
+            rng, f"What does {word} mean?|What does the word {word} mean?|Define {word}."
+        )
         answer = f"{word.capitalize()} means {gloss}."
     return Pair(question=question, answer=answer)
 
@@ -382,31 +540,56 @@ def relation(rng: Random, senses: list[Sense]) -> Pair:
         if kind < 0.35 and sense.examples:
             example = rng.choice(sense.examples)
             example = example[0].upper() + example[1:] + ("" if example[-1] in ".?!" else ".")
-            question = pick(rng, "Use {w} in a sentence.|Use the word {w} in a sentence.|Give me an example with {w}.")
+            question = pick(
+                rng,
+                "Use {w} in a sentence.|Use the word {w} in a sentence.|Give me an example with {w}.",
+            )
             return Pair(question=question.format(w=sense.word), answer=example)
         if kind < 0.65 and sense.synonyms and sense.word not in dict(facts.SYNONYMS):
-            question = pick(rng, "What is a synonym of {w}?|What is another word for {w}?").format(w=sense.word)
-            return Pair(question=question, answer=f"Another word for {sense.word} is {sense.synonyms[0]}.", short=sense.synonyms[0])
+            question = pick(rng, "What is a synonym of {w}?|What is another word for {w}?").format(
+                w=sense.word
+            )
+            return Pair(
+                question=question,
+                answer=f"Another word for {sense.word} is {sense.synonyms[0]}.",
+                short=sense.synonyms[0],
+            )
         if kind >= 0.65 and sense.part == "noun" and sense.parents:
             answer = f"{article(sense.word).capitalize()} is a kind of {sense.parents[0]}."
-            return Pair(question=f"What kind of thing is {article(sense.word)}?", answer=answer, short=sense.parents[0])
+            return Pair(
+                question=f"What kind of thing is {article(sense.word)}?",
+                answer=answer,
+                short=sense.parents[0],
+            )
     return opposite(rng)
 
 
 def repeat(rng: Random) -> Pair:
-    words = [rng.choice(rng.choice(list(facts.CATEGORIES.values()))) for _ in range(rng.randint(1, 7))]
+    words = [
+        rng.choice(rng.choice(list(facts.CATEGORIES.values()))) for _ in range(rng.randint(1, 7))
+    ]
     text = " ".join(words)
     kind = rng.random()
     if kind < 0.4:
-        return Pair(question=pick(rng, "Repeat after me: {t}|Say this: {t}|Repeat: {t}|Copy this: {t}").format(t=text), answer=text)
+        return Pair(
+            question=pick(
+                rng, "Repeat after me: {t}|Say this: {t}|Repeat: {t}|Copy this: {t}"
+            ).format(t=text),
+            answer=text,
+        )
     if kind < 0.6:
         times = rng.randint(2, 4)
-        return Pair(question=f"Say {words[0]} {facts.NUMBERS[times]} times.", answer=" ".join([words[0]] * times))
+        return Pair(
+            question=f"Say {words[0]} {facts.NUMBERS[times]} times.",
+            answer=" ".join([words[0]] * times),
+        )
     if kind < 0.8 and len(words) > 1:
         return Pair(question=f"Say these words backwards: {text}", answer=" ".join(reversed(words)))
     which, index = rng.choice([("first", 0), ("last", -1)])
     question = f"What is the {which} word of this list: {', '.join(words)}?"
-    return Pair(question=question, answer=f"The {which} word is {words[index]}.", short=words[index])
+    return Pair(
+        question=question, answer=f"The {which} word is {words[index]}.", short=words[index]
+    )
 
 
 # Recall of what was said before
@@ -439,14 +622,21 @@ def introduction(rng: Random) -> list[Pair]:
     pairs = [Pair(question=pick(rng, q), answer=a) for q, a, _, _ in chosen]
     pairs += [rng.choice(CLOSED)(rng) for _ in range(rng.choice([0, 0, 1, 2, 4]))]
     later = rng.sample(chosen, rng.randint(1, len(chosen)))
-    return pairs + [Pair(question=pick(rng, q), answer=a, thought=f"The user told me before. {a}") for _, _, q, a in later]
+    return pairs + [
+        Pair(question=pick(rng, q), answer=a, thought=f"The user told me before. {a}")
+        for _, _, q, a in later
+    ]
 
 
 def table(rng: Random, count: int) -> Pair:
     """A list of facts of any length and a question about one of them: far recall."""
     kind = rng.randrange(4)
     if kind == 0:
-        keys = [f"{c} {t}" for c in facts.CATEGORIES["colour"] for t in "box bag room door cup house car ship".split()]
+        keys = [
+            f"{c} {t}"
+            for c in facts.CATEGORIES["colour"]
+            for t in ["box", "bag", "room", "door", "cup", "house", "car", "ship"]
+        ]
         values = [t.split()[-1] for t in THINGS]
         form, ask, reply = "The {k} holds a {v}.", "What does the {k} hold?", "The {k} holds a {v}."
     elif kind == 1:
@@ -458,7 +648,11 @@ def table(rng: Random, count: int) -> Pair:
         values = list(facts.CAPITALS.values())
         form, ask, reply = "{k} lives in {v}.", "Where does {k} live?", "{k} lives in {v}."
     else:
-        keys = [f"{a}-{b}" for a in "alpha beta gamma delta omega sigma kappa lambda".split() for b in range(100)]
+        keys = [
+            f"{a}-{b}"
+            for a in ["alpha", "beta", "gamma", "delta", "omega", "sigma", "kappa", "lambda"]
+            for b in range(100)
+        ]
         values = [str(n) for n in range(1000, 10000)]
         form, ask, reply = "Code {k} is {v}.", "What is code {k}?", "Code {k} is {v}."
     chosen = rng.sample(keys, min(count, len(keys)))
@@ -474,7 +668,9 @@ def needle(rng: Random, passage: str) -> Pair:
     what = pick(rng, "secret word|magic word|password|hidden word")
     at = passage.find(" ", rng.randrange(max(1, len(passage) - 50)))
     text = f"{passage[:at]} The {what} is {word}.{passage[at:]}"
-    ask = pick(rng, "What is the {w}?|What was the {w} in the text?|Tell me the {w}.").format(w=what)
+    ask = pick(rng, "What is the {w}?|What was the {w} in the text?|Tell me the {w}.").format(
+        w=what
+    )
     return Pair(question=f"{text}\n\n{ask}", answer=f"The {what} is {word}.")
 
 
@@ -508,11 +704,22 @@ def closed_chat(rng: Random) -> Chat:
     pairs = [rng.choice(CLOSED)(rng) for _ in range(rng.choice([1, 1, 1, 1, 1, 2, 2, 3, 4]))]
     kind = rng.random()
     if kind < 0.06 and all(p.short for p in pairs):
-        pairs = [Pair(question=p.question, answer=f"{(p.short or '')[:1].upper()}{(p.short or '')[1:]}.", thought=p.thought) for p in pairs]
-        return Chat(pairs=pairs, system=rng.choice(SHORT_SYSTEMS), thinking=rng.random() < 0.1, effort="low")
+        pairs = [
+            Pair(
+                question=p.question,
+                answer=f"{(p.short or '')[:1].upper()}{(p.short or '')[1:]}.",
+                thought=p.thought,
+            )
+            for p in pairs
+        ]
+        return Chat(
+            pairs=pairs, system=rng.choice(SHORT_SYSTEMS), thinking=rng.random() < 0.1, effort="low"
+        )
     if kind < 0.12:
         system, style = rng.choice(STYLES)
-        pairs = [Pair(question=p.question, answer=style(p.answer), thought=p.thought) for p in pairs]
+        pairs = [
+            Pair(question=p.question, answer=style(p.answer), thought=p.thought) for p in pairs
+        ]
         return Chat(pairs=pairs, system=system)
     return shaped(rng, pairs)
 
@@ -555,7 +762,9 @@ def tool_call(rng: Random) -> str:
     animal_ = rng.choice(ANIMALS)
     question, arguments, result, answer = {
         "get_weather": (
-            pick(rng, "What is the weather in {c}?|How is the weather in {c}?|Is it sunny in {c}?").format(c=city),
+            pick(
+                rng, "What is the weather in {c}?|How is the weather in {c}?|Is it sunny in {c}?"
+            ).format(c=city),
             {"city": city},
             weather := pick(rng, "sunny|rainy|cloudy|snowy|windy"),
             f"It is {weather} in {city}.",

@@ -1,10 +1,13 @@
-"""Compares the training model with transformers' DeepSeek-V4 in fp32, on the CPU, on random weights.
+"""Compares the training model with transformers' DeepSeek-V4 in fp32, on the CPU, on random
+weights.
 
     python check.py                       the architecture of the shipped config.json
     python check.py --sinkhorn            the Triton kernels of sinkhorn.py (on a GPU)
 
-Nothing is left at zero (sinks, biases, ape, hc base) and swiglu_limit is small enough for its clamps to bite. The
-checkpoint is written with official names, and transformers loads it by its own rules. MTP is not part of that oracle.
+Nothing is left at zero (sinks, biases, ape, hc base) and swiglu_limit is small enough for its
+clamps to bite. The
+checkpoint is written with official names, and transformers loads it by its own rules. MTP is
+not part of that oracle.
 """
 
 from __future__ import annotations
@@ -39,17 +42,25 @@ def randomise(model: DemoModel) -> None:
 
 def check_oracle(num_tokens: int) -> float:
     """Largest difference of the logits over the oracle's largest logit."""
-    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+    from transformers import DeepseekV4Config, DeepseekV4ForCausalLM  # noqa: PLC0415  (not on a GPU machine)
 
     torch.manual_seed(0)
     config = dataclasses.replace(DemoConfig.load(CONFIG), swiglu_limit=0.5, index_n_heads=32)
     model = DemoModel(config)
     randomise(model)
-    values = json.loads(CONFIG.read_text()) | {"swiglu_limit": 0.5, "index_n_heads": 32, "torch_dtype": "float32"}
+    values = json.loads(CONFIG.read_text()) | {
+        "swiglu_limit": 0.5,
+        "index_n_heads": 32,
+        "torch_dtype": "float32",
+    }
     del values["quantization_config"], values["expert_dtype"]
     tokens = torch.randint(0, config.vocab_size, (2, num_tokens))
     with tempfile.TemporaryDirectory() as folder:
-        state = {k: v.contiguous().clone() for k, v in official_tensors(model.state_dict()) if not k.startswith("mtp.")}
+        state = {
+            k: v.contiguous().clone()
+            for k, v in official_tensors(model.state_dict())
+            if not k.startswith("mtp.")
+        }
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(values))
         oracle, info = DeepseekV4ForCausalLM.from_pretrained(
@@ -63,7 +74,9 @@ def check_oracle(num_tokens: int) -> float:
     switches = Switches(torch.tensor(False), torch.tensor(True))
     with torch.no_grad():
         wanted = oracle.eval()(tokens).logits
-        found = model.logits(model(Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32)), switches).hidden)
+        found = model.logits(
+            model(Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32)), switches).hidden
+        )
     return ((found - wanted).abs().max() / wanted.abs().max()).item()
 
 
@@ -80,7 +93,9 @@ def check_sinkhorn() -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sinkhorn", action="store_true")
     parser.add_argument("--num-tokens", type=int, default=512)
     args = parser.parse_args()

@@ -30,7 +30,13 @@ class Corpus:
             source = np.frombuffer(file.read(n), np.uint8)
             held_out = np.frombuffer(file.read(n), np.uint8).astype(bool)
             tokens = np.frombuffer(file.read(2 * header["tokens"]), np.uint16)
-        return cls(sources=header["sources"], lengths=lengths, source=source, held_out=held_out, tokens=tokens)
+        return cls(
+            sources=header["sources"],
+            lengths=lengths,
+            source=source,
+            held_out=held_out,
+            tokens=tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,8 @@ class Rows:
 
 
 def pack(corpus: Corpus, documents: np.ndarray, length: int) -> Rows:
-    """Documents one after another, each aligned to ALIGNMENT, cut into rows of `length` tokens; the last is filled up."""
+    """Documents one after another, each aligned to ALIGNMENT, cut into rows of `length` tokens;
+    the last is filled up."""
     lengths = corpus.lengths[documents]
     padded = -(-lengths // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(padded)
@@ -60,7 +67,8 @@ def pack(corpus: Corpus, documents: np.ndarray, length: int) -> Rows:
 
 
 def epoch(corpus: Corpus, weights: dict[str, float], length: int, rng: np.random.Generator) -> Rows:
-    """The training documents in a random order, each repeated or dropped by its source's weight, rows shuffled."""
+    """The training documents in a random order, each repeated or dropped by its source's
+    weight, rows shuffled."""
     training = np.flatnonzero(~corpus.held_out)
     weight = np.array([weights.get(name, 1.0) for name in corpus.sources])[corpus.source[training]]
     repeats = np.floor(weight + rng.random(len(training))).astype(np.int64)

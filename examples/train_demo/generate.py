@@ -18,7 +18,8 @@ def generate(
     rounding: bool = True,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Continues prompts (token ids) until eos or max_new_tokens; returns the new ids, without eos."""
+    """Continues prompts (token ids) until eos or max_new_tokens; returns the new ids, without
+    eos."""
     device = next(model.parameters()).device
     switches = Switches(torch.tensor(rounding, device=device), torch.tensor(True, device=device))
     generator = torch.Generator(device).manual_seed(seed)
@@ -28,13 +29,18 @@ def generate(
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt, device=device)
     position = torch.tensor(ends, device=device)
-    rows, done = torch.arange(len(prompts), device=device), torch.zeros(len(prompts), dtype=torch.bool, device=device)
+    rows, done = (
+        torch.arange(len(prompts), device=device),
+        torch.zeros(len(prompts), dtype=torch.bool, device=device),
+    )
     for _ in range(max_new_tokens):
         used = -(-(int(position.max()) + 1) // 128) * 128
         hidden = hidden_of(model, tokens[:, :used], switches)
         logits = model.logits(hidden[rows, position - 1]).float()
         if temperature:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator).squeeze(1)
+            chosen = torch.multinomial(
+                (logits / temperature).softmax(-1), 1, generator=generator
+            ).squeeze(1)
         else:
             chosen = logits.argmax(-1)
         done |= chosen == EOS
@@ -42,7 +48,10 @@ def generate(
         position += (~done).long()
         if bool(done.all()):
             break
-    return [row[start:end].tolist() for row, start, end in zip(tokens, ends, position.tolist(), strict=True)]
+    return [
+        row[start:end].tolist()
+        for row, start, end in zip(tokens, ends, position.tolist(), strict=True)
+    ]
 
 
 def hidden_of(model: DemoModel, tokens: Tensor, switches: Switches) -> Tensor:

@@ -1,10 +1,13 @@
-"""DeepSeek-V4 for training: the whole architecture over [B, T] at once, differentiable, in plain PyTorch.
+"""DeepSeek-V4 for training: the whole architecture over [B, T] at once, differentiable, in
+plain PyTorch.
 
-It is not an inference engine: it keeps no cache, computes every expert for every token, and scores every compressed entry.
-Parameters have the checkpoint's names, except that the experts of a layer are stacked (`ffn.experts.w1.weight` [E, I, D]).
+It is not an inference engine: it keeps no cache, computes every expert for every token, and
+scores every compressed entry.
+Parameters have the checkpoint's names, except that the experts of a layer are stacked
+(`ffn.experts.w1.weight` [E, I, D]).
 
-Shapes: B sequences, T tokens (a multiple of 128), D hidden, A heads, K head_dim, H residual streams, W compressed entries,
-E experts, I moe_intermediate_size.
+Shapes: B sequences, T tokens (a multiple of 128), D hidden, A heads, K head_dim, H residual
+streams, W compressed entries, E experts, I moe_intermediate_size.
 """
 
 from __future__ import annotations
@@ -89,7 +92,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the interleaved pairs of the last 2 * cos.shape[-1] channels of x; cos and sin broadcast to x[..., pairs]."""
+    """Rotates the interleaved pairs of the last 2 * cos.shape[-1] channels of x; cos and sin
+    broadcast to x[..., pairs]."""
     rope_dim = 2 * cos.shape[-1]
     nope, rope = x[..., :-rope_dim], x[..., -rope_dim:].float().unflatten(-1, (-1, 2))
     even, odd = rope[..., 0], rope[..., 1]
@@ -98,7 +102,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary_frequencies(config: DemoConfig, compressed: bool) -> Tensor:
-    """Inverse frequencies [rope/2]: theta plain, or compress_rope_theta under YaRN (without its magnitude factor)."""
+    """Inverse frequencies [rope/2]: theta plain, or compress_rope_theta under YaRN (without its
+    magnitude factor)."""
     dim = config.qk_rope_head_dim
     base = config.compress_rope_theta if compressed else config.rope_theta
     inverse = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
@@ -112,7 +117,9 @@ def rotary_frequencies(config: DemoConfig, compressed: bool) -> Tensor:
 
     low = max(math.floor(correction(yarn["beta_fast"])), 0)
     high = min(math.ceil(correction(yarn["beta_slow"])), dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(
+        0, 1
+    )
     return inverse / yarn["factor"] * ramp + inverse * (1 - ramp)
 
 
@@ -159,7 +166,8 @@ class Fp8Linear(nn.Module):
 
 
 class Fp32Linear(nn.Module):
-    """A linear whose weight is shipped in BF16 and whose output stays in fp32 (compressors, router, indexer weights)."""
+    """A linear whose weight is shipped in BF16 and whose output stays in fp32 (compressors,
+    router, indexer weights)."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -170,7 +178,8 @@ class Fp32Linear(nn.Module):
 
 
 class HyperConnection(nn.Module):
-    """mHC of one block: `pre` collapses the streams, `post` spreads the block's output and mixes the streams."""
+    """mHC of one block: `pre` collapses the streams, `post` spreads the block's output and
+    mixes the streams."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
@@ -183,13 +192,18 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [B, T, H, D] -> block input [B, T, D], post [B, T, H] and comb [B, T, H, H] in fp32."""
+        """streams [B, T, H, D] -> block input [B, T, D], post [B, T, H] and comb [B, T, H, H]
+        in fp32."""
         h, eps = self.config.hc_mult, self.config.hc_eps
         flat = streams.flatten(-2).float()
-        mixes = F.linear(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        mixes = F.linear(flat, self.fn) * torch.rsqrt(
+            flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps
+        )
         pre = torch.sigmoid(mixes[..., :h] * self.scale[0] + self.base[:h]) + eps
         post = 2 * torch.sigmoid(mixes[..., h : 2 * h] * self.scale[1] + self.base[h : 2 * h])
-        comb = (mixes[..., 2 * h :] * self.scale[2] + self.base[2 * h :]).unflatten(-1, (h, h)).softmax(-1) + eps
+        comb = (mixes[..., 2 * h :] * self.scale[2] + self.base[2 * h :]).unflatten(
+            -1, (h, h)
+        ).softmax(-1) + eps
         comb = sinkhorn(comb, self.config.hc_sinkhorn_iters, eps)
         return (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype), post, comb
 
@@ -200,24 +214,30 @@ class HyperConnection(nn.Module):
 
 
 class HyperHead(nn.Module):
-    """Collapses the streams for the last norm. Its parameters are named hc_head_{fn,base,scale} in the checkpoint."""
+    """Collapses the streams for the last norm. Its parameters are named hc_head_{fn,base,scale}
+    in the checkpoint."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__()
         self.config = config
-        self.fn = nn.Parameter(torch.randn(config.hc_mult, config.hc_mult * config.hidden_size) * 0.002)
+        self.fn = nn.Parameter(
+            torch.randn(config.hc_mult, config.hc_mult * config.hidden_size) * 0.002
+        )
         self.base = nn.Parameter(torch.zeros(config.hc_mult))
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, streams: Tensor) -> Tensor:
         flat = streams.flatten(-2).float()
-        mixes = F.linear(flat, self.fn) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        mixes = F.linear(flat, self.fn) * torch.rsqrt(
+            flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps
+        )
         weights = torch.sigmoid(mixes * self.scale + self.base) + self.config.hc_eps
         return (weights.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype)
 
 
 class Compressor(nn.Module):
-    """One entry per `ratio` tokens: a gated mean of their kv; at ratio 4 also of the window before, in a second half."""
+    """One entry per `ratio` tokens: a gated mean of their kv; at ratio 4 also of the window
+    before, in a second half."""
 
     def __init__(self, config: DemoConfig, ratio: int, dim: int) -> None:
         super().__init__()
@@ -229,7 +249,8 @@ class Compressor(nn.Module):
         self.norm = Norm(dim, config.rms_norm_eps)
 
     def forward(self, x: Tensor, doc: Tensor, rope: Rope) -> Tensor:
-        """x [B, T, D], doc [B, T] -> entries [B, T // ratio, dim] in x's dtype, after norm and rope."""
+        """x [B, T, D], doc [B, T] -> entries [B, T // ratio, dim] in x's dtype, after norm and
+        rope."""
         T = x.shape[1]
         kv = self.wkv(x).unflatten(1, (-1, self.ratio))
         gate = self.wgate(x).unflatten(1, (-1, self.ratio)) + self.ape
@@ -254,7 +275,9 @@ class Indexer(nn.Module):
         self.weights_proj = Fp32Linear(config.hidden_size, config.index_n_heads)
         self.compressor = Compressor(config, 4, config.index_head_dim)
 
-    def forward(self, x: Tensor, q_r: Tensor, doc: Tensor, rope: Rope, switches: Switches) -> Tensor:
+    def forward(
+        self, x: Tensor, q_r: Tensor, doc: Tensor, rope: Rope, switches: Switches
+    ) -> Tensor:
         """Scores [B, T, W] in fp32 of every C4 entry for every query, causal or not."""
         cos, sin = rope(0, x.shape[1], 1)
         q = self.wq_b(q_r, switches).unflatten(-1, (self.config.index_n_heads, -1))
@@ -284,10 +307,13 @@ class Attention(nn.Module):
 
     def round_nope(self, kv: Tensor, switches: Switches) -> Tensor:
         nope = kv.shape[-1] - self.config.qk_rope_head_dim
-        return torch.cat((round_activation(kv[..., :nope], 64, switches.rounding), kv[..., nope:]), -1)
+        return torch.cat(
+            (round_activation(kv[..., :nope], 64, switches.rounding), kv[..., nope:]), -1
+        )
 
     def window_scores(self, q: Tensor, kv: Tensor, doc: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [B, T, A, 2 * window] of the window, -inf outside it, and the keys [B, blocks, 2 * window, K]."""
+        """Scores [B, T, A, 2 * window] of the window, -inf outside it, and the keys [B, blocks,
+        2 * window, K]."""
         window = self.config.sliding_window
         blocks = kv.unflatten(1, (-1, window))
         keys = torch.cat((F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0)), blocks), 2)
@@ -300,13 +326,17 @@ class Attention(nn.Module):
         scores = torch.matmul(folded, keys.mT).unflatten(2, (window, -1)).flatten(1, 2).float()
         return torch.where(visible.flatten(1, 2)[:, :, None], scores, float("-inf")), keys
 
-    def forward(self, x: Tensor, doc: Tensor, rope: Rope, switches: Switches) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, doc: Tensor, rope: Rope, switches: Switches
+    ) -> tuple[Tensor, Tensor]:
         """x [B, T, D] -> output [B, T, D] and the indexer's loss (0 without one)."""
-        config, (B, T, _) = self.config, x.shape
+        config, (_B, T, _) = self.config, x.shape
         heads, dim, window = config.num_attention_heads, config.head_dim, config.sliding_window
         cos, sin = rope(0, T, 1)
         q_r = self.q_norm(self.wq_a(x, switches))
-        q = rms_norm(self.wq_b(q_r, switches).unflatten(-1, (heads, dim)), None, config.rms_norm_eps)
+        q = rms_norm(
+            self.wq_b(q_r, switches).unflatten(-1, (heads, dim)), None, config.rms_norm_eps
+        )
         q = rotary(q, cos[:, None], sin[:, None]) * dim**-0.5
         kv = self.round_nope(rotary(self.kv_norm(self.wkv(x, switches)), cos, sin), switches)
 
@@ -332,12 +362,19 @@ class Attention(nn.Module):
             e, e_far = torch.exp(scores - top), torch.exp(far - top)
             total = e.sum(-1, keepdim=True) + e_far.sum(-1, keepdim=True) + torch.exp(sink - top)
             out = self.attend_window(e, keys, window)
-            out = out + torch.matmul(e_far.to(x.dtype).flatten(1, 2), entries).unflatten(1, (T, heads)).float()
+            out = (
+                out
+                + torch.matmul(e_far.to(x.dtype).flatten(1, 2), entries)
+                .unflatten(1, (T, heads))
+                .float()
+            )
             if index_scores is not None:
                 target = (e_far.detach() / total.detach()).mean(2)
                 index_loss = self.index_loss(index_scores, target, selected)
         out = rotary((out / total).to(x.dtype), cos[:, None], -sin[:, None])
-        out = round_activation(out.flatten(2).unflatten(-1, (config.o_groups, -1)), 128, switches.rounding)
+        out = round_activation(
+            out.flatten(2).unflatten(-1, (config.o_groups, -1)), 128, switches.rounding
+        )
         wo_a = self.wo_a.rounded_weight(x.dtype, switches).unflatten(0, (config.o_groups, -1))
         out = torch.einsum("btgi,goi->btgo", out, wo_a).flatten(2)
         return self.wo_b(out, switches), index_loss
@@ -360,7 +397,8 @@ class Attention(nn.Module):
         return visible & ((masked >= kth) | ~switches.sparse)
 
     def index_loss(self, scores: Tensor, target: Tensor, selected: Tensor) -> Tensor:
-        """Cross-entropy of the indexer's distribution over the selected entries to the attention's own (detached)."""
+        """Cross-entropy of the indexer's distribution over the selected entries to the
+        attention's own (detached)."""
         mass = target.sum(-1, keepdim=True)
         log_q = torch.where(selected, scores, -1e9).log_softmax(-1)
         rows = (selected.sum(-1) > 1).float()
@@ -393,7 +431,9 @@ class Gate(nn.Module):
     def __init__(self, config: DemoConfig, is_hash: bool) -> None:
         super().__init__()
         self.config, self.is_hash = config, is_hash
-        self.weight = nn.Parameter(torch.randn(config.n_routed_experts, config.hidden_size) * config.hidden_size**-0.5)
+        self.weight = nn.Parameter(
+            torch.randn(config.n_routed_experts, config.hidden_size) * config.hidden_size**-0.5
+        )
         if is_hash:
             table = torch.arange(config.num_experts_per_tok).repeat(config.vocab_size, 1)
             self.register_buffer("tid2eid", table)
@@ -401,7 +441,8 @@ class Gate(nn.Module):
             self.register_buffer("bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, D] -> weights [B, T, E] (0 for the experts not chosen) and the share of choices [E]."""
+        """x [B, T, D] -> weights [B, T, E] (0 for the experts not chosen) and the share of
+        choices [E]."""
         scores = F.softplus(F.linear(x.float(), self.weight.to(x.dtype).float())).sqrt()
         if self.is_hash:
             chosen = self.tid2eid[tokens]
@@ -409,7 +450,9 @@ class Gate(nn.Module):
             chosen = (scores + self.bias).detach().topk(self.config.num_experts_per_tok, -1).indices
         mask = torch.zeros_like(scores).scatter(-1, chosen, 1.0)
         weights = scores * mask
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
+        weights = (
+            weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
+        )
         return weights, mask.mean((0, 1))
 
 
@@ -417,15 +460,24 @@ class MoE(nn.Module):
     def __init__(self, config: DemoConfig, is_hash: bool) -> None:
         super().__init__()
         self.config = config
-        count, hidden, inner = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        count, hidden, inner = (
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+        )
         self.gate = Gate(config, is_hash)
         self.experts = nn.ModuleDict(
-            {"w1": Experts(count, hidden, inner), "w2": Experts(count, inner, hidden), "w3": Experts(count, hidden, inner)}
+            {
+                "w1": Experts(count, hidden, inner),
+                "w2": Experts(count, inner, hidden),
+                "w3": Experts(count, hidden, inner),
+            }
         )
         self.shared_experts = Mlp(config)
 
     def forward(self, x: Tensor, tokens: Tensor, switches: Switches) -> tuple[Tensor, Tensor]:
-        """Every expert runs on every token, the shared one as the last; weights of those not chosen are zero."""
+        """Every expert runs on every token, the shared one as the last; weights of those not
+        chosen are zero."""
         limit, shared = self.config.swiglu_limit, self.shared_experts
         weights, load = self.gate(x, tokens)
 
@@ -468,7 +520,8 @@ class Layer(nn.Module):
 
 
 class Mtp(Layer):
-    """The draft layer: from the streams at t and the embedding of token t + 1 to a prediction of token t + 2."""
+    """The draft layer: from the streams at t and the embedding of token t + 1 to a prediction
+    of token t + 2."""
 
     def __init__(self, config: DemoConfig) -> None:
         super().__init__(config, 0, False)
@@ -486,7 +539,8 @@ class Mtp(Layer):
     def predict(
         self, streams: Tensor, next_embedding: Tensor, batch: Batch, rope: Rope, switches: Switches
     ) -> tuple[Tensor, Tensor]:
-        """streams [B, T, H, D], next_embedding [B, T, D] -> hidden [B, T, D] for the shared head, experts' load."""
+        """streams [B, T, H, D], next_embedding [B, T, D] -> hidden [B, T, D] for the shared
+        head, experts' load."""
         streams = self.combine(streams, next_embedding, switches)
         streams, _, load = self(streams, batch, rope, switches)
         return self.norm(self.hc_head(streams)), load
@@ -494,12 +548,14 @@ class Mtp(Layer):
 
 class DemoModel(nn.Module):
     def __init__(self, config: DemoConfig, dtype: torch.dtype = torch.float32) -> None:
-        """dtype: of the activations and of the weights as multiplied; parameters are always fp32."""
+        """dtype: of the activations and of the weights as multiplied; parameters are always
+        fp32."""
         super().__init__()
         self.config, self.dtype = config, dtype
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            Layer(config, config.compress_ratios[i], i < config.num_hash_layers) for i in range(config.num_hidden_layers)
+            Layer(config, config.compress_ratios[i], i < config.num_hash_layers)
+            for i in range(config.num_hidden_layers)
         )
         self.hc_head = HyperHead(config)
         self.norm = Norm(config.hidden_size, config.rms_norm_eps)

@@ -7,7 +7,8 @@ import re
 import torch
 from torch import Tensor, nn
 
-# Learning rates of what AdamW trains, as multiples of its base rate; the first pattern that matches a name counts.
+# Learning rates of what AdamW trains, as multiples of its base rate; the first pattern that
+# matches a name counts.
 ADAM_RATES = [
     (r"^embed\.", 2.5),
     (r"^head\.", 1.0),
@@ -21,7 +22,8 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(gradient: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of gradient [N, out, in]: five Newton-Schulz steps in bf16."""
+    """The nearest semi-orthogonal matrices, roughly, of gradient [N, out, in]: five
+    Newton-Schulz steps in bf16."""
     a, b, c = NEWTON_SCHULZ
     x = gradient.bfloat16()
     transposed = x.shape[-2] > x.shape[-1]
@@ -34,9 +36,12 @@ def orthogonalise(gradient: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """One step over all parameters. Muon's updates have a root mean square of 0.2 * rate, whatever the shape."""
+    """One step over all parameters. Muon's updates have a root mean square of 0.2 * rate,
+    whatever the shape."""
 
-    def __init__(self, model: nn.Module, muon_rate: float, adam_rate: float, weight_decay: float) -> None:
+    def __init__(
+        self, model: nn.Module, muon_rate: float, adam_rate: float, weight_decay: float
+    ) -> None:
         self.muon_rate, self.weight_decay = muon_rate, weight_decay
         self.by_shape: dict[torch.Size, list[nn.Parameter]] = {}
         groups: dict[float, list[nn.Parameter]] = {}
@@ -46,7 +51,10 @@ class Optimizer:
             else:
                 factor = next(f for pattern, f in ADAM_RATES if re.search(pattern, name))
                 groups.setdefault(factor * adam_rate, []).append(p)
-        self.momenta = {shape: torch.zeros(len(ps), *shape, device=ps[0].device) for shape, ps in self.by_shape.items()}
+        self.momenta = {
+            shape: torch.zeros(len(ps), *shape, device=ps[0].device)
+            for shape, ps in self.by_shape.items()
+        }
         self.adam = torch.optim.AdamW(
             [{"params": ps, "lr": rate, "base": rate} for rate, ps in groups.items()],
             betas=(0.9, 0.95),
@@ -62,11 +70,15 @@ class Optimizer:
             group["lr"] = group["base"] * factor
         self.adam.step()
         for shape, parameters in self.by_shape.items():
-            gradient = torch.stack([p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters])
+            gradient = torch.stack(
+                [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+            )
             momentum = self.momenta[shape]
             momentum.lerp_(gradient, 0.05)
             update = gradient.lerp(momentum, 0.95).flatten(0, -3)
-            update = orthogonalise(update).float().view_as(gradient) * (0.2 * max(shape[-2:]) ** 0.5)
+            update = orthogonalise(update).float().view_as(gradient) * (
+                0.2 * max(shape[-2:]) ** 0.5
+            )
             rate = self.muon_rate * factor
             torch._foreach_mul_(parameters, 1 - rate * self.weight_decay)
             torch._foreach_add_(parameters, list(update.unbind(0)), alpha=-rate)

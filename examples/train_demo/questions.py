@@ -1,5 +1,6 @@
 """What evaluate.py asks: closed questions with a word that a right answer contains, and prompts for samples."""
 
+# ruff: noqa: E501  (texts in one line are easier to read)
 from __future__ import annotations
 
 _CAPITALS = (
@@ -22,9 +23,18 @@ _OTHERS = [
 ]  # fmt: skip
 
 CLOSED: list[tuple[str, str]] = [
-    *((f"What is the capital of {c}?", a) for c, a in (pair.split(":") for pair in _CAPITALS.split())),
-    *((f"What is {s.replace('+', ' + ').replace('-', ' - ')}?", f"= {eval(s)}.") for s in _SUMS.split()),
-    *((f"What is the opposite of {w}?", f"is {a}.") for w, a in (pair.split(":") for pair in _OPPOSITES.split())),
+    *(
+        (f"What is the capital of {c}?", a)
+        for c, a in (pair.split(":") for pair in _CAPITALS.split())
+    ),
+    *(
+        (f"What is {s.replace('+', ' + ').replace('-', ' - ')}?", f"= {eval(s)}.")
+        for s in _SUMS.split()
+    ),
+    *(
+        (f"What is the opposite of {w}?", f"is {a}.")
+        for w, a in (pair.split(":") for pair in _OPPOSITES.split())
+    ),
     *_OTHERS,
 ]
 CHATS = [
@@ -33,4 +43,9 @@ CHATS = [
     "How do I make tea?", "Tell me a joke.", "Count from 3 to 9.", "Repeat after me: red apple blue sky",
     "What is the meaning of life?", "Write a poem about the sea.", "Can you help me with my homework?",
 ]  # fmt: skip
-CONTINUATIONS = ["Once upon a time, there was a", "Call me Ishmael. Some years ago", "HAMLET\nTo be, or not to be", "In the beginning God"]
+CONTINUATIONS = [
+    "Once upon a time, there was a",
+    "Call me Ishmael. Some years ago",
+    "HAMLET\nTo be, or not to be",
+    "In the beginning God",
+]

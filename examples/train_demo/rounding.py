@@ -1,7 +1,8 @@
-"""The number formats of the checkpoint: e4m3 and e2m1 with power-of-two scales, as values and as straight-through roundings.
+"""The number formats of the checkpoint: e4m3 and e2m1 with power-of-two scales, as values and
+as straight-through roundings.
 
-Every function returns the rounded values in fp32 (a power of two times an e4m3 or e2m1 number, so bf16 holds them
-exactly) and its gradient is the identity.
+Every function returns the rounded values in fp32 (a power of two times an e4m3 or e2m1 number,
+so bf16 holds them exactly) and its gradient is the identity.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ FP4_GROUP = 32
 
 
 def power_of_two_at_least(x: Tensor) -> Tensor:
-    """The smallest power of two >= x, for positive normal fp32 x; by exponent bits, so exact on every device."""
+    """The smallest power of two >= x, for positive normal fp32 x; by exponent bits, so exact on
+    every device."""
     exponent = (x.contiguous().view(torch.int32) + 0x7FFFFF) >> 23
     return (exponent << 23).view(torch.float32)
 
@@ -27,14 +29,18 @@ def to_e4m3(x: Tensor) -> Tensor:
 
 
 def to_e2m1(x: Tensor) -> Tensor:
-    """x rounded to the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the even mantissa; |x| <= 6."""
+    """x rounded to the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives, ties to the
+    even mantissa; |x| <= 6."""
     a = x.abs()
-    rounded = torch.where(a < 2, torch.round(a * 2) / 2, torch.where(a < 4, torch.round(a), torch.round(a / 2) * 2))
+    rounded = torch.where(
+        a < 2, torch.round(a * 2) / 2, torch.where(a < 4, torch.round(a), torch.round(a / 2) * 2)
+    )
     return torch.copysign(rounded, x)
 
 
 def activation_scale(x: Tensor, group: int) -> Tensor:
-    """Scales [..., n / group, 1] of x [..., n]: amax/448 rounded up to a power of two, amax at least 1e-4."""
+    """Scales [..., n / group, 1] of x [..., n]: amax/448 rounded up to a power of two, amax at
+    least 1e-4."""
     amax = x.unflatten(-1, (-1, group)).abs().amax(-1, keepdim=True).clamp(min=1e-4)
     return power_of_two_at_least(amax / E4M3_MAX)
 
@@ -46,7 +52,8 @@ def rounded_activation(x: Tensor, group: int) -> Tensor:
 
 
 def fp8_weight_scale(w: Tensor) -> Tensor:
-    """Scales [ceil(out/128), ceil(in/128)] of w [out, in]: amax/448 of a 128x128 block rounded up to a power of two."""
+    """Scales [ceil(out/128), ceil(in/128)] of w [out, in]: amax/448 of a 128x128 block rounded
+    up to a power of two."""
     rows, columns = w.shape
     padded = torch.nn.functional.pad(w, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -80,7 +87,8 @@ def rounded_fp4_weight(w: Tensor) -> Tensor:
 def straight_through(x: Tensor, rounded: Tensor, enabled: Tensor) -> Tensor:
     """rounded where enabled (a bool scalar), else x; the gradient is that of x.
 
-    x + (rounded - x) is exact: a value and its rounding are within a factor of two, or the rounding is zero.
+    x + (rounded - x) is exact: a value and its rounding are within a factor of two, or the
+    rounding is zero.
     """
     detached = x.detach()
     return x + (torch.where(enabled, rounded.to(x.dtype), detached) - detached)

@@ -1,7 +1,10 @@
-"""Sinkhorn normalisation of mHC's 4x4 mixing matrices: torch on the CPU, one Triton kernel each way on a GPU.
+"""Sinkhorn normalisation of mHC's 4x4 mixing matrices: torch on the CPU, one Triton kernel each
+way on a GPU.
 
-Autograd through the iterations launches about eighty tiny kernels a call, and the model calls it twice a layer. The
-backward kernel keeps nothing: it recomputes each iterate from the input, which is 16 numbers a token.
+Autograd through the iterations launches about eighty tiny kernels a call, and the model calls
+it twice a layer. The
+backward kernel keeps nothing: it recomputes each iterate from the input, which is 16 numbers a
+token.
 """
 
 from __future__ import annotations
@@ -56,7 +59,8 @@ if importlib.util.find_spec("triton") is not None:
 
 
 def sinkhorn_reference(x: Tensor, iters: int, eps: float) -> Tensor:
-    """Columns once, then (iters - 1) times rows and columns of x [..., 4, 4], each divided by (sum + eps)."""
+    """Columns once, then (iters - 1) times rows and columns of x [..., 4, 4], each divided by
+    (sum + eps)."""
     x = x / (x.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
         x = x / (x.sum(-1, keepdim=True) + eps)
@@ -68,7 +72,9 @@ def sinkhorn_reference(x: Tensor, iters: int, eps: float) -> Tensor:
 def _sinkhorn(x: Tensor, iters: int, eps: float) -> Tensor:
     y = torch.empty_like(x)
     num_tokens = x.numel() // 16
-    _forward_kernel[(triton.cdiv(num_tokens, 128),)](x, y, num_tokens, 2 * iters - 1, eps, BLOCK=128)
+    _forward_kernel[(triton.cdiv(num_tokens, 128),)](
+        x, y, num_tokens, 2 * iters - 1, eps, BLOCK=128
+    )
     return y
 
 

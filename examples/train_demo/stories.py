@@ -1,43 +1,199 @@
 """Small stories from a template grammar, each with questions whose answers are in the story."""
 
+# ruff: noqa: E501  (texts in one line are easier to read)
 from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
 
 NAMES = {
-    "he": "Tom Max Ben Leo Sam Jack Finn Hugo Otto Felix Oscar Paul Karl Nils Amir Ravi Kofi Juan Pip Rusty".split(),
-    "she": "Lily Anna Mia Emma Nora Rosa Clara Ida Maya Zoe Lena Ruth Alma Vera Sara Aisha Mei Luna Daisy Hazel".split(),
+    "he": [
+        "Tom",
+        "Max",
+        "Ben",
+        "Leo",
+        "Sam",
+        "Jack",
+        "Finn",
+        "Hugo",
+        "Otto",
+        "Felix",
+        "Oscar",
+        "Paul",
+        "Karl",
+        "Nils",
+        "Amir",
+        "Ravi",
+        "Kofi",
+        "Juan",
+        "Pip",
+        "Rusty",
+    ],
+    "she": [
+        "Lily",
+        "Anna",
+        "Mia",
+        "Emma",
+        "Nora",
+        "Rosa",
+        "Clara",
+        "Ida",
+        "Maya",
+        "Zoe",
+        "Lena",
+        "Ruth",
+        "Alma",
+        "Vera",
+        "Sara",
+        "Aisha",
+        "Mei",
+        "Luna",
+        "Daisy",
+        "Hazel",
+    ],
 }
-ANIMALS = (
-    "dog cat mouse rabbit fox bear owl frog duck horse lamb pig goat hen wolf lion elephant monkey whale turtle hedgehog "
-    "squirrel sparrow crow bee ant beetle otter penguin donkey"
-).split()
-PEOPLE = "boy girl farmer baker sailor king queen fisherman teacher painter doctor shepherd robot knight princess wizard".split()
+ANIMALS = [
+    "dog",
+    "cat",
+    "mouse",
+    "rabbit",
+    "fox",
+    "bear",
+    "owl",
+    "frog",
+    "duck",
+    "horse",
+    "lamb",
+    "pig",
+    "goat",
+    "hen",
+    "wolf",
+    "lion",
+    "elephant",
+    "monkey",
+    "whale",
+    "turtle",
+    "hedgehog",
+    "squirrel",
+    "sparrow",
+    "crow",
+    "bee",
+    "ant",
+    "beetle",
+    "otter",
+    "penguin",
+    "donkey",
+]
+PEOPLE = [
+    "boy",
+    "girl",
+    "farmer",
+    "baker",
+    "sailor",
+    "king",
+    "queen",
+    "fisherman",
+    "teacher",
+    "painter",
+    "doctor",
+    "shepherd",
+    "robot",
+    "knight",
+    "princess",
+    "wizard",
+]
 FEMALE = {"girl", "queen", "princess", "hen"}
 MALE = {"boy", "king", "knight", "wizard", "fisherman"}
-TRAITS = "little brave curious kind shy clever lazy old young cheerful quiet hungry lonely careful proud gentle busy".split()
-PLACES = (
-    "in a small village|in a deep forest|in a green valley|in a house by the sea|on an old farm|in a town on a hill|"
-    "in a quiet garden|in a castle in the mountains|on an island in the sea|in a cottage near the river"
-).split("|")
-GOALS = "the forest|the river|the market|the old bridge|the lake|the top of the hill|the beach|the garden|the old mill".split("|")
-THINGS = (
-    "red ball|golden key|blue kite|silver ring|wooden boat|warm hat|shiny stone|little bell|green book|lost map|paper star|"
-    "small drum|glass bottle|old clock|yellow umbrella|white feather"
-).split("|")
-FOODS = "bread|honey|apples|cheese|soup|berries|cake|nuts|pears|porridge|carrots|milk".split("|")
+TRAITS = [
+    "little",
+    "brave",
+    "curious",
+    "kind",
+    "shy",
+    "clever",
+    "lazy",
+    "old",
+    "young",
+    "cheerful",
+    "quiet",
+    "hungry",
+    "lonely",
+    "careful",
+    "proud",
+    "gentle",
+    "busy",
+]
+PLACES = [
+    "in a small village",
+    "in a deep forest",
+    "in a green valley",
+    "in a house by the sea",
+    "on an old farm",
+    "in a town on a hill",
+    "in a quiet garden",
+    "in a castle in the mountains",
+    "on an island in the sea",
+    "in a cottage near the river",
+]
+GOALS = [
+    "the forest",
+    "the river",
+    "the market",
+    "the old bridge",
+    "the lake",
+    "the top of the hill",
+    "the beach",
+    "the garden",
+    "the old mill",
+]
+THINGS = [
+    "red ball",
+    "golden key",
+    "blue kite",
+    "silver ring",
+    "wooden boat",
+    "warm hat",
+    "shiny stone",
+    "little bell",
+    "green book",
+    "lost map",
+    "paper star",
+    "small drum",
+    "glass bottle",
+    "old clock",
+    "yellow umbrella",
+    "white feather",
+]
+FOODS = [
+    "bread",
+    "honey",
+    "apples",
+    "cheese",
+    "soup",
+    "berries",
+    "cake",
+    "nuts",
+    "pears",
+    "porridge",
+    "carrots",
+    "milk",
+]
 WEATHERS = [
     ("sunny", "The sun was shining"), ("rainy", "It was raining"), ("windy", "A strong wind was blowing"),
     ("snowy", "Snow was falling"), ("foggy", "Fog lay over the fields"), ("warm", "The air was warm"),
 ]  # fmt: skip
-FEELINGS = "happy|proud|glad|very happy|full of joy".split("|")
-MORALS = (
-    "And from that day on, they were the best of friends.|They lived happily ever after.|"
-    "That night, {name} slept very well.|{name} never forgot that day.|And {he} learned that it is good to share.|"
-    "Since then, {he} has always been kind to strangers.|And {he} learned that even the small can be strong.|"
-    "From then on, {name} was never lonely again.|And everyone in the village told the story for years."
-).split("|")
+FEELINGS = ["happy", "proud", "glad", "very happy", "full of joy"]
+MORALS = [
+    "And from that day on, they were the best of friends.",
+    "They lived happily ever after.",
+    "That night, {name} slept very well.",
+    "{name} never forgot that day.",
+    "And {he} learned that it is good to share.",
+    "Since then, {he} has always been kind to strangers.",
+    "And {he} learned that even the small can be strong.",
+    "From then on, {name} was never lonely again.",
+    "And everyone in the village told the story for years.",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +215,12 @@ def make_story(rng: Random, kind: str | None = None) -> Story:
     other = rng.choice([a for a in ANIMALS + PEOPLE if a != kind])
     friend_he = "she" if other in FEMALE else "he" if other in MALE else rng.choice(["he", "she"])
     name = rng.choice(NAMES[he])
-    place, goal, thing, food = rng.choice(PLACES), rng.choice(GOALS), rng.choice(THINGS), rng.choice(FOODS)
+    place, goal, thing, food = (
+        rng.choice(PLACES),
+        rng.choice(GOALS),
+        rng.choice(THINGS),
+        rng.choice(FOODS),
+    )
     weather, sky = rng.choice(WEATHERS)
     words = {
         "kind": kind, "a_kind": article(kind), "name": name, "he": he, "He": he.capitalize(),
@@ -73,7 +234,12 @@ def make_story(rng: Random, kind: str | None = None) -> Story:
     words["a_trait"] = article(words["trait"])
     opening = rng.choice(OPENINGS)
     plot, questions = rng.choice(PLOTS)
-    lines = [opening, rng.choice(DAYS_OUT), *(rng.choice(step.split("|")) for step in plot), rng.choice(MORALS)]
+    lines = [
+        opening,
+        rng.choice(DAYS_OUT),
+        *(rng.choice(step.split("|")) for step in plot),
+        rng.choice(MORALS),
+    ]
     text = " ".join(line.format(**words) for line in lines)
     text = text[0].upper() + text[1:]
     asked = [(q.format(**words), a.format(**words)) for q, a in [*COMMON_QUESTIONS, *questions]]
@@ -123,7 +289,7 @@ PLOTS: list[tuple[list[str], list[tuple[str, str]]]] = [
     ),
     (
         [
-            "On the way {he} heard a small voice. \"Help!\" it called.|Suddenly {he} heard someone call for help.",
+            'On the way {he} heard a small voice. "Help!" it called.|Suddenly {he} heard someone call for help.',
             "It was {an_other} named {friend}, who had fallen into a deep hole.|"
             "{name} saw {an_other} named {friend}, stuck in the mud.",
             '"Do not worry," said {name}. "I will help you."|{name} was afraid, but {he} did not run away.',
@@ -230,8 +396,8 @@ PLOTS: list[tuple[list[str], list[tuple[str, str]]]] = [
     (
         [
             "{He} wanted to learn to swim, but {he} was afraid of the water.|{He} wanted to learn to sing, but {he} was too shy.",
-            "{friend}, {an_other}, said, \"You must try a little every day.\"|"
-            "\"Do not be afraid,\" said {friend}, {an_other}. \"I will stay with you.\"",
+            '{friend}, {an_other}, said, "You must try a little every day."|'
+            '"Do not be afraid," said {friend}, {an_other}. "I will stay with you."',
             "So {name} tried. The first time it went badly.|On the first day {he} could not do it at all.",
             "But {he} came back the next day, and the day after that.|But {name} did not give up. {He} tried again and again.",
             "After a week {he} could do it very well.|And one morning, all at once, {he} could do it.",

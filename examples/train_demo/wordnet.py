@@ -65,13 +65,26 @@ def load_senses(folder: Path) -> list[Sense]:
             items = head.split()
             words = [re.sub(r"\(.*\)", "", w) for w in items[4 : 4 + 2 * int(items[3], 16) : 2]]
             parent = items.index("@") if "@" in items else None
-            by_offset[int(items[0])] = (words, gloss.strip(), int(items[parent + 1]) if parent else None)
+            by_offset[int(items[0])] = (
+                words,
+                gloss.strip(),
+                int(items[parent + 1]) if parent else None,
+            )
         for word, offset in _offsets(folder, part).items():
             words, text, parent = by_offset[offset]
-            if not re.fullmatch(r"[a-z]{3,12}", word) or word not in words or _RUDE.search(text) or _RUDE.search(word):
+            if (
+                not re.fullmatch(r"[a-z]{3,12}", word)
+                or word not in words
+                or _RUDE.search(text)
+                or _RUDE.search(word)
+            ):
                 continue
-            gloss = re.sub(r"\([^)]*\)\s*", "", text.split('; "')[0]).split(";")[0].strip().rstrip(":.")
-            examples = [e for e in re.findall(r'"([^"]{8,90})"', text) if re.search(rf"\b{word}", e)]
+            gloss = (
+                re.sub(r"\([^)]*\)\s*", "", text.split('; "')[0]).split(";")[0].strip().rstrip(":.")
+            )
+            examples = [
+                e for e in re.findall(r'"([^"]{8,90})"', text) if re.search(rf"\b{word}", e)
+            ]
             if not 8 <= len(gloss) <= 110 or '"' in gloss or "`" in text:
                 continue
             senses.append(
@@ -80,8 +93,12 @@ def load_senses(folder: Path) -> list[Sense]:
                     part=part,
                     gloss=gloss,
                     examples=examples,
-                    synonyms=[w.replace("_", " ") for w in words if w.lower() != word and w.islower()],
-                    parents=[w.replace("_", " ") for w in by_offset[parent][0]] if parent in by_offset else [],
+                    synonyms=[
+                        w.replace("_", " ") for w in words if w.lower() != word and w.islower()
+                    ],
+                    parents=[w.replace("_", " ") for w in by_offset[parent][0]]
+                    if parent in by_offset
+                    else [],
                     count=counts.get(f"{word}%{part}", 0),
                 )
             )
@@ -106,7 +123,9 @@ def antonyms(folder: Path) -> list[tuple[str, str]]:
                 source, target = int(items[at + 3][:2], 16), int(items[at + 3][2:], 16)
                 other = lines[int(items[at + 1])]
                 pair = (words[source - 1], re.sub(r"\(.*\)", "", other[2 + 2 * target]))
-                known = all(re.fullmatch(r"[a-z]{3,12}", w) and counts.get(f"{w}%adj", 0) >= 2 for w in pair)
+                known = all(
+                    re.fullmatch(r"[a-z]{3,12}", w) and counts.get(f"{w}%adj", 0) >= 2 for w in pair
+                )
                 if known and not any(_RUDE.search(w) for w in pair):
                     pairs.add(pair)
     return sorted(pairs)
