@@ -341,7 +341,8 @@ def _check_fixed(name: str, found: object, wanted: object) -> None:
 
 
 def _check_positive(name: str, value: Any, *kinds: type) -> None:
-    if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+    number: Any = value if type(value) in kinds else 0  # a bool is no number here
+    if not 0 < number < math.inf:
         what = "number" if float in kinds else "integer"
         raise CheckpointError(f"config: {name} must be a positive {what}, got {value!r}")
 
@@ -408,7 +409,8 @@ def _num_hash_layers(raw: Mapping[str, Any]) -> int:
 def _rope_head_dim(raw: Mapping[str, Any]) -> int:
     factor = _typed(raw, "partial_rotary_factor", int, float)
     if raw.get("qk_rope_head_dim") is None and factor is not None:
-        return round(_typed(raw, "head_dim", int) * factor)
+        rotated: float = (_typed(raw, "head_dim", int) or 0) * factor
+        return round(rotated)
     return int(_typed(raw, "qk_rope_head_dim", int) or _get(raw, "qk_rope_head_dim"))
 
 
