@@ -1,0 +1,93 @@
+"""The Triton kernels of mHC in the interpreter, against the reference."""
+
+import pytest
+import torch
+
+from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight, ref
+from finwhale.ops.mhc import triton as kernels
+
+from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
+
+PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+# (N, D): widths of one part, of several with a rest, of several groups; a second block of tokens.
+SIZES = ((0, 64), (1, 32), (1, 7), (3, 100), (17, 40), (2, 610))
+
+
+def weight(inputs: Inputs, width: int) -> MhcWeight:
+    return MhcWeight(
+        fn=inputs.normal(24, 4 * width, scale=width**-0.5),
+        scale=inputs.normal(24).abs(),
+        base=inputs.normal(24),
+        norm=inputs.normal(width),
+    )
+
+
+def state(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> tuple:
+    """(x, post, res, residual)."""
+    return (
+        inputs.normal(num_tokens, width, dtype=dtype),
+        inputs.normal(num_tokens, 4).abs(),
+        inputs.normal(num_tokens, 4, 4).softmax(-1),
+        inputs.outliers(num_tokens, 4, width, dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> None:
+    inputs = Inputs()
+    w = weight(inputs, size[1])
+    args = state(inputs, *size, dtype)
+    head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
+    assert_all_close(kernels.mhc_post_pre(*args, w, PARAMS), ref.mhc_post_pre(*args, w, PARAMS))
+    assert_close(kernels.mhc_post(*args), ref.mhc_post(*args))
+    assert_all_close(kernels.mhc_pre(args[3], w, PARAMS), ref.mhc_pre(args[3], w, PARAMS))
+    assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
+
+
+def test_streams_that_are_one_expanded_row() -> None:
+    """As the first layer gets them."""
+    inputs = Inputs()
+    w = weight(inputs, 48)
+    streams = inputs.normal(3, 48)[:, None].expand(-1, 4, -1)
+    assert_all_close(kernels.mhc_pre(streams, w, PARAMS), ref.mhc_pre(streams, w, PARAMS))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens_take_the_other_kernels_and_give_the_same_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = Inputs()
+    w = weight(inputs, 610)
+    args = state(inputs, 5, 610, dtype)
+    head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
+    few = (*kernels.mhc_post_pre(*args, w, PARAMS), kernels.hc_head(args[3], head, PARAMS))
+    monkeypatch.setattr(kernels, "FEW_TOKENS", 4)
+    many = (*kernels.mhc_post_pre(*args, w, PARAMS), kernels.hc_head(args[3], head, PARAMS))
+    assert_all_close(many[:4], ref.mhc_post_pre(*args, w, PARAMS))
+    assert all(torch.equal(one, other) for one, other in zip(few, many, strict=True))
+
+
+def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
+    inputs = Inputs()
+    w = weight(inputs, 100)
+    args = state(inputs, 18, 100, torch.bfloat16)
+    together = kernels.mhc_post_pre(*args, w, PARAMS)
+    for token in (0, 17):
+        alone = kernels.mhc_post_pre(*(t[token : token + 1] for t in args), w, PARAMS)
+        for one, other in zip(alone, together, strict=True):
+            assert torch.equal(one[0], other[token])
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    inputs = Inputs()
+    w = weight(inputs, 32)
+    with pytest.raises(ValueError, match="4 streams, got 2"):
+        kernels.mhc_pre(inputs.normal(1, 2, 32), w, PARAMS)
+    with pytest.raises(ValueError, match="lie together"):
+        kernels.mhc_pre(inputs.normal(1, 32, 4).mT, w, PARAMS)
+    with pytest.raises(ValueError, match="at most 16384, got 20000"):
+        kernels.mhc_pre(inputs.normal(1, 4, 20000), w, PARAMS)
+    with pytest.raises(ValueError, match="res must be contiguous"):
+        x, post, res, residual = state(inputs, 2, 32, torch.float32)
+        kernels.mhc_post(x, post, res.mT, residual)

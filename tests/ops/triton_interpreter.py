@@ -1,0 +1,144 @@
+"""Repairs of Triton's interpreter (3.6 to 3.9) on a CPU: bfloat16, float8 and autotuning.
+
+As it comes, the interpreter computes with the bit patterns of bfloat16, truncates float32 to it,
+loses carries into E4M3 and refuses several autotune configurations. Here storage stays as it is
+(the interpreter's load and store need it); arithmetic goes through float32, and casts down round
+to nearest even, as a GPU does. To be imported before a kernel runs.
+"""
+
+import os
+from typing import Any
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("these repairs are for a process that was started with TRITON_INTERPRET=1")
+
+import numpy as np
+import torch
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from triton.runtime.autotuner import Autotuner
+
+TORCH_TYPES = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+    tl.float16: torch.float16,
+    tl.float32: torch.float32,
+    tl.float64: torch.float64,
+}
+LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+Handle = interpreter.TensorHandle
+convert_as_it_comes = interpreter._convert_float
+
+
+def convert_float(values: Any, source: Any, target: Any, rounding: Any) -> Any:
+    source, target = source.scalar, target.scalar
+    truncates = rounding is not None and rounding == interpreter._ir.ROUNDING_MODE.RTZ
+    if source not in TORCH_TYPES or target not in TORCH_TYPES or truncates:
+        return convert_as_it_comes(values, source, target, rounding)
+    array = np.ascontiguousarray(values)
+    size = array.dtype.itemsize
+    bits = array.view(f"i{size}" if size > 1 else "u1").copy()
+    x = torch.from_numpy(bits).view(TORCH_TYPES[source]).to(torch.float32)
+    if target in LARGEST:  # a GPU's cast saturates finite values
+        limit = LARGEST[target]
+        x = torch.where(x.isnan(), x, x.clamp(-limit, limit))
+    y = x.to(TORCH_TYPES[target])
+    unsigned = y.view(INTEGERS[y.element_size()]).numpy().view(f"u{y.element_size()}")
+    return unsigned.reshape(np.shape(values))
+
+
+def up(handle: Any) -> tuple[Any, bool]:
+    """A bfloat16 handle as float32, and whether it was one."""
+    if not isinstance(handle, Handle) or handle.dtype.scalar != tl.bfloat16:
+        return handle, False
+    if handle.data.dtype != np.uint16:
+        return handle, False
+    data = convert_float(handle.data, tl.bfloat16, tl.float32, None).view(np.float32)
+    return Handle(data, tl.float32), True
+
+
+def down(handle: Any) -> Any:
+    data = convert_float(handle.data.astype(np.float32), tl.float32, tl.bfloat16, None)
+    return Handle(data.view(np.uint16), tl.bfloat16)
+
+
+def through_float32(operation: Any) -> Any:
+    def run(self: Any, *args: Any) -> Any:
+        raised = [up(arg) for arg in args]
+        result = operation(self, *(arg for arg, _ in raised))
+        was_bfloat16 = any(was for _, was in raised)
+        if was_bfloat16 and isinstance(result, Handle) and result.data.dtype == np.float32:
+            return down(result)
+        return result
+
+    return run
+
+
+def cast(as_it_comes: Any) -> Any:
+    def run(self: Any, source: Any, target: Any) -> Any:
+        old, new = source.dtype.scalar, target.scalar
+        if old == new or tl.bfloat16 not in (old, new):
+            return as_it_comes(self, source, target)
+        x = up(source)[0]
+        if new == tl.bfloat16:
+            return down(x)
+        return Handle(x.data.astype(interpreter._get_np_dtype(target)), new)
+
+    return run
+
+
+def reduction(as_it_comes: Any) -> Any:
+    """Reductions and scans take bfloat16 as float32."""
+
+    def back(self: Any, x: Any) -> Any:
+        if x.dtype.scalar != tl.float32:
+            return x
+        data = down(x.handle).data
+        return self.to_tensor(data if x.type.is_block() else data.reshape(-1)[0], tl.bfloat16)
+
+    def run(self: Any, inputs: Any) -> Any:
+        if not any(isinstance(t, tl.tensor) and t.dtype.scalar == tl.bfloat16 for t in inputs):
+            return as_it_comes(self, inputs)
+        raised = tuple(
+            self.to_tensor(up(t.handle)[0].data, tl.float32) if t.dtype.scalar == tl.bfloat16 else t
+            for t in inputs
+        )
+        result = as_it_comes(self, raised)
+        if isinstance(result, tl.tensor):
+            return back(self, result)
+        return tuple(back(self, x) for x in result)
+
+    return run
+
+
+def first_config(run_tuned: Any) -> Any:
+    """There is nothing to time: the first configuration that is not pruned."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(self.configs) > 1:
+            self.nargs = dict(zip(self.arg_names, args, strict=False))
+            self.configs = self.prune_configs(kwargs)[:1]
+            self.nargs = None
+        return run_tuned(self, *args, **kwargs)
+
+    return run
+
+
+def repair() -> None:
+    builder = interpreter.InterpreterBuilder
+    interpreter._convert_float = convert_float
+    for name in ("binary_op", "ternary_op", "unary_op"):
+        setattr(builder, name, through_float32(getattr(builder, name)))
+    builder.cast_impl = cast(builder.cast_impl)
+    for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
+        setattr(builder, f"create_{name}", lambda self, x, to: self.cast_impl(x, to))
+    dot = builder.create_dot
+    builder.create_dot = lambda self, a, b, *rest: dot(self, up(a)[0], up(b)[0], *rest)
+    for operations in (interpreter.ReduceOps, interpreter.ScanOps):
+        operations.apply_impl = reduction(operations.apply_impl)
+    Autotuner.run = first_config(Autotuner.run)
+
+
+repair()
