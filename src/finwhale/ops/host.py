@@ -13,14 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import threadpoolctl
 from numpy.typing import NDArray
+from torch import Tensor
 
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 F32 = NDArray[np.float32]
+C64 = NDArray[np.complex64]
 F64 = NDArray[np.float64]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -60,6 +63,15 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
         done.result()
 
 
+def view(tensor: Tensor) -> Any:
+    """The tensor's memory as an array, kept on the tensor: for those that many calls read."""
+    array = getattr(tensor, "_host_view", None)
+    if array is None:
+        array = tensor.numpy()
+        setattr(tensor, "_host_view", array)  # noqa: B010
+    return array
+
+
 @lru_cache(maxsize=256)
 def constant(value: float) -> F32:
     """[1] float32: an operand that numpy takes without converting it each time."""
@@ -71,10 +83,10 @@ def constant(value: float) -> F32:
 def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
     """x [N,K] @ weight [K,M], one gemv a row."""
     num_rows = x_NK.shape[0]
-    out_NM = np.empty((num_rows, weight_KM.shape[1]), np.float32)
     if num_rows == 1:
-        x_NK[0].dot(weight_KM, out_NM[0])
-        return out_NM
+        one: F32 = x_NK[0].dot(weight_KM)
+        return one[None]
+    out_NM = np.empty((num_rows, weight_KM.shape[1]), np.float32)
 
     def run(rows: slice) -> None:
         np.matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
@@ -99,17 +111,23 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
     return out
 
 
-def rotate(x: F32, rotation_NR: F32, out: F32, *, inverse: bool = False) -> None:
-    """Rotate the interleaved pairs of x's last R values, x [N,...,C], into out's; x may be out.
+def turns(rotation_NR: Tensor) -> C64:
+    """[N,R/2] cos + i sin of a rotation [N,R/2,2] of (cos, sin), kept like a view."""
+    turn = getattr(rotation_NR, "_host_turns", None)
+    if turn is None:
+        turn = rotation_NR.numpy().view(np.complex64)[..., 0]
+        setattr(rotation_NR, "_host_turns", turn)  # noqa: B010
+    result: C64 = turn
+    return result
 
-    A pair (a, b) is the complex number a + bi, its rotation a product by cos + i sin.
+
+def rotate(x: F32, turn_NR: C64) -> None:
+    """Rotate the interleaved pairs of x's last R values in place; x [N,C] or [N,A,C].
+
+    A pair (a, b) is the complex number a + bi, and its rotation a product.
     """
-    num_rows, pairs, _ = rotation_NR.shape
-    turn = rotation_NR.view(np.complex64).reshape(num_rows, *(1,) * (x.ndim - 2), pairs)
-    if inverse:
-        turn = np.conjugate(turn)
-    width = 2 * pairs
-    np.multiply(x[..., -width:].view(np.complex64), turn, out[..., -width:].view(np.complex64))
+    pairs = x[..., -2 * turn_NR.shape[1] :].view(np.complex64)
+    np.multiply(pairs, turn_NR if x.ndim == 2 else turn_NR[:, None], pairs)
 
 
 _EXPONENT = np.array([0x7F800000], np.int32)
@@ -138,7 +156,7 @@ def _round_groups(x: F32, group: int, out: F32) -> None:
     shape = (*x.shape[:-1], x.shape[-1] // group, group)
     values, rounded = x.reshape(shape), out.reshape(shape)
     np.absolute(values, rounded)
-    amax = np.maximum.reduce(rounded, axis=-1, keepdims=True)
+    amax = np.maximum.reduce(rounded, -1)[..., None]
     np.maximum(amax, constant(MIN_AMAX), out=amax)
     np.multiply(amax, constant(1.0 / E4M3_MAX), amax)
     lowest: I32 = amax.view(np.int32)

@@ -61,6 +61,7 @@ class Attention(nn.Module):
         self.round_kv = round_activations
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads
+        self.head_dim = config.head_dim
         self.groups = config.o_groups
         self.scale = config.head_dim**-0.5
         self.entries: C4Entries | C128Entries | None = None
@@ -80,7 +81,7 @@ class Attention(nn.Module):
         w = self.weights
         rotation = rotations.plain if self.entries is None else rotations.compressed
         q_lora = self.rms_norm(self.linear(x_ND, w.wq_a), w.q_norm, self.eps)
-        q_NAC = self.linear(q_lora, w.wq_b).unflatten(1, (self.heads, -1))
+        q_NAC = self.linear(q_lora, w.wq_b).view(-1, self.heads, self.head_dim)
         q_NAC = self.prepare_query(q_NAC, rotation, self.eps)
         window_rows = cache.rows("window", self.layer)
         self.store_window(
@@ -107,6 +108,7 @@ class Attention(nn.Module):
             self.scale,
             o_NAC,
         )
-        o_NGK = self.inverse_rope(o_NAC, rotation).flatten(1).unflatten(1, (self.groups, -1))
+        o_NAC = self.inverse_rope(o_NAC, rotation)
+        o_NGK = o_NAC.view(-1, self.groups, self.heads * self.head_dim // self.groups)
         out: Tensor = self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
         return out

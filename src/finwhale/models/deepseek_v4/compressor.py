@@ -104,6 +104,7 @@ class C4Entries(nn.Module):
         self.eps = config.rms_norm_eps
         self.round_entries = round_activations
         self.heads = config.index_n_heads
+        self.head_dim = config.index_head_dim
         self.topk = config.index_topk
         self.score_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
 
@@ -140,7 +141,7 @@ class C4Entries(nn.Module):
         )
         if max(inputs.index.max_entries) == 0:
             return None, None
-        q_NIJ = self.linear(q_lora, w.index_wq_b).unflatten(1, (self.heads, -1))
+        q_NIJ = self.linear(q_lora, w.index_wq_b).view(-1, self.heads, self.head_dim)
         q_NIJ = self.prepare_index_query(q_NIJ, rotations.compressed, self.round_entries)
         weights_NI = self.linear(x_ND, w.index_weights_proj) * self.score_scale
         return rows, self.select_entries(q_NIJ, weights_NI, keys, inputs.index, self.topk)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from finwhale.ops import host
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.host import F32, I64, constant
+from finwhale.ops.host import F32, I64, constant, view
 
 KEY_BLOCK = 128
 # Values that one gather of key rows may hold: they are read twice and should stay in the cache.
@@ -15,7 +15,7 @@ MAX_GATHERED = 2**18
 def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
     q: F32 = q_NAC.numpy()
     np.divide(q, host.rms(q, eps), q)
-    host.rotate(q, rotation_NR.numpy(), q)
+    host.rotate(q, host.turns(rotation_NR))
     return q_NAC
 
 
@@ -28,17 +28,17 @@ def store_window(
     rows_PC: Tensor,
     slots_N: Tensor,
 ) -> None:
-    rotation: F32 = rotation_NR.numpy()
-    row = host.rms_norm(kv_NC.numpy(), norm_C.numpy(), eps)
-    host.rotate(row, rotation, row)
+    turn = host.turns(rotation_NR)
+    row = host.rms_norm(kv_NC.numpy(), view(norm_C), eps)
+    host.rotate(row, turn)
     if round_nope:
-        round_nope_part(row, rotation)
-    rows_PC.numpy()[slots_N.numpy()] = row
+        round_nope_part(row, 2 * turn.shape[1])
+    view(rows_PC)[view(slots_N)] = row
 
 
-def round_nope_part(row_NC: F32, rotation_NR: F32) -> None:
+def round_nope_part(row_NC: F32, rope_width: int) -> None:
     """Round the nope part of rows in place: E4M3, a scale for each 64 values."""
-    nope = row_NC[:, : -2 * rotation_NR.shape[1]]
+    nope = row_NC[:, :-rope_width]
     nope[...] = host.round_e4m3(nope, NOPE_GROUP)
 
 
@@ -54,13 +54,17 @@ def sparse_attention(
 ) -> None:
     q: F32 = q_NAC.numpy()
     out: F32 = out_NAC.numpy()
-    sink: F32 = sink_A.numpy()
-    pools: list[tuple[F32, I64]] = [(window_rows_PC.numpy(), window_slots_NW.numpy())]
+    sink: F32 = view(sink_A)
+    pools: list[tuple[F32, I64]] = [(view(window_rows_PC), view(window_slots_NW))]
     if entry_rows_PC is not None and entry_slots_NK is not None:
-        pools.append((entry_rows_PC.numpy(), entry_slots_NK.numpy()))
+        pools.append((view(entry_rows_PC), view(entry_slots_NK)))
     num_tokens, heads, width = q.shape
     num_keys = sum(slots.shape[1] for _, slots in pools)
     step = max(1, MAX_GATHERED // (num_keys * width))
+
+    if num_tokens <= step:
+        _attend(q, pools, sink, scale, out)
+        return
 
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
@@ -91,20 +95,22 @@ def _attend(
             np.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
             blocks.append((part, rows_NKC))
     np.copyto(weights_NAK, -np.inf, where=np.less(slots_NK, 0)[:, None])
-    maximum = np.maximum.reduce(weights_NAK, axis=-1, initial=-np.inf)
+    maximum = np.maximum.reduce(weights_NAK, -1)
     np.maximum(maximum, sink_A, out=maximum)
     np.subtract(weights_NAK, maximum[:, :, None], weights_NAK)
     np.exp(weights_NAK, weights_NAK)
     total = np.subtract(sink_A, maximum)
     np.exp(total, total)
-    out_NAC[...] = 0.0
-    for weight, rows_NKC in blocks:
-        np.add(total, np.add.reduce(weight, axis=-1), total)
+    weight, rows_NKC = blocks[0]
+    np.add(total, np.add.reduce(weight, -1), total)
+    np.matmul(weight, rows_NKC, out_NAC)
+    for weight, rows_NKC in blocks[1:]:
+        np.add(total, np.add.reduce(weight, -1), total)
         np.add(out_NAC, np.matmul(weight, rows_NKC), out_NAC)
     np.divide(out_NAC, total[:, :, None], out_NAC)
 
 
 def inverse_rope(o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
     o: F32 = o_NAC.numpy()
-    host.rotate(o, rotation_NR.numpy(), o, inverse=True)
+    host.rotate(o, np.conjugate(host.turns(rotation_NR)))
     return o_NAC

@@ -9,7 +9,7 @@ from torch import Tensor
 from finwhale.ops import host
 from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressorWeight, CompressStep
-from finwhale.ops.host import F32, I64
+from finwhale.ops.host import F32, I64, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 
 # Values that one gather of projected rows may hold.
@@ -48,14 +48,14 @@ def compress(
     entry_rows_PC: Tensor,
 ) -> None:
     projected: F32 = projected_NX.numpy()
-    state: F32 = state_rows_PX.numpy()
+    state: F32 = view(state_rows_PX)
     if step.entry_slots.shape[0]:
         rows = projected
         if step.history_slots.shape[0]:
-            rows = np.concatenate((state.take(step.history_slots.numpy(), 0), rows))
-        sources: I64 = step.entry_sources.numpy()
-        rotation: F32 = rotation_MR.numpy()
-        ape, norm = w.ape.numpy(), w.norm.numpy()
+            rows = np.concatenate((state.take(view(step.history_slots), 0), rows))
+        sources: I64 = view(step.entry_sources)
+        turn = host.turns(rotation_MR)
+        ape, norm = view(w.ape), view(w.norm)
         entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
         block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
         for start in range(0, sources.shape[0], block):
@@ -63,11 +63,11 @@ def compress(
             gathered = rows.take(some, 0, mode="clip")
             entry[start : start + block] = _mix(gathered, some < 0, ape, w.ratio)
         entry = host.rms_norm(entry, norm, eps)
-        host.rotate(entry, rotation, entry)
+        host.rotate(entry, turn)
         if rounding == "nope":
-            round_nope_part(entry, rotation)
+            round_nope_part(entry, 2 * turn.shape[1])
         elif rounding == "whole":
             entry = host.round_e4m3(entry, ACTIVATION_GROUP)
-        entry_rows_PC.numpy()[step.entry_slots.numpy()] = entry
+        view(entry_rows_PC)[view(step.entry_slots)] = entry
     if step.state_slots.shape[0]:
-        state[step.state_slots.numpy()] = projected.take(step.state_sources.numpy(), 0)
+        state[view(step.state_slots)] = projected.take(view(step.state_sources), 0)

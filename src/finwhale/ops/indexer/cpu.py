@@ -7,19 +7,21 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.host import F32, I64
+from finwhale.ops.host import F32, I64, view
 from finwhale.ops.indexer import IndexStep
 from finwhale.ops.linear import ACTIVATION_GROUP
 
 ENTRY_BLOCK = 128
 # Scores of all heads that may be held at once: they are read again and should stay in the cache.
 MAX_SCORES = 2**18
+# Up to this many tokens, sorting beats the partition's preparations.
+FEW_TOKENS = 8
 _LOW_BITS = np.int64(0xFFFFFFFF)
 
 
 def prepare_index_query(q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
     q: F32 = q_NIC.numpy().copy()
-    host.rotate(q, rotation_NR.numpy(), q)
+    host.rotate(q, host.turns(rotation_NR))
     return torch.from_numpy(host.round_e4m3(q, ACTIVATION_GROUP) if round_query else q)
 
 
@@ -28,9 +30,9 @@ def select_entries(
 ) -> Tensor:
     q: F32 = q_NIC.numpy()
     weights: F32 = weights_NI.numpy()
-    key_rows: F32 = key_rows_PC.numpy()
-    entry_slots: I64 = step.entry_slots.numpy()
-    num_entries: I64 = step.num_entries.numpy()
+    key_rows: F32 = view(key_rows_PC)
+    entry_slots: I64 = view(step.entry_slots)
+    num_entries: I64 = view(step.num_entries)
     width = min(topk, _padded(max(step.max_entries, default=0)))
     out = np.full((q.shape[0], width), -1, np.int64)
     for tokens, sequences in _groups(step.query_start):
@@ -99,21 +101,36 @@ def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
 
 def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I64) -> None:
     """Slots of the highest scores, in order of position; -1 past a token's entries."""
-    topk, entries = out_NK.shape[1], np.arange(scores_NE.shape[1])
-    np.copyto(scores_NE, -np.inf, where=entries >= visible_N[:, None])
+    num_tokens, num_entries = scores_NE.shape
+    visible_N1 = visible_N[:, None]
+    np.copyto(scores_NE, -np.inf, where=np.arange(num_entries) >= visible_N1)
+    best = _best_by_sorting if num_tokens <= FEW_TOKENS else _best_by_partition
+    chosen = best(scores_NE, out_NK.shape[1])
+    chosen.sort(axis=1)
+    seen = chosen < visible_N1
+    if len(slots_SE) > 1:
+        chosen += np.arange(0, slots_SE.size, slots_SE.shape[1])[:, None]
+    np.copyto(out_NK, slots_SE.take(chosen), where=seen)
+
+
+def _best_by_sorting(scores_NE: F32, topk: int) -> I64:
+    """Indices of the topk highest scores, equal ones in order of their index."""
+    np.negative(scores_NE, scores_NE)
+    best: I64 = scores_NE.argsort(axis=1, kind="stable")[:, :topk]
+    return best
+
+
+def _best_by_partition(scores_NE: F32, topk: int) -> I64:
+    """The same indices in any order, in less time a token but more a call."""
     # Adding 0 turns -0 into 0; flipping a negative float's lower bits makes its integer order
     # the float order. Below it the inverted index, so that equal scores go to the lowest.
     np.add(scores_NE, host.constant(0.0), scores_NE)
     bits = scores_NE.view(np.int32).astype(np.int64)
     np.bitwise_xor(bits, 0x7FFFFFFF, out=bits, where=bits < 0)
     np.left_shift(bits, 32, bits)
-    np.bitwise_or(bits, _LOW_BITS - entries, bits)
+    np.bitwise_or(bits, _LOW_BITS - np.arange(bits.shape[1]), bits)
     first = bits.shape[1] - topk
     if first:
         bits.partition(first - 1, axis=1)
-    chosen = _LOW_BITS - (bits[:, first:] & _LOW_BITS)
-    chosen.sort(axis=1)
-    slots = (
-        slots_SE[0].take(chosen) if len(slots_SE) == 1 else np.take_along_axis(slots_SE, chosen, 1)
-    )
-    np.copyto(out_NK, slots, where=chosen < visible_N[:, None])
+    best: I64 = _LOW_BITS - (bits[:, first:] & _LOW_BITS)
+    return best

@@ -5,15 +5,15 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.host import F32, F64, constant
+from finwhale.ops.host import F32, F64, constant, view
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 
 def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> F32:
-    mixes = host.matmul_rows(flat_NK, fn.numpy().T)
+    mixes = host.matmul_rows(flat_NK, view(fn).T)
     np.divide(mixes, host.rms(flat_NK, rms_eps), mixes)
-    np.multiply(mixes, scale.numpy(), mixes)
-    np.add(mixes, base.numpy(), mixes)
+    np.multiply(mixes, view(scale), mixes)
+    np.add(mixes, view(base), mixes)
     return mixes
 
 
@@ -98,17 +98,17 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     mixes = _mixes(residual_NHD.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
     gates, res_NHH = mixes[:, : 2 * H], mixes[:, 2 * H :].reshape(N, H, H)
     np.negative(gates, gates)
-    np.subtract(res_NHH, np.maximum.reduce(res_NHH, axis=-1, keepdims=True), res_NHH)
+    np.subtract(res_NHH, np.maximum.reduce(res_NHH, -1)[..., None], res_NHH)
     np.exp(mixes, mixes)
     np.add(gates, constant(1.0), gates)
     np.reciprocal(gates, gates)
     pre_NH = np.add(gates[:, :H], constant(params.eps))
     post_NH = np.multiply(gates[:, H:], constant(2.0))
-    mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, axis=-1, keepdims=True))
+    mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, -1)[..., None])
     np.add(mix_NHH, constant(params.eps), mix_NHH)
     res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
     collapsed = np.matmul(pre_NH[:, None], residual_NHD)[:, 0]
-    return host.rms_norm(collapsed, w.norm.numpy(), params.rms_eps), post_NH, res_NHH
+    return host.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
 
 
 def _post(x_ND: F32, post_NH: F32, res_NHH: F32, residual_NHD: F32) -> F32:
@@ -157,4 +157,4 @@ def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     np.reciprocal(pre, pre)
     np.add(pre, constant(params.eps), pre)
     collapsed = np.matmul(pre[:, None], streams)[:, 0]
-    return torch.from_numpy(host.rms_norm(collapsed, w.norm.numpy(), params.rms_eps))
+    return torch.from_numpy(host.rms_norm(collapsed, view(w.norm), params.rms_eps))

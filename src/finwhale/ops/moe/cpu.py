@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.host import F32, I64, constant
+from finwhale.ops.host import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import ExpertWeight
+
+# Up to this many pairs of a token and an expert, one product a pair beats grouping them.
+FEW_PAIRS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,7 @@ def _matrices_of(w: ExpertWeight) -> tuple[tuple[F32, F32], ...]:
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
     """sqrt(softplus(x gate^T)); softplus(z) = log(e^0 + e^z)."""
-    scores = host.matmul_rows(x_ND.numpy(), gate_ED.numpy().T)
+    scores = host.matmul_rows(x_ND.numpy(), view(gate_ED).T)
     np.logaddexp(scores, constant(0.0), scores)
     np.sqrt(scores, scores)
     return scores
@@ -66,7 +69,7 @@ def route_by_score(
     x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
-    order = np.add(scores, bias_E.numpy())
+    order = np.add(scores, view(bias_E))
     np.negative(order, order)
     ids = np.ascontiguousarray(order.argsort(axis=-1, kind="stable")[:, :topk])
     return torch.from_numpy(ids), torch.from_numpy(_weights(scores, ids, scaling))
@@ -75,7 +78,7 @@ def route_by_score(
 def route_by_hash(
     x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor]:
-    ids: I64 = tid2eid_VK.numpy().take(token_ids_N.numpy(), 0)
+    ids: I64 = view(tid2eid_VK).take(view(token_ids_N), 0)
     weights = _weights(_scores(x_ND, gate_ED), ids, scaling)
     return torch.from_numpy(ids), torch.from_numpy(weights)
 
@@ -109,43 +112,47 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
 def experts(
     x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """One row a (token, expert) pair; the rows of an expert lie together."""
+    """One row a (token, expert) pair; an expert's pairs come one after the other."""
     matrices = _matrices_of(w)
     x: F32 = x_ND.numpy()
     ids: I64 = ids_NK.numpy()
-    weights: F32 = weights_NK.numpy()
     if w.round_input:
         x = host.round_e4m3(x, ACTIVATION_GROUP)
     num_tokens, topk = ids.shape
-    flat = ids.ravel()
-    order = flat.argsort(kind="stable")
-    sorted_ids = flat.take(order)
-    rows = x.take(order // topk, 0)
-    bounds = np.flatnonzero(np.diff(sorted_ids, prepend=-2)).tolist()
-    runs = [
-        (slice(start, end), expert)
-        for start, end, expert in zip(
-            bounds, [*bounds[1:], len(flat)], sorted_ids.take(bounds).tolist(), strict=True
-        )
-        if expert >= 0
-    ]
-    gate_up = np.zeros((len(flat), matrices[0][0].shape[1]), np.float32)
-    for run, expert in runs:
-        _matmul_into(rows[run], matrices[expert][0], gate_up[run])
+    run_pairs = _few_pairs if ids.size <= FEW_PAIRS else _many_pairs
+    gate_up = np.empty((ids.size, matrices[0][0].shape[1]), np.float32)
+    run_pairs(x, topk, ids, [first for first, _ in matrices], gate_up)
     hidden = _clamped_swiglu(gate_up, limit)
     if w.round_input:
         hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
-    out = np.zeros((len(flat), x.shape[1]), np.float32)
-    for run, expert in runs:
-        _matmul_into(hidden[run], matrices[expert][1], out[run])
-    by_token = np.empty_like(out)
-    by_token[order] = out
-    result = np.matmul(weights[:, None], by_token.reshape(num_tokens, topk, -1))
-    return torch.from_numpy(result[:, 0])
+    out = np.empty((ids.size, x.shape[1]), np.float32)
+    run_pairs(hidden, 1, ids, [second for _, second in matrices], out)
+    result = np.matmul(weights_NK.numpy()[:, None], out.reshape(num_tokens, topk, -1))
+    return torch.from_numpy(result.reshape(x.shape))
 
 
-def _matmul_into(x_NK: F32, weight_KM: F32, out_NM: F32) -> None:
-    def run(rows: slice) -> None:
-        np.matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
+def _few_pairs(x: F32, pairs_a_row: int, ids: I64, matrices: list[F32], out_PM: F32) -> None:
+    """out[p] = x[p // pairs_a_row] @ matrices[id of p], 0 where the id is -1."""
+    experts = ids.ravel().tolist()
+    inputs, outputs = list(x), list(out_PM)
+    order = (
+        range(len(experts)) if len(x) == 1 else sorted(range(len(experts)), key=experts.__getitem__)
+    )
+    for pair in order:
+        expert = experts[pair]
+        if expert >= 0:
+            inputs[pair // pairs_a_row].dot(matrices[expert], outputs[pair])
+        else:
+            outputs[pair].fill(0.0)
 
-    host.split_rows(x_NK.shape[0], weight_KM.size, run)
+
+def _many_pairs(x: F32, pairs_a_row: int, ids: I64, matrices: list[F32], out_PM: F32) -> None:
+    """The same, an expert at a time."""
+    flat = ids.ravel()
+    order = flat.argsort(kind="stable")
+    bounds = flat.take(order).searchsorted(np.arange(len(matrices) + 1)).tolist()
+    out_PM[order[: bounds[0]]] = 0.0
+    for matrix, start, end in zip(matrices, bounds[:-1], bounds[1:], strict=True):
+        if start < end:
+            pairs = order[start:end]
+            out_PM[pairs] = host.matmul_rows(x.take(pairs // pairs_a_row, 0), matrix)

@@ -7,4 +7,4 @@ from finwhale.ops import host
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return torch.from_numpy(host.rms_norm(x_ND.numpy(), weight_D.numpy(), eps))
+    return torch.from_numpy(host.rms_norm(x_ND.numpy(), host.view(weight_D), eps))
