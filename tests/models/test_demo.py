@@ -1,0 +1,85 @@
+"""The embedded model: what it must weigh, know and predict."""
+
+import pytest
+import torch
+
+from finwhale import LLM, SamplingParams
+from finwhale.checkpoint.loading import inventory_report
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.demo import DEMO_PATH
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.stepping import Stepper
+
+MAX_BYTES = 24_000_000
+GREEDY = SamplingParams(temperature=0, max_tokens=64)
+ANSWERS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is the capital of Japan?": "The capital of Japan is Tokyo.",
+    "What is 7 + 5?": "7 + 5 = 12.",
+}
+# Written for this test in the manner of the training stories; no text that it was trained on.
+STORY = (
+    "Once upon a time, in a small village by the sea, there lived a brave rabbit named Sam. One "
+    "day he wanted to see the old bridge, so he packed some apples and left. On the way he met a fox "
+    'named Lily. "Where are you going?" asked Lily. "I want to see the old bridge," said Sam. "I '
+    'will come with you," said Lily. They walked together until the sun went down. At last they '
+    "saw the old bridge. Sam was very happy. He gave Lily an apple and thanked her."
+)
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cpu")
+
+
+def test_is_small_and_in_the_official_layout() -> None:
+    files = [path for path in DEMO_PATH.iterdir() if path.suffix in (".json", ".safetensors")]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES
+    checkpoint = Checkpoint.open(DEMO_PATH)
+    config = ModelConfig.from_dict(checkpoint.config)
+    specs = weight_specs(config)
+    inventory = inventory_report(checkpoint, specs)
+    assert inventory.complete
+    assert dict(inventory.storages) == {name: spec.storage for name, spec in specs.items()}
+    assert set(config.layer_ratios) == {0, 4, 128}
+    assert 0 < config.num_hash_layers < config.num_hidden_layers
+    assert config.num_nextn_predict_layers == 1
+    assert config.max_position_embeddings >= 4096
+
+
+def test_answers_in_the_chat_format(llm: LLM) -> None:
+    results = llm.chat([[{"role": "user", "content": question}] for question in ANSWERS], GREEDY)
+    found = [result.outputs[0].message for result in results]
+    assert found == [{"role": "assistant", "content": text} for text in ANSWERS.values()]
+    assert all(result.outputs[0].finish_reason == "stop" for result in results)
+
+
+def test_thinks_when_asked(llm: LLM) -> None:
+    (result,) = llm.chat([{"role": "user", "content": "What is 7 + 8?"}], GREEDY, thinking=True)
+    message = result.outputs[0].message
+    assert message is not None
+    assert message["content"] == "7 + 8 = 15."
+    assert "15" in message["reasoning_content"]
+
+
+@torch.inference_mode()
+def test_mtp_layer_foresees_the_model(llm: LLM) -> None:
+    """Top-1 of the MTP layer is the model's own for the same position, most of the time.
+
+    A wrong shift, norm or stream order in the wiring leaves a few percent; examples/train_demo
+    has the figures over all held-out text.
+    """
+    text = llm.encode(STORY)
+    stepper = Stepper(llm.engine)
+    runner, layer = stepper.runner, llm.engine.runner.model.mtp
+    assert layer is not None
+    sequence = stepper.sequence(text[:-1])
+    (streams,) = stepper.step([(sequence, len(text) - 1)])
+    following = torch.tensor(text[1:])
+    ahead = layer(stepper.inputs, streams, following, runner.cache, runner.segments)
+    foreseen = layer.compute_logits(ahead, 0).argmax(-1)[:-1]
+    chosen = runner.model.compute_logits(streams).argmax(-1)[1:]
+    stepper.release(sequence)
+    agreement = (foreseen == chosen).float().mean().item()
+    assert agreement > 0.6, agreement
