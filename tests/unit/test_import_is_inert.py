@@ -9,6 +9,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def faults():
     if torch is not None and torch.cuda.is_initialized():
         found.append("CUDA initialised")
     with open("/proc/self/maps") as maps:
-        if "libcuda.so" in maps.read():
+        if "libcuda.so" in maps.read() and not (torch and sys.argv[2] == "True"):
             found.append("libcuda loaded")
     return found
 report = {}
@@ -60,11 +61,17 @@ def has_proc_maps() -> bool:
     return Path("/proc/self/maps").exists()
 
 
+@cache
+def torch_loads_libcuda() -> str:
+    """Some CUDA builds of torch map the driver's library, uninitialised, when imported alone."""
+    return python("import torch; print('libcuda.so' in open('/proc/self/maps').read())").strip()
+
+
 @pytest.mark.skipif(not has_proc_maps(), reason="reads /proc/self/maps, which is Linux's")
 @pytest.mark.parametrize("modules", [OTHERS[:20], OTHERS[20:40], OTHERS[40:]])
 def test_modules_import_nothing_of_a_gpu(modules: list[str]) -> None:
     assert modules
-    found = json.loads(python(PROBE, json.dumps(modules)))
+    found = json.loads(python(PROBE, json.dumps(modules), torch_loads_libcuda()))
     assert {name: fault for name, fault in found.items() if fault} == {}
     assert list(found) == modules
 
@@ -72,7 +79,8 @@ def test_modules_import_nothing_of_a_gpu(modules: list[str]) -> None:
 @pytest.mark.skipif(not has_proc_maps(), reason="reads /proc/self/maps, which is Linux's")
 def test_tables_import_no_driver() -> None:
     """A table may import its kernels' compiler, never the driver."""
-    found = json.loads(python(PROBE.replace("break", "continue"), json.dumps(TABLES)))
+    probe = PROBE.replace("break", "continue")
+    found = json.loads(python(probe, json.dumps(TABLES), torch_loads_libcuda()))
     assert list(found) == TABLES
     for name, faults in found.items():
         assert not {"CUDA initialised", "libcuda loaded"} & set(faults), name
