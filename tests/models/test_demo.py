@@ -20,11 +20,12 @@ ANSWERS = {
 }
 # Written for this test in the manner of the training stories; no text that it was trained on.
 STORY = (
-    "Once upon a time, in a small village by the sea, there lived a brave rabbit named Sam. One "
-    "day he wanted to see the old bridge, so he packed some apples and left. On the way he met a fox "
-    'named Lily. "Where are you going?" asked Lily. "I want to see the old bridge," said Sam. "I '
-    'will come with you," said Lily. They walked together until the sun went down. At last they '
-    "saw the old bridge. Sam was very happy. He gave Lily an apple and thanked her."
+    "Once upon a time, in a small village by the sea, there lived a brave rabbit named "
+    "Sam. One day he wanted to see the old bridge, so he packed some apples and left. On "
+    'the way he met a fox named Lily. "Where are you going?" asked Lily. "I want to see '
+    'the old bridge," said Sam. "I will come with you," said Lily. They walked together '
+    "until the sun went down. At last they saw the old bridge. Sam was very happy. He "
+    "gave Lily an apple and thanked her."
 )
 
 
