@@ -250,6 +250,28 @@ def test_options_are_checked_before_weights_are_read(tiny_path: Path) -> None:
     assert read == []
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore of it"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        MemoryError("Unable to allocate 9 bytes"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_weights_that_do_not_fit(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*shape: object, **options: object) -> torch.Tensor:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr("finwhale.models.deepseek_v4.build.torch.empty", full)
+        with pytest.raises(ResourceError, match="the model does not fit cpu: ") as raised:
+            LLM(tiny_path, device="cpu")
+    assert str(error).splitlines()[0] in str(raised.value) and "\n" not in str(raised.value)
+
+
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
     plan = LLM(tiny_path, device="cpu", max_num_seqs=1, max_model_len=256).engine.runner.plan
     sizes = {"max_num_seqs": 1, "cache_memory_bytes": plan.total_bytes}

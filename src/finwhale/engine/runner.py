@@ -70,7 +70,9 @@ class ModelRunner:
                 max_positions=self.max_model_len,
             )
             self.cache = allocate_cache(self.groups, self.plan, self.dtype, self.device)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
             raise ResourceError(
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
@@ -115,6 +117,11 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
             f"max_model_len is {config.max_model_len}, but the model's context is {limit} tokens"
         )
     return config.max_model_len or limit
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A CPU allocation that fails is a plain RuntimeError to torch, a MemoryError to numpy."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
 
 
 def choose_device(name: str | None) -> tuple[Platform, torch.device]:
