@@ -122,7 +122,7 @@ def turns(rotation_NR: Tensor) -> C64:
 
 
 def rotate(x: F32, turn_NR: C64) -> None:
-    """Rotate the interleaved pairs of x's last R values in place; x [N,C] or [N,A,C].
+    """Rotate the interleaved pairs of x's last R values in place; x [N,C] or [N,A,C], R >= 4.
 
     A pair (a, b) is the complex number a + bi, and its rotation a product.
     """

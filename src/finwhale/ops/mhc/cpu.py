@@ -98,6 +98,7 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     mixes = _mixes(residual_NHD.reshape(N, H * D), w.fn, w.scale, w.base, params.rms_eps)
     gates, res_NHH = mixes[:, : 2 * H], mixes[:, 2 * H :].reshape(N, H, H)
     np.negative(gates, gates)
+    np.minimum(gates, constant(80.0), out=gates)  # e^80 is finite, and 1 / e^80 is 0 in any sum
     np.subtract(res_NHH, np.maximum.reduce(res_NHH, -1)[..., None], res_NHH)
     np.exp(mixes, mixes)
     np.add(gates, constant(1.0), gates)
@@ -149,9 +150,11 @@ def mhc_post_pre(
 
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     streams: F32 = np.ascontiguousarray(streams_NHD.numpy())
-    flat = streams.reshape(streams.shape[0], -1)
+    N, H, D = streams.shape
+    flat = streams.reshape(N, H * D)
     pre = _mixes(flat, w.fn, w.scale, w.base, params.rms_eps)
     np.negative(pre, pre)
+    np.minimum(pre, constant(80.0), out=pre)
     np.exp(pre, pre)
     np.add(pre, constant(1.0), pre)
     np.reciprocal(pre, pre)

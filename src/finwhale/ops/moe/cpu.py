@@ -88,6 +88,7 @@ def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
     width = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :width], gate_up[..., width:]
     np.minimum(gate, constant(limit), out=gate)
+    np.maximum(gate, constant(-80.0), out=gate)  # silu is 0 from there on, and e^80 is finite
     hidden = np.negative(gate)
     np.exp(hidden, hidden)
     np.add(hidden, constant(1.0), hidden)
@@ -127,7 +128,7 @@ def experts(
         hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
     out = np.empty((ids.size, x.shape[1]), np.float32)
     run_pairs(hidden, 1, ids, [second for _, second in matrices], out)
-    result = np.matmul(weights_NK.numpy()[:, None], out.reshape(num_tokens, topk, -1))
+    result = np.matmul(weights_NK.numpy()[:, None], out.reshape(num_tokens, topk, x.shape[1]))
     return torch.from_numpy(result.reshape(x.shape))
 
 

@@ -1,0 +1,51 @@
+"""Linear layers: one and many rows, widths that no tile divides, both kinds of inputs.
+
+Rounded inputs are the same bits in every implementation, so the tolerance is that of sums.
+"""
+
+from typing import Any
+
+from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.linear import LinearWeight
+
+# N, K, M: no rows, the demo model's, odd ones, rows around the sizes where BLAS changes kernels,
+# one of Flash's, and one large enough to be split over threads.
+PLAIN = (
+    (0, 256, 128),
+    (1, 256, 128),
+    (1, 1, 1),
+    (2, 130, 17),
+    (5, 320, 200),
+    (13, 128, 256),
+    (33, 200, 33),
+    (3, 4096, 512),
+    (300, 256, 256),
+)
+# N, G, K, M.
+GROUPED = ((0, 2, 64, 16), (1, 2, 512, 128), (3, 1, 130, 7), (17, 8, 64, 16))
+
+
+def _linear(N: int, K: int, M: int, round_input: bool) -> OpCase:
+    def args() -> tuple[Any, ...]:
+        draw = Draw()
+        w = LinearWeight(draw.normal(M, K, scale=K**-0.5), round_input)
+        return draw.outliers(N, K), w
+
+    name = f"{(N, K, M)} rounded" if round_input else str((N, K, M))
+    return OpCase(operator="linear", name=name, args=args, by_token=(0,))
+
+
+def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> OpCase:
+    def args() -> tuple[Any, ...]:
+        draw = Draw()
+        w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), round_input)
+        return draw.outliers(N, G, K), w
+
+    name = f"{(N, G, K, M)} rounded" if round_input else str((N, G, K, M))
+    return OpCase(operator="grouped_linear", name=name, args=args, by_token=(0,))
+
+
+CASES = (
+    *(_linear(*size, rounded) for size in PLAIN for rounded in (False, True)),
+    *(_grouped(*size, rounded) for size in GROUPED for rounded in (False, True)),
+)

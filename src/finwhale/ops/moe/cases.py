@@ -1,0 +1,69 @@
+"""Mixture of experts: no token, one, few and many pairs, skipped experts, rounded inputs.
+
+Both products round what enters them: what enters the second is a result of the first, so some of
+its values may fall on another side of a rounding's boundary.
+"""
+
+from typing import Any
+
+import torch
+
+from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.moe import ExpertWeight
+
+LIMIT = 0.7
+# N, D, E, K, I.
+SIZES = (
+    (0, 64, 4, 2, 32),
+    (1, 256, 16, 4, 128),
+    (3, 130, 5, 1, 17),
+    (16, 64, 8, 4, 32),
+    (17, 64, 8, 4, 32),
+    (90, 64, 8, 2, 130),
+)
+
+
+def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noqa: E741
+    def by_score() -> tuple[Any, ...]:
+        draw = Draw()
+        x, gate = draw.normal(N, D), draw.normal(E, D, scale=3 * D**-0.5)
+        return x, gate, draw.normal(E), K, 1.5
+
+    def by_hash() -> tuple[Any, ...]:
+        x, gate, _, _, scaling = by_score()
+        draw = Draw(1)
+        table = torch.stack([draw.distinct(E, K) for _ in range(50)])
+        return x, gate, table, draw.whole(50, N), scaling
+
+    name = str((N, D, E, K))
+    return (
+        OpCase(operator="route_by_score", name=name, args=by_score, by_token=(0,)),
+        OpCase(operator="route_by_hash", name=name, args=by_hash, by_token=(0, 3)),
+    )
+
+
+def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpCase, ...]:  # noqa: E741
+    def experts() -> tuple[Any, ...]:
+        draw = Draw()
+        w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
+        w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
+        ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.whole(E, 0, K)
+        ids[N // 2 :: 5, 0] = -1
+        return draw.outliers(N, D), ids, draw.normal(N, K).abs(), w, LIMIT
+
+    def shared() -> tuple[Any, ...]:
+        x, _, _, w, limit = experts()
+        return x, ExpertWeight(w.w13[0], w.w2[0], rounded), limit
+
+    name = f"{(N, D, E, K, I)}{' rounded' * rounded}"
+    flips = 0.05 if rounded else 0.0
+    return (
+        OpCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
+        OpCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
+    )
+
+
+CASES = (
+    *(case for size in SIZES for case in _route(*size)),
+    *(case for size in SIZES for rounded in (False, True) for case in _experts(*size, rounded)),
+)
