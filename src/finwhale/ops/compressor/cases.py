@@ -30,7 +30,8 @@ def compress_step(
     """As the engine builds it, from random slots."""
     align, before = KEPT[ratio]
     mixed = 2 * ratio if ratio == 4 else ratio
-    history, sources, positions, kept, new = [], [], [], [], 0
+    history: list[int] = []
+    sources, positions, kept, new = [], [], [], 0
     starts = []
     for start, end in chunks:
         completes = end // ratio > start // ratio
