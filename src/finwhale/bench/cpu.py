@@ -59,7 +59,6 @@ class Finwhale:
             device="cpu",
             dtype="float32",
             activations=activations,
-            max_model_len=longest,
             max_num_seqs=max(BATCHES),
             max_num_batched_tokens=longest * max(BATCHES),
         )
@@ -71,6 +70,7 @@ class Finwhale:
         engine = self._llm.engine
         self._requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
         engine.step()
+        assert all(request.outputs[0].token_ids for request in self._requests), "one waits"
 
     def step(self) -> None:
         self._llm.engine.step()
