@@ -1,0 +1,130 @@
+"""Compile every Triton kernel for SM90 without a GPU: a script that test_sm90_compile.py runs.
+
+It calls the operators on tensors of the meta device, with the sizes of Flash and Pro in bfloat16,
+and compiles each launch instead of running it. Prints a JSON object a compiled kernel.
+"""
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from finwhale.ops.attention import triton as attention
+from finwhale.ops.indexer import triton as indexer
+from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
+from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.moe import triton as moe
+from finwhale.ops.norm import triton as norm
+
+TARGET = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+# hidden_size, num_attention_heads, q_lora_rank, n_routed_experts.
+MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
+DONE: set[str] = set()
+
+
+def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
+    """As a launch specialises it: 16-byte pointers, integers of 1 and multiples of 16."""
+    signature, constants, attributes = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        name, value = parameter.name, arguments[parameter.name]
+        if isinstance(value, Tensor):
+            signature[name] = TYPES[value.dtype]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[name] = "constexpr"
+            constants[(position,)] = value
+        elif isinstance(value, int):
+            signature[name] = "i32" if value < 2**31 else "i64"
+            if value % 16 == 0:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    names = [parameter.name for parameter in self.params]
+    arguments = dict(zip(names, args, strict=False))
+    arguments |= {name: value for name, value in kwargs.items() if name in names}
+    options = {name: value for name, value in kwargs.items() if name not in names}
+    ast = source(self, arguments)
+    key = f"{self.__name__} {ast.signature} {ast.constants} {ast.attrs} {options}"
+    if key in DONE:
+        return
+    DONE.add(key)
+    compiled = triton.compile(ast, target=TARGET, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    report = {
+        "kernel": self.__name__,
+        "constants": {name: arguments[name] for name in names if name.isupper()},
+        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
+        "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
+        "shared": compiled.metadata.shared,
+    }
+    report["constants"] = {
+        name: value for name, value in report["constants"].items() if not isinstance(value, Tensor)
+    }
+    print(json.dumps(report), flush=True)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def f32(*shape: int) -> Tensor:
+    return meta(*shape, dtype=torch.float32)
+
+
+def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
+    """Every operator that has a kernel, for N tokens."""
+    params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+    w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
+    head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
+    post, res, streams = f32(N, 4), f32(N, 4, 4), meta(N, 4, D)
+    mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params)
+    mhc.mhc_post(meta(N, D), post, res, streams)
+    mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params)
+    mhc.hc_head(streams, head, params)
+    norm.rms_norm(meta(N, Q), f32(Q), 1e-6)
+    rotation = f32(N, 32, 2)
+    attention.prepare_query(meta(N, A, 512), rotation, 1e-6)
+    attention.inverse_rope(meta(N, A, 512), rotation)
+    slots, rows = meta(N, dtype=torch.int64), meta(2**20, 512)
+    for rounded in (False, True):
+        attention.store_window(meta(N, 512), f32(512), rotation, 1e-6, rounded, rows, slots)
+        indexer.prepare_index_query(meta(N, 64, 128), rotation, rounded)
+    for dtype in (torch.float32, torch.bfloat16):
+        gate = meta(E, D, dtype=dtype)
+        moe.route_by_score(meta(N, D), gate, f32(E), 6, 1.5)
+        moe.route_by_hash(meta(N, D), gate, meta(129280, 6, dtype=torch.int64), slots, 1.5)
+
+
+def main() -> None:
+    JITFunction.run = compile_launch
+    for D, A, Q, E in MODELS.values():
+        for tokens in (8, 8192):
+            call_all(D, A, Q, E, tokens)
+
+
+if __name__ == "__main__":
+    main()
