@@ -98,7 +98,7 @@ def test_a_token_s_bits_are_its_own(case: OpCase) -> None:
     args = lay_out(CPU, case.args())
     num_tokens = args[case.by_token[0]].shape[0]
     whole = results(CPU, case, args)
-    sizes = [n for n in (1, 2, 3, 5, 10, 11, 17, 64) if n < num_tokens]
+    sizes = [n for n in (1, 2, 3, 6, 7, 17, 64) if n < num_tokens]
     for size, offset in itertools.product(sizes, (0, 1, num_tokens // 2, num_tokens - 1)):
         rows = slice(offset, min(offset + size, num_tokens))
         part = results(CPU, case, _rows(case, args, rows))

@@ -8,6 +8,7 @@ on each element alone, and sums run over an axis of fixed length or in order.
 Legend: N rows, K input width, M output width, D width, R rope dimensions.
 """
 
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -95,18 +96,26 @@ def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
     return out_NM
 
 
-def rms(x: F32, eps: float) -> F32:
-    """sqrt(mean(x^2) + eps) over the last axis, kept: [...,D] -> [...,1]."""
-    mean: F32 = np.vecdot(x, x)[..., None]
-    np.multiply(mean, constant(1.0 / x.shape[-1]), mean)
-    np.add(mean, constant(eps), mean)
+def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, kept: [...,D] -> [...,1]; of one row a scalar.
+
+    In float64 from the sum on, so that Python's floats give the bits that arrays do.
+    """
+    share = 1.0 / x.shape[-1]
+    if x.size == x.shape[-1]:
+        row = x.ravel()
+        return np.float32(1.0 / math.sqrt(float(row.dot(row)) * share + eps))
+    mean = np.vecdot(x, x)[..., None].astype(np.float64)
+    mean *= share
+    mean += eps
     np.sqrt(mean, mean)
-    return mean
+    inverse: F32 = np.reciprocal(mean, mean).astype(np.float32)
+    return inverse
 
 
 def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
     """x / rms(x) * weight, a new array."""
-    out = np.divide(x, rms(x, eps))
+    out = np.multiply(x, inverse_rms(x, eps))
     np.multiply(out, weight_D, out)
     return out
 

@@ -14,7 +14,7 @@ MAX_GATHERED = 2**18
 
 def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
     q: F32 = q_NAC.numpy()
-    np.divide(q, host.rms(q, eps), q)
+    np.multiply(q, host.inverse_rms(q, eps), q)
     host.rotate(q, host.turns(rotation_NR))
     return q_NAC
 

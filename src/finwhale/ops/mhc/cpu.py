@@ -11,14 +11,14 @@ from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> F32:
     mixes = host.matmul_rows(flat_NK, view(fn).T)
-    np.divide(mixes, host.rms(flat_NK, rms_eps), mixes)
+    np.multiply(mixes, host.inverse_rms(flat_NK, rms_eps), mixes)
     np.multiply(mixes, view(scale), mixes)
     np.add(mixes, view(base), mixes)
     return mixes
 
 
 # Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
-FEW_TOKENS = 10
+FEW_TOKENS = 6
 # Tokens whose factors stay in the nearest cache while they are iterated.
 TOKEN_BLOCK = 256
 
@@ -67,30 +67,33 @@ def _reciprocal_factors(mix: list[float], num_iters: int, eps: float) -> tuple[f
 
 
 def _iterate(mix_NHH: F32, num_iters: int, eps: float, inverse_N2H: F64) -> None:
-    """Write 1/u and 1/v of many tokens; tokens lie along the last axis."""
+    """Write 1/u and 1/v of many tokens; tokens lie along the last axis.
+
+    A half step multiplies [mix^T ; eps] by [1/v ; u], each 1/v_j once for every u_i that it goes
+    into, adds the H + 1 terms up, and writes the reciprocals to where the next half step wants
+    them.
+    """
     N, H, _ = mix_NHH.shape
-    by_column = np.ascontiguousarray(mix_NHH.transpose(1, 2, 0), np.float64)
-    by_row = np.ascontiguousarray(by_column.swapaxes(0, 1))
-    terms = np.empty((H, H, N))
-    factors, inverse = np.ones((2, H, N)), np.ones((2, H, N))
-    scaled = np.empty((H, N))
-    small = np.array([eps])
-    first, second, *others = terms
+    mix = mix_NHH.transpose(1, 2, 0)
+    by_column, by_row, terms = np.full((3, H + 1, H, N), eps)
+    by_column[:H] = mix
+    by_row[:H] = mix.swapaxes(0, 1)
+    for_u, for_v = np.ones((2, H + 1, H, N))
+    u, v = for_u[H], for_v[H]
+    u_column, v_column = u[:, None], v[:, None]
 
-    def half(mix_HHN: F64, given_HN: F64, factor_HN: F64, inverse_HN: F64) -> None:
-        np.multiply(mix_HHN, given_HN[:, None], terms)
-        np.multiply(factor_HN, small, scaled)
-        np.add(first, second, factor_HN)
-        for term in others:
-            np.add(factor_HN, term, factor_HN)
-        np.add(factor_HN, scaled, factor_HN)
-        np.reciprocal(factor_HN, inverse_HN)
-
-    half(by_column, inverse[0], factors[1], inverse[1])
+    np.multiply(by_column, for_v, terms)
+    np.add.reduce(terms, 0, None, v)
+    np.reciprocal(v_column, for_u[:H])
     for _ in range(num_iters - 1):
-        half(by_row, inverse[1], factors[0], inverse[0])
-        half(by_column, inverse[0], factors[1], inverse[1])
-    inverse_N2H[...] = inverse.transpose(2, 0, 1)
+        np.multiply(by_row, for_u, terms)
+        np.add.reduce(terms, 0, None, u)
+        np.reciprocal(u_column, for_v[:H])
+        np.multiply(by_column, for_v, terms)
+        np.add.reduce(terms, 0, None, v)
+        np.reciprocal(v_column, for_u[:H])
+    inverse_N2H[:, 0] = for_v[:H, 0].T
+    inverse_N2H[:, 1] = for_u[:H, 0].T
 
 
 def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
