@@ -1,0 +1,56 @@
+"""Every Triton kernel in the interpreter on its family's shared cases, in float32.
+
+Cases of many tokens are left to the GPU: the interpreter takes milliseconds a program.
+"""
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.case import OpCase
+from finwhale.platform import Platform
+
+from .kernels_support import assert_close
+
+MAX_TOKENS = 20
+FAMILIES = ("attention", "indexer", "mhc", "moe", "norm")
+REFERENCE: Ops = load_ops(Platform.cpu(), reference=True)
+
+
+def covered() -> list[object]:
+    params = []
+    for family in FAMILIES:
+        cases = importlib.import_module(f"finwhale.ops.{family}.cases").CASES
+        kernels = importlib.import_module(f"finwhale.ops.{family}.triton")
+        for case in cases:
+            kernel = getattr(kernels, case.operator, None)
+            if kernel is not None and len(case.args()[0]) <= MAX_TOKENS:
+                params.append(pytest.param(case, kernel, id=str(case)))
+    return params
+
+
+def results(fn: object, case: OpCase) -> list[Tensor]:
+    args = case.args()
+    returned = fn(*args)  # type: ignore[operator]
+    if not isinstance(returned, tuple):
+        returned = () if returned is None else (returned,)
+    return [*returned, *(args[i] for i in case.written)]
+
+
+@pytest.mark.parametrize("case, kernel", covered())
+def test_against_the_reference(case: OpCase, kernel: object) -> None:
+    found, wanted = results(kernel, case), results(getattr(REFERENCE, case.operator), case)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if not other.dtype.is_floating_point:
+            assert torch.equal(one, other)
+        elif case.flips and other.numel():
+            unit = other.abs().max()
+            error = (one - other).abs()
+            assert (error > case.tolerance * unit).float().mean() <= case.flips
+            assert error.max() <= case.flip * unit
+        else:
+            assert_close(one, other)
