@@ -8,6 +8,8 @@ from typing import Any, TextIO
 import finwhale
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.cli.options import (
+    DIM,
+    PLAIN,
     add_model_options,
     add_sampling_options,
     load_model,
@@ -17,7 +19,6 @@ from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
 
 HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) leaves."
-DIM, PLAIN = "\033[2m", "\033[0m"
 
 
 def run(argv: Sequence[str]) -> int:

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 
 from finwhale.cli.options import (
+    DIM,
+    PLAIN,
     add_model_options,
     add_sampling_options,
     load_model,
@@ -21,6 +23,9 @@ def run(argv: Sequence[str]) -> int:
         raise RequestError("the prompt is empty: give at least one character")
     params = sampling_params(args, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
     llm = load_model(args)
+    if sys.stdout.isatty():
+        sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
+        sys.stdout.flush()
     begin = time.perf_counter()
     shown = 0
     tokens, first = 0, begin
@@ -55,7 +60,8 @@ def _read_stdin() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale generate",
-        description="Continue PROMPT and stream the text to stdout.",
+        description="Continue PROMPT and stream the text to stdout (a terminal shows the prompt "
+        "before it).",
         epilog='example: finwhale generate "Once upon a time" --max-tokens 200 --seed 1',
     )
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads stdin')

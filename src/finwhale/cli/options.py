@@ -10,6 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 import finwhale
 from finwhale.request import SamplingParams
 
+DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
