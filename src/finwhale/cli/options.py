@@ -98,7 +98,7 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
         transient=True,
         disable=not sys.stderr.isatty(),
     ) as bar:
-        task = bar.add_task("loading")
+        task = bar.add_task("loading", total=None)
 
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
