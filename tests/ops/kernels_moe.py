@@ -101,10 +101,8 @@ def test_a_token_s_bits_do_not_depend_on_the_batch(
     alone = kernels.route_by_hash(x[2:3], gate, table, token_ids[2:3], 1.5)[1]
     assert torch.equal(alone, hashed[2:3])
     monkeypatch.setattr(kernels, "FEW_TOKENS", 0)
-    many_ids, many = kernels.route_by_score(x, gate, bias, 6, 1.5)
-    assert torch.equal(many_ids, together[0])
-    # The products of other shapes may differ in the last bits in the interpreter's BLAS.
-    assert_close(many, together[1])
+    many = kernels.route_by_score(x, gate, bias, 6, 1.5)
+    assert all(torch.equal(a, b) for a, b in zip(many, together, strict=True))
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:

@@ -1,9 +1,10 @@
 """Repairs of Triton's interpreter (3.6 to 3.9) on a CPU: bfloat16, float8 and autotuning.
 
 As it comes, the interpreter computes with the bit patterns of bfloat16, truncates float32 to it,
-loses carries into E4M3 and refuses several autotune configurations. Here storage stays as it is
-(the interpreter's load and store need it); arithmetic goes through float32, and casts down round
-to nearest even, as a GPU does. To be imported before a kernel runs.
+loses carries into E4M3, leaves the order of a product's sums to BLAS and refuses several autotune
+configurations. Here storage stays as it is (the interpreter's load and store need it); arithmetic
+goes through float32, products through float64, and casts down round to nearest even, as a GPU does.
+To be imported before a kernel runs.
 """
 
 import os
@@ -89,6 +90,14 @@ def cast(as_it_comes: Any) -> Any:
     return run
 
 
+def dot(_: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+    """In float64, then rounded once: as on a GPU, and unlike in a BLAS library, a row's bits do not
+    depend on where in the tile it lies.
+    """
+    product = np.matmul(up(a)[0].data.astype(np.float64), up(b)[0].data.astype(np.float64))
+    return Handle((product + total.data).astype(total.data.dtype), total.dtype.scalar)
+
+
 def reduction(as_it_comes: Any) -> Any:
     """Reductions and scans take bfloat16 as float32."""
 
@@ -134,8 +143,7 @@ def repair() -> None:
     builder.cast_impl = cast(builder.cast_impl)
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
         setattr(builder, f"create_{name}", lambda self, x, to: self.cast_impl(x, to))
-    dot = builder.create_dot
-    builder.create_dot = lambda self, a, b, *rest: dot(self, up(a)[0], up(b)[0], *rest)
+    builder.create_dot = dot
     for operations in (interpreter.ReduceOps, interpreter.ScanOps):
         operations.apply_impl = reduction(operations.apply_impl)
     Autotuner.run = first_config(Autotuner.run)
