@@ -11,6 +11,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
 SMALL = ["--context", "12", "--steps", "8", "--rounds", "1", "--prefill", "16", "--batches", "2"]
+SMALL += ["--threads", "1"]
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 Thirteen random configurations, prompts shorter and longer than every window, in float32 with exact
 activations. The seeds are those of 0..19 in which no expert, no entry and no next token is decided
 by less than what float32 resolves; test_transcription checks that.
+
+A greedy continuation is checked with one forward of the oracle over the whole text: it is the
+oracle's own, token for token, if each is the most likely after those before it.
 """
 
 import random
@@ -34,25 +37,35 @@ GREEDY = SamplingParams(max_tokens=STEPS, temperature=0, ignore_eos=True)
 
 @dataclass
 class Case:
-    """One configuration, its checkpoint, and what the oracle says.
+    """One configuration and its checkpoint.
 
-    texts are the prompts with their greedy continuations; logits [T,V] those of each whole text.
+    continuations are Finwhale's, greedy, of all prompts in one batch; logits [T,V] are the
+    oracle's of each prompt with its continuation.
     """
 
     path: Path
     config: dict[str, Any]
     weights: dict[str, Tensor]
+    oracle: Oracle
     prompts: list[list[int]]
     continuations: list[list[int]]
-    decode_logits: list[Tensor]
     logits: list[Tensor]
 
     @property
     def texts(self) -> list[list[int]]:
         return [p + c for p, c in zip(self.prompts, self.continuations, strict=True)]
 
-    def llm(self, **options: Any) -> LLM:
-        return LLM(self.path, device="cpu", dtype="float32", activations="exact", **options)
+    def deciding(self, logits: list[Tensor]) -> list[Tensor]:
+        """The rows [STEPS,V] that choose the continuations."""
+        return [rows[n - 1 : -1] for rows, n in zip(logits, LENGTHS, strict=True)]
+
+
+def load(path: Path, **options: Any) -> LLM:
+    return LLM(path, device="cpu", dtype="float32", activations="exact", **options)
+
+
+def greedy(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [out.outputs[0].token_ids for out in llm.generate(prompts, GREEDY)]
 
 
 @pytest.fixture(scope="module", params=SEEDS)
@@ -68,50 +81,48 @@ def case(
     prompts = [[draw.randrange(config["vocab_size"]) for _ in range(n)] for n in LENGTHS]
     with single_threaded():
         oracle = Oracle(path)
-        decoded = [oracle.greedy(prompt, STEPS) for prompt in prompts]
-        texts = [prompt + tokens for prompt, (tokens, _) in zip(prompts, decoded, strict=True)]
-        yield Case(
-            path=path,
-            config=config,
-            weights=weights,
-            prompts=prompts,
-            continuations=[tokens for tokens, _ in decoded],
-            decode_logits=[rows for _, rows in decoded],
-            logits=[oracle.logits(text) for text in texts],
-        )
+        continuations = greedy(load(path), prompts)
+        texts = [prompt + tokens for prompt, tokens in zip(prompts, continuations, strict=True)]
+        logits = [oracle.logits(text) for text in texts]
+        yield Case(path, config, weights, oracle, prompts, continuations, logits)
 
 
 def test_transcription(case: Case) -> None:
-    """The formulas in float64 against transformers, with and without its cache."""
+    """The formulas in float64 against transformers."""
     double = {k: v.double() if v.is_floating_point() else v for k, v in case.weights.items()}
-    for i, text in enumerate(case.texts):
-        margins = transcription.Margins()
-        wanted, _ = transcription.forward(double, case.config, text, margins)
-        assert relative_error(case.logits[i], wanted) < TOLERANCE
-        chosen_by = wanted[LENGTHS[i] - 1 : -1]
-        assert relative_error(case.decode_logits[i], chosen_by) < TOLERANCE
-        best = chosen_by.topk(2).values
-        gap = float((best[:, 0] - best[:, 1]).min() / wanted.abs().max())
-        reason = f"seed without room for rounding: choose another ({margins.smallest()}, {gap})"
-        assert margins.smallest() > 5e-6 and gap > 1e-5, reason
+    margins, wanted = transcription.Margins(), []
+    for text, logits in zip(case.texts, case.logits, strict=True):
+        wanted.append(transcription.forward(double, case.config, text, margins)[0])
+        assert relative_error(logits, wanted[-1]) < TOLERANCE
+    best = torch.cat(case.deciding(wanted)).topk(2).values
+    gap = float((best[:, 0] - best[:, 1]).min() / torch.cat(wanted).abs().max())
+    reason = f"seed without room for rounding: choose another ({margins.smallest()}, {gap})"
+    assert margins.smallest() > 5e-6 and gap > 1e-5, reason
 
 
-def test_logits(case: Case) -> None:
-    stepper = Stepper(case.llm().engine)
+@pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
+def test_logits(case: Case, reference: bool) -> None:
+    stepper = Stepper(load(case.path, reference=reference).engine)
     for text, wanted in zip(case.texts, case.logits, strict=True):
         assert relative_error(stepper.logits(stepper.read(text)), wanted) < TOLERANCE
 
 
 def test_greedy_of_a_ragged_batch(case: Case) -> None:
-    outputs = case.llm().generate(case.prompts, GREEDY)
-    assert [out.outputs[0].token_ids for out in outputs] == case.continuations
+    chosen = [rows.argmax(1).tolist() for rows in case.deciding(case.logits)]
+    assert case.continuations == chosen
+
+
+def test_greedy_beside_the_oracles_cache(case: Case) -> None:
+    """The oracle decoding with its own cache, token by token."""
+    tokens, rows = case.oracle.greedy(case.prompts[-2], STEPS)
+    assert case.continuations[-2] == tokens
+    assert relative_error(rows, case.deciding(case.logits)[-2]) < TOLERANCE
 
 
 def test_greedy_while_prompts_are_still_read(case: Case) -> None:
     """Few sequences and few tokens a step: chunks of prompts beside decodes, and waiting."""
-    llm = case.llm(max_num_seqs=3, max_num_batched_tokens=50)
-    outputs = llm.generate(case.prompts, GREEDY)
-    assert [out.outputs[0].token_ids for out in outputs] == case.continuations
+    llm = load(case.path, max_num_seqs=3, max_num_batched_tokens=50)
+    assert greedy(llm, case.prompts) == case.continuations
     llm.engine.scheduler.check_integrity()
 
 
@@ -123,8 +134,7 @@ def test_checkpoint_that_transformers_wrote(tmp_path: Path) -> None:
     oracle.model.save_pretrained(tmp_path / "saved")
     prompt = [5, 3, 8, 100, 2, 44, 1, 0, 7]
     with single_threaded():
-        llm = LLM(tmp_path / "saved", device="cpu", dtype="float32", activations="exact")
-        stepper = Stepper(llm.engine)
+        stepper = Stepper(load(tmp_path / "saved").engine)
         found = stepper.logits(stepper.read(prompt))
         assert relative_error(found, oracle.logits(prompt)) < TOLERANCE
 

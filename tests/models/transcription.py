@@ -187,15 +187,14 @@ def index_scores(w: Part, config: Config, x: Tensor, q_lora: Tensor) -> Tensor:
 
 def top_entries(scores: Tensor, complete: Tensor, topk: int, margins: Margins | None) -> Tensor:
     """Which complete entries are among the topk best, [T,W] bool."""
-    chosen = complete.clone()
-    for t, (row, seen) in enumerate(zip(scores, complete.sum(1).tolist(), strict=True)):
-        if seen > topk:
-            ranked = row[:seen].sort(descending=True)
-            chosen[t] = False
-            chosen[t, ranked.indices[:topk]] = True
-            if margins is not None:
-                margins.entries.append(float(ranked.values[topk - 1] - ranked.values[topk]))
-    return chosen
+    if scores.shape[1] <= topk:
+        return complete
+    ranked = scores.masked_fill(~complete, -math.inf).sort(1, descending=True)
+    if margins is not None:
+        gaps = ranked.values[:, topk - 1] - ranked.values[:, topk]
+        margins.entries.extend(gaps[complete.sum(1) > topk].tolist())
+    best = torch.zeros_like(complete).scatter(1, ranked.indices[:, :topk], True)
+    return best & complete
 
 
 # --- Mixture of experts ---
