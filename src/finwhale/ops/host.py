@@ -32,13 +32,27 @@ I64 = NDArray[np.int64]
 NUM_WORKERS = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
-# Below this many multiplications a second thread costs more than it saves.
-PARALLEL_WORK = 4 * 2**20
+# Multiplications that are worth a thread of their own, about a millisecond: to wake one takes
+# microseconds on a quiet machine and milliseconds on a busy one.
+PARALLEL_WORK = 2**25
 _POOL = ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 
+def _renew_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    global _POOL
+    _POOL = ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_pool)
+
+
+@lru_cache(maxsize=1)
 def limit_blas_threads() -> None:
     """One thread for numpy's own OpenBLAS, for the whole process; torch's threads stay as they are.
+
+    Called when the first weight is prepared, not when a module is imported.
 
     A gemv is too short to share between threads, and its bits must not depend on their number.
     Large steps are split over rows instead, by `split_rows`.
@@ -49,7 +63,7 @@ def limit_blas_threads() -> None:
 
 
 def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) -> None:
-    """Call `fn` with slices that cover all rows, on several threads where it pays.
+    """Call `fn` with slices that cover all rows, some on other threads where it pays.
 
     Args:
         work_per_row: about how many multiplications a row takes.
@@ -59,9 +73,11 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
         fn(slice(0, num_rows))
         return
     bounds = [num_rows * i // parts for i in range(parts + 1)]
-    slices = [slice(start, end) for start, end in pairwise(bounds)]
-    for done in [_POOL.submit(fn, rows) for rows in slices]:
-        done.result()
+    own, *others = [slice(start, end) for start, end in pairwise(bounds)]
+    running = [_POOL.submit(fn, rows) for rows in others]
+    fn(own)
+    for part in running:
+        part.result()
 
 
 def view(tensor: Tensor) -> Any:
