@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """A model and an engine in this process.
+    """A model and an engine in this process; threads may share it, forked processes may not.
+
+    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/host.py says why).
 
     Args:
         path: a checkpoint's directory; None: the embedded demo model.
@@ -126,23 +128,33 @@ class LLM:
             tools: function tools as in OpenAI's Chat Completions.
 
         Each output's `message` holds the answer parsed into content, reasoning_content and
-        tool_calls. A conversation that is too long has its `error` set, as in `generate`.
+        tool_calls. Stop strings count in the answer, not in the reasoning. A conversation that is
+        malformed or too long has its `error` set, as in `generate`.
 
         Raises:
-            RequestError: a message is malformed, or the checkpoint has no tokenizer.
+            RequestError: `messages` is neither form, or the checkpoint has no tokenizer.
         """
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
-        prompts = [template.render(conversation, options) for conversation in several]
-        results = self._run(
-            self._try_begin(prompt.token_ids, one, prompt.text)
-            for prompt, one in zip(prompts, params, strict=True)
-        )
+        stop_after = template.end_of_thinking if thinking else None
+        prompts: list[ChatPrompt | None] = []
+
+        def begin() -> Iterator[RequestOutput]:
+            for conversation, one in zip(several, params, strict=True):
+                prompts.append(None)
+                try:
+                    prompts[-1] = prompt = template.render(conversation, options)
+                except RequestError as error:
+                    yield self._refused(error, None, [])
+                    continue
+                yield self._try_begin(prompt.token_ids, one, prompt.text, stop_after)
+
+        results = self._run(begin())
         for prompt, one, result in zip(prompts, params, results, strict=True):
             for output in result.outputs:
-                if output.finish_reason == "error":
+                if prompt is None or output.finish_reason == "error":
                     continue
                 # A stop token is no part of the answer; a stop string the parser finds itself.
                 stopped = isinstance(output.stop_reason, int)
@@ -192,23 +204,37 @@ class LLM:
             raise RequestError("the prompt is empty: give at least one character")
         return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
 
-    def _begin(self, prompt: Prompt, params: SamplingParams, text: str | None) -> RequestOutput:
+    def _begin(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        text: str | None,
+        stop_after: int | None = None,
+    ) -> RequestOutput:
         """Hand a prompt to the engine. Raises RequestError."""
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.engine.add_request(str(next(self._ids)), token_ids, params, text)
+        return self.engine.add_request(str(next(self._ids)), token_ids, params, text, stop_after)
 
     def _try_begin(
-        self, prompt: Prompt, params: SamplingParams, text: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        text: str | None = None,
+        stop_after: int | None = None,
     ) -> RequestOutput:
         """The same, but a prompt that cannot be served gives a finished result with its error."""
         text = prompt if isinstance(prompt, str) else text
         try:
-            return self._begin(prompt, params, text)
+            return self._begin(prompt, params, text, stop_after)
         except RequestError as error:
-            logger.warning("%s", error)
-            output = CompletionOutput(0, finish_reason="error")
-            token_ids = [] if isinstance(prompt, str) else list(prompt)
-            return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
+            return self._refused(error, text, [] if isinstance(prompt, str) else list(prompt))
+
+    def _refused(
+        self, error: RequestError, text: str | None, token_ids: list[int]
+    ) -> RequestOutput:
+        logger.warning("%s", error)
+        output = CompletionOutput(0, finish_reason="error")
+        return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
 
     def _run(self, beginning: Iterable[RequestOutput]) -> list[RequestOutput]:
         """Begin the requests and run them to their ends; whatever happens, none is left behind."""
@@ -288,6 +314,8 @@ def _as_conversations(messages: Messages | Sequence[Messages]) -> list[Messages]
             f"messages must be a list of dicts or a list of such lists, got "
             f"{type(messages).__name__}"
         )
-    if messages and all(isinstance(m, Mapping) for m in messages):
+    if not messages:
+        raise RequestError("messages must not be empty")
+    if all(isinstance(m, Mapping) for m in messages):
         return [messages]  # type: ignore[list-item]
     return list(messages)  # type: ignore[arg-type]

@@ -440,3 +440,33 @@ def test_dspark_is_said_plainly_and_runs_without_drafting(
     out = " ".join(capsys.readouterr().out.split())
     assert "DSpark, which is not supported: it runs without drafting" in out
     assert "3 tensors left out" in out
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_expert_ids_out_of_range(path: Path, wrong: int) -> None:
+    """A -1 would mean "no expert" to the operators: it must not get there."""
+    for file in sorted(path.glob("*.safetensors")):
+        tensors = load_file(file)
+        names = [name for name in tensors if name.endswith("tid2eid")]
+        for name in names:
+            tensors[name][5, 0] = wrong
+        if names:
+            save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=r"tid2eid holds expert ids from .* wanted 0 to"):
+        LLM(path, device="cpu")
+
+
+@pytest.mark.parametrize("ending", ["config.json", ".safetensors"])
+def test_a_file_that_may_not_be_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    open_file = Path.open
+
+    def refuse(file: Path, *args: Any, **more: Any) -> Any:
+        if file.name.endswith(ending):
+            raise PermissionError(13, "Permission denied", str(file))
+        return open_file(file, *args, **more)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CheckpointError, match=f"{ending} cannot be read: Permission denied"):
+        LLM(path, device="cpu")

@@ -3,10 +3,12 @@
 import json
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -366,23 +368,58 @@ def test_a_conversation_that_is_too_long_fails_alone(llm: LLM) -> None:
     assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].message is None
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        "Hello",
-        [{"role": "robot", "content": "x"}],
-        [{"content": "x"}],
-        [HELLO, [{"role": "user"}], HELLO],
-        [HELLO, 5],
-        [5],
-        None,
-    ],
-)
+@pytest.mark.parametrize("messages", ["Hello", {}, [], None])
 def test_messages_that_are_none(llm: LLM, messages: Any) -> None:
     """One line, and nothing is left running."""
     with pytest.raises(RequestError) as error:
         llm.chat(messages, greedy(2))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        [{"role": "robot", "content": "x"}],
+        [{"content": "x"}],
+        [{"role": "user"}],
+        [],
+        [5],
+        5,
+    ],
+)
+def test_a_malformed_conversation_fails_alone(llm: LLM, conversation: Any) -> None:
+    good, bad, other = llm.chat([HELLO, conversation, HELLO], greedy(4))
+    assert len(tokens(good)) == len(tokens(other)) == 4
+    assert bad.error is not None and "\n" not in bad.error and "messages" in bad.error
+    assert bad.outputs[0].finish_reason == "error" and bad.outputs[0].message is None
+
+
+def test_stop_strings_count_after_the_reasoning(llm: LLM, scripted: Callable[[str], None]) -> None:
+    scripted("I stop and think.</think>The fin whale. And more.")
+    params = greedy(64, stop=("stop", "whale"))
+    (result,) = llm.chat(HELLO, params, thinking=True)
+    message = result.outputs[0].message
+    assert message is not None
+    assert message["reasoning_content"] == "I stop and think."
+    assert message["content"] == "The fin "
+    assert result.outputs[0].stop_reason == "whale"
+
+
+def test_threads_share_one_model(llm: LLM) -> None:
+    """Each thread gets its own results; the tokens are those of a run alone."""
+    prompts = [[5 + i, 9, 7 + i] for i in range(4)]
+    alone = [tokens(llm.generate([prompt], greedy(12))[0]) for prompt in prompts]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(
+            threads.map(lambda prompt: tokens(llm.generate([prompt], greedy(12))[0]), prompts)
+        )
+    assert found == alone
+
+
+def test_integers_of_other_types_are_token_ids(llm: LLM) -> None:
+    plain, other = llm.generate([[5, 6], list(np.array([5, 6]))], greedy(4))
+    assert tokens(plain) == tokens(other)
+    assert all(type(token) is int for token in other.prompt_token_ids)
 
 
 def test_chat_needs_a_tokenizer(new_llm: Callable[..., LLM], no_tokenizer_path: Path) -> None:

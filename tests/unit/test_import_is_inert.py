@@ -130,3 +130,31 @@ print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_child_forked_after_import_runs_the_model(tiny_path: Path) -> None:
     assert python(FORK, str(tiny_path)).strip() == "0"
+
+
+FORK_AFTER_USE = """
+import os, sys
+import torch
+from finwhale import LLM, FinwhaleError, SamplingParams
+# torch's own OpenMP threads do not survive a fork; with one there are none to lose.
+torch.set_num_threads(1)
+params = SamplingParams(max_tokens=3, ignore_eos=True)
+llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
+llm.generate([[5] * 400], params)
+pid = os.fork()
+if pid == 0:
+    try:
+        llm.generate([[5, 6]], params)
+        os._exit(8)
+    except FinwhaleError as error:
+        assert "forked" in str(error), error
+    own = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
+    out = own.generate([[5] * 400], params)
+    os._exit(0 if len(out[0].outputs[0].token_ids) == 3 else 9)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_forked_after_use_makes_its_own_model(tiny_path: Path) -> None:
+    assert python(FORK_AFTER_USE, str(tiny_path)).strip() == "0"

@@ -57,7 +57,7 @@ def test_implementations_take_the_reference_table_s_arguments(platform: Platform
 def test_an_unknown_platform_is_refused(platform: Platform) -> None:
     with pytest.raises(ResourceError, match=f"no operator table for {platform.vendor}") as error:
         load_ops(platform)
-    assert "sm80 to sm120" in str(error.value) and "\n" not in str(error.value)
+    assert "sm80" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["cpu", "nvidia", "amd"])

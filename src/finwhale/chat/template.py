@@ -75,6 +75,11 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._encoding = recipe.DeepseekV4Encoding()
 
+    @property
+    def end_of_thinking(self) -> int:
+        """The token that ends the reasoning."""
+        return self._tokenizer.added_id(recipe.SpecialToken.ThinkingEnd.default_str())
+
     def render(self, messages: ChatMessages, options: ChatOptions | None = None) -> ChatPrompt:
         """The prompt that asks for the next assistant message.
 

@@ -175,6 +175,8 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
         raise CheckpointError(f"{path.parent} has no {path.name}; {why}")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
@@ -184,7 +186,10 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 def _inventory(directory: Path) -> dict[str, TensorInfo]:
     expected = _expected_names(directory)
-    headers = {file: _read_header(directory / file) for file in expected}
+    try:
+        headers = {file: _read_header(directory / file) for file in expected}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
     owner: dict[str, str] = {}
     for file, header in headers.items():
         for name in header:

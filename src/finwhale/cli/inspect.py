@@ -95,11 +95,16 @@ def _tensor_table(checkpoint: Checkpoint) -> Table:
         entry[0] += 1
         entry[1] += info.num_bytes
     table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
-    for (part, dtype), (count, num_bytes) in groups.items():
+    # In order of first appearance, a part's dtypes together.
+    parts = list(dict.fromkeys(part for part, _ in groups))
+    for (part, dtype), (count, num_bytes) in sorted(
+        groups.items(), key=lambda item: parts.index(item[0][0])
+    ):
         table.add_row(part, dtype, f"{count:,}", _size(num_bytes))
     table.add_section()
+    files = len(checkpoint.shards())
     table.add_row(
-        f"{len(checkpoint.shards())} files",
+        f"{files} file{'s' * (files > 1)}",
         "",
         f"{len(checkpoint.tensors):,}",
         _size(checkpoint.total_bytes),
@@ -127,13 +132,11 @@ def _part(name: str) -> str:
         case ["ffn", *_]:
             return prefix + "router"
         case _:
-            return prefix + "norms, mHC and projections"
+            return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 
 
 def _memory_table(config: ModelConfig) -> Table:
-    table = _table(
-        "memory as the reference operators hold it", "", "float32", "bfloat16", numbers=2
-    )
+    table = _table("memory needed, with weights and cache in", "", "float32", "bfloat16", numbers=2)
     dtypes = (torch.float32, torch.bfloat16)
     ops = load_ops(Platform.cpu(), reference=True)
     weights = [

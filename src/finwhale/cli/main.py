@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     if not args or args[0] not in COMMANDS:
         parser.parse_args(args or ["--help"])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal or pipe of a narrow encoding shows "?" for what it cannot.
+        sys.stdout.reconfigure(errors="replace")
     try:
         return int(importlib.import_module(f"finwhale.cli.{args[0]}").run(args[1:]))
     except FinwhaleError as error:

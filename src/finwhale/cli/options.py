@@ -55,9 +55,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
         help="0 always takes the most likely token (default: %(default)s)",
     )
     group.add_argument(
-        "--top-p", type=float, default=0.95, metavar="P", help="default: %(default)s"
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="keep the most likely tokens up to this probability (default: %(default)s)",
     )
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens")
+    group.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="K",
+        help="keep the K most likely tokens; 0 keeps all (default: %(default)s)",
+    )
     group.add_argument(
         "--min-p",
         type=float,
@@ -66,9 +76,19 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
         help="drop tokens less likely than P times the most likely (default: %(default)s)",
     )
     group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="1 is none"
+        "--repetition-penalty",
+        type=float,
+        default=1.0,
+        metavar="R",
+        help="makes tokens that were seen less likely; 1 is none (default: %(default)s)",
     )
-    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="R", help="0 is none")
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="makes tokens of the output less likely; 0 is none (default: %(default)s)",
+    )
     group.add_argument("--seed", type=int, help="makes the same command give the same text")
 
 

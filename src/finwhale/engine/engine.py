@@ -1,5 +1,8 @@
 """Requests in, tokens out: the loop over schedule, forward, sample, detokenise."""
 
+import operator
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +15,7 @@ from finwhale.engine.sampler import SampledToken, Sampler
 from finwhale.engine.scheduler import Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.errors import RequestError
+from finwhale.errors import FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -26,12 +29,16 @@ from finwhale.request import (
 
 @dataclass(slots=True)
 class _Stream:
-    """The text side of one running sequence."""
+    """The text side of one running sequence.
+
+    Stop strings are looked for once `stop_after` has been generated; None: from the beginning.
+    """
 
     sequence: RunningSequence
     output: CompletionOutput
     detokenizer: Detokenizer | None
     stop: StopChecker
+    stop_after: int | None
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class _Request:
 
 
 class Engine:
-    """One model and the requests that run on it.
+    """One model and the requests that run on it; may be called from several threads.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -70,6 +77,8 @@ class Engine:
         self.sampler = Sampler(self.runner.ops.sample)
         self._requests: dict[str, _Request] = {}
         self._streams: dict[str, _Stream] = {}
+        self._lock = threading.RLock()
+        self._process = os.getpid()
 
     @property
     def max_model_len(self) -> int:
@@ -85,18 +94,34 @@ class Engine:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         prompt: str | None = None,
+        stop_after: int | None = None,
     ) -> RequestOutput:
         """Begin a request; the object returned is filled as `step` runs.
+
+        Args:
+            stop_after: look for stop strings only after this token: the end of the reasoning.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
         """
+        with self._lock:
+            return self._add(request_id, prompt_token_ids, params, prompt, stop_after)
+
+    def _add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        prompt: str | None,
+        stop_after: int | None,
+    ) -> RequestOutput:
+        self._check_process()
         assert request_id not in self._requests, f"request {request_id} is running already"
-        self._check(prompt_token_ids, params)
+        prompt_token_ids = self._checked(prompt_token_ids, params)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
-        request = RequestOutput(request_id, prompt, list(prompt_token_ids), [])
+        request = RequestOutput(request_id, prompt, prompt_token_ids, [])
         for index in range(params.n):
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -113,7 +138,11 @@ class Engine:
                 sequence.key, params, prompt_token_ids, self.model_config.vocab_size, index
             )
             self._streams[sequence.key] = _Stream(
-                sequence, output, self._new_detokenizer(), StopChecker(tuple(params.stop))
+                sequence,
+                output,
+                self._new_detokenizer(),
+                StopChecker(tuple(params.stop)),
+                stop_after if params.stop else None,
             )
             self.scheduler.add(sequence)
         self._requests[request_id] = _Request(request, params.n)
@@ -122,12 +151,23 @@ class Engine:
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
-    def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise FinwhaleError(
+                f"this engine was made in process {self._process}, which forked: make the LLM in "
+                "the process that uses it"
+            )
+
+    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """The prompt as plain integers. Raises RequestError."""
         vocab = self.model_config.vocab_size
         if not prompt:
             raise RequestError("the prompt is empty: give at least one token")
+        ids = []
         for position, token in enumerate(prompt):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+            number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else token
+            ids.append(operator.index(number))
+            if not 0 <= ids[-1] < vocab:
                 raise RequestError(
                     f"prompt token {position} is {token!r}: token ids are integers in "
                     f"0..{vocab - 1}"
@@ -143,9 +183,15 @@ class Engine:
         wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
         if wrong is not None:
             raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
+        return ids
 
     def step(self) -> list[RequestOutput]:
         """Run one forward; returns the requests that have new tokens, in order."""
+        with self._lock:
+            self._check_process()
+            return self._step()
+
+    def _step(self) -> list[RequestOutput]:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
@@ -166,10 +212,12 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
-        if self._requests.pop(request_id, None) is None:
-            return
-        for key in [k for k, s in self._streams.items() if s.sequence.request_id == request_id]:
-            self._retire(self._streams[key])
+        with self._lock:
+            if self._requests.pop(request_id, None) is None:
+                return
+            for stream in list(self._streams.values()):
+                if stream.sequence.request_id == request_id:
+                    self._retire(stream)
 
     def _append(self, stream: _Stream, token: SampledToken) -> None:
         sequence, output, params = stream.sequence, stream.output, stream.sequence.params
@@ -193,7 +241,10 @@ class Engine:
             self._finish(stream, "stop", None)
             return
         if stream.detokenizer is not None:
-            output.text += stream.stop.feed(stream.detokenizer.feed((token.token_id,)))
+            text = stream.detokenizer.feed((token.token_id,))
+            output.text += text if stream.stop_after is not None else stream.stop.feed(text)
+            if token.token_id == stream.stop_after:
+                stream.stop_after = None
             if stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
@@ -205,9 +256,7 @@ class Engine:
 
     def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
         if stream.detokenizer is not None and stream.stop.matched is None:
-            stream.output.text += stream.stop.feed(stream.detokenizer.finish())
-            if stream.stop.matched is None:
-                stream.output.text += stream.stop.flush()
+            stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         self._requests[stream.sequence.request_id].unfinished -= 1

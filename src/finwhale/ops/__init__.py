@@ -70,13 +70,13 @@ def load_ops(platform: Platform, reference: bool = False) -> Ops:
     match platform:
         case Platform(vendor="cpu"):
             from finwhale.ops.tables.cpu import OPS
-        case Platform(vendor="nvidia", arch="sm80" | "sm89" | "sm90" | "sm100" | "sm120"):
+        case Platform(vendor="nvidia", arch=arch) if int(arch.removeprefix("sm")) >= 80:
             from finwhale.ops.tables.nvidia import OPS
         case Platform(vendor="amd", arch="gfx942" | "gfx950"):
             from finwhale.ops.tables.amd import OPS
         case _:
             raise ResourceError(
                 f"no operator table for {platform.vendor} {platform.arch}: Finwhale runs on CPUs, "
-                "NVIDIA sm80 to sm120 and AMD gfx942 and gfx950"
+                "NVIDIA GPUs from sm80 on and AMD gfx942 and gfx950; --device cpu works everywhere"
             )
     return OPS

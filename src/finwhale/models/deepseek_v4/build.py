@@ -185,10 +185,25 @@ class WeightBuilder:
         return MoeWeights(
             gate=self._tensor(f"{ffn}.gate.weight"),
             bias=None if hashed else self._tensor(f"{ffn}.gate.bias"),
-            tid2eid=self._tensor(f"{ffn}.gate.tid2eid", torch.int64) if hashed else None,
+            tid2eid=self._expert_table(f"{ffn}.gate.tid2eid") if hashed else None,
             experts=self._experts(f"{ffn}.experts"),
             shared_experts=self._shared_expert(f"{ffn}.shared_experts"),
         )
+
+    def _expert_table(self, name: str) -> Tensor:
+        table = self._tensor(name, torch.int64)
+        experts = self.config.n_routed_experts
+
+        def set_table(ids: Tensor) -> None:
+            if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < experts):
+                raise CheckpointError(
+                    f"{name} holds expert ids from {int(ids.min())} to {int(ids.max())}, wanted "
+                    f"0 to {experts - 1}; the file is damaged or of another model"
+                )
+            table.copy_(ids)
+
+        self.setters[name] = set_table
+        return table
 
     def _shared_expert(self, expert: str) -> ExpertWeight:
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size

@@ -19,6 +19,7 @@ class TransposedWeight(LinearWeight):
 
 
 def prepare_linear(w: LinearWeight) -> LinearWeight:
+    host.limit_blas_threads()
     if w.weight.device.type == "meta":
         return w
     storage = torch.empty_like(w.weight.mT, memory_format=torch.contiguous_format)

@@ -1,7 +1,4 @@
-"""Operators on a CPU, float32: numpy, and torch where sampling wants it.
-
-Importing this table limits numpy's OpenBLAS to one thread for the whole process.
-"""
+"""Operators on a CPU, float32: numpy, and torch where sampling wants it."""
 
 from finwhale.ops import Ops
 from finwhale.ops.attention.cpu import (
@@ -11,7 +8,6 @@ from finwhale.ops.attention.cpu import (
     store_window,
 )
 from finwhale.ops.compressor.cpu import compress
-from finwhale.ops.host import limit_blas_threads
 from finwhale.ops.indexer.cpu import prepare_index_query, select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
@@ -25,7 +21,6 @@ from finwhale.ops.moe.cpu import (
 from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.ref import sample
 
-limit_blas_threads()
 OPS = Ops(
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
