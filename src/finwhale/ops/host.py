@@ -91,8 +91,8 @@ def view(tensor: Tensor) -> Any:
 
 @lru_cache(maxsize=256)
 def constant(value: float) -> F32:
-    """[1] float32: an operand that numpy takes without converting it each time."""
-    array = np.array([value], np.float32)
+    """[] float32: an array of no dimension is the operand that numpy is quickest with."""
+    array = np.array(value, np.float32)
     array.flags.writeable = False
     return array
 
@@ -118,9 +118,8 @@ def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
     In float64 from the sum on, so that Python's floats give the bits that arrays do.
     """
     share = 1.0 / x.shape[-1]
-    if x.size == x.shape[-1]:
-        row = x.ravel()
-        return np.float32(1.0 / math.sqrt(float(row.dot(row)) * share + eps))
+    if x.ndim == 1:
+        return np.float32(1.0 / math.sqrt(float(x.dot(x)) * share + eps))
     mean = np.vecdot(x, x)[..., None].astype(np.float64)
     mean *= share
     mean += eps
@@ -131,9 +130,11 @@ def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
 
 def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
     """x / rms(x) * weight, a new array."""
-    out = np.multiply(x, inverse_rms(x, eps))
+    # One row without its first dimension: operands of one shape are quicker.
+    rows = x[0] if len(x) == 1 and x.ndim == 2 else x
+    out = np.multiply(rows, inverse_rms(rows, eps))
     np.multiply(out, weight_D, out)
-    return out
+    return out.reshape(x.shape)
 
 
 def turns(rotation_NR: Tensor) -> C64:
@@ -155,10 +156,10 @@ def rotate(x: F32, turn_NR: C64) -> None:
     np.multiply(pairs, turn_NR if x.ndim == 2 else turn_NR[:, None], pairs)
 
 
-_EXPONENT = np.array([0x7F800000], np.int32)
-_MANTISSA = np.array([0x007FFFFF], np.int32)
-_SIX_BINADES = np.array([6 << 23], np.int32)
-_MAGIC = np.array([(20 << 23) + 0x400000], np.int32)
+_EXPONENT = np.array(0x7F800000, np.int32)
+_MANTISSA = np.array(0x007FFFFF, np.int32)
+_SIX_BINADES = np.array(6 << 23, np.int32)
+_MAGIC = np.array((20 << 23) + 0x400000, np.int32)
 
 
 def round_e4m3(x: F32, group: int) -> F32:

@@ -10,11 +10,12 @@ from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 
 def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> F32:
-    mixes = host.matmul_rows(flat_NK, view(fn).T)
-    np.multiply(mixes, host.inverse_rms(flat_NK, rms_eps), mixes)
+    mixes_NM = host.matmul_rows(flat_NK, view(fn).T)
+    rows, mixes = (flat_NK[0], mixes_NM[0]) if len(flat_NK) == 1 else (flat_NK, mixes_NM)
+    np.multiply(mixes, host.inverse_rms(rows, rms_eps), mixes)
     np.multiply(mixes, view(scale), mixes)
     np.add(mixes, view(base), mixes)
-    return mixes
+    return mixes_NM
 
 
 # Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
