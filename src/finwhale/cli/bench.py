@@ -4,14 +4,17 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-BENCHMARKS = {"cpu": "decode and prefill beside transformers, same weights, same run"}
+BENCHMARKS = {
+    "cpu": "decode and prefill beside transformers, same weights, same run (needs the test extra)",
+    "ops": "Triton kernels beside their references, on a GPU",
+}
 
 
 def run(argv: Sequence[str]) -> int:
     listing = "\n".join(f"  {name}  {text}" for name, text in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="finwhale bench",
-        description="Measure, print a table, and append a record.",
+        description="Measure and print a table; with the option for it, append a record.",
         epilog=f"what:\n{listing}\n\n`finwhale bench WHAT --help` says more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
