@@ -17,6 +17,7 @@ from finwhale.ops.indexer import cases as indexer_cases
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear import cases as linear_cases
 from finwhale.ops.mhc import cases as mhc_cases
+from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import cases as moe_cases
 from finwhale.ops.norm import cases as norm_cases
@@ -148,7 +149,7 @@ def test_entries_do_not_depend_on_the_batch() -> None:
         count = step.entry_positions.shape[0]
         rows, state, rotation = (
             draw.normal(302, width),
-            draw.normal(600, width),
+            draw.normal(compressor_cases.STATE_ROWS, width),
             draw.rotation(count, 8),
         )
         entries = torch.zeros(200, 16)
@@ -176,6 +177,15 @@ def test_entries_do_not_depend_on_the_batch() -> None:
                 rows, w, one, rotation[entry : entry + 1].clone(), 1e-6, "none", state, alone
             )
             assert torch.equal(alone[0], entries[entry])
+
+
+def test_sinkhorn_of_few_and_of_many_tokens_adds_in_the_same_order() -> None:
+    mix = Draw().normal(40, 4, 4, scale=3.0).softmax(-1).numpy() + np.float32(1e-6)
+    inverse = np.empty((40, 2, 4))
+    mhc._iterate(mix, 20, 1e-6, inverse)
+    for token in range(40):
+        factors = mhc._reciprocal_factors(mix[token].ravel().tolist(), 20, 1e-6)
+        assert np.array_equal(np.array(factors), inverse[token].ravel())
 
 
 def test_padding_of_slots_changes_no_bit() -> None:

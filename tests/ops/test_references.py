@@ -27,7 +27,7 @@ from finwhale.ops.rounding import power_of_two_at_least, round_e4m3
 from finwhale.platform import Platform
 
 REFERENCE = load_ops(Platform.cpu(), reference=True)
-LARGE = 300_000  # values of the arguments beyond which loops take too long
+LARGE = 800_000  # values of the arguments beyond which loops take too long
 TOLERANCE = 2e-5
 Floats = NDArray[np.float64]
 
@@ -393,6 +393,8 @@ def test_every_operator_is_covered() -> None:
     covered = {case.operator for case in SMALL}
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
     assert uncovered == {"prepare_linear", "prepare_experts", "sample"}
+    ratios = {case.args()[1].ratio for case in SMALL if case.operator == "compress"}
+    assert ratios == {4, 128}
 
 
 def test_e4m3_of_a_grid_and_of_random_values() -> None:
@@ -403,6 +405,7 @@ def test_e4m3_of_a_grid_and_of_random_values() -> None:
         (128, torch.cat((grid, middles))),
         (64, draw.normal(320)),
         (64, draw.normal(100) * 1e-5),
+        (64, draw.normal(100) * 1e-9),
         (128, draw.outliers(3, 300)[0]),
         (128, torch.zeros(5)),
     ):

@@ -157,8 +157,8 @@ def rotate(x: F32, turn_NR: C64) -> None:
 
 
 _EXPONENT = np.array(0x7F800000, np.int32)
-_MANTISSA = np.array(0x007FFFFF, np.int32)
-_SIX_BINADES = np.array(6 << 23, np.int32)
+# To the next power of two, and from a group's scale to its lowest exponent, six binades below.
+_TO_LOWEST = np.array(0x007FFFFF - (6 << 23), np.int32)
 _MAGIC = np.array((20 << 23) + 0x400000, np.int32)
 
 
@@ -168,13 +168,15 @@ def round_e4m3(x: F32, group: int) -> F32:
     A value x with exponent e rounds to multiples of 2^(e-3), or of 2^-9 times the scale if that
     is more: adding 1.5 * 2^(e+20) and taking it away again does so, ties to even.
     """
-    width = x.shape[-1]
     out = np.empty(x.shape, np.float32)
-    whole = width - width % group
-    if whole:
-        _round_groups(x[..., :whole], group, out[..., :whole])
-    if whole < width:
-        _round_groups(x[..., whole:], width - whole, out[..., whole:])
+    width = x.shape[-1]
+    rest = width % group
+    if rest == 0:
+        _round_groups(x, group, out)
+        return out
+    if width > rest:
+        _round_groups(x[..., :-rest], group, out[..., :-rest])
+    _round_groups(x[..., -rest:], rest, out[..., -rest:])
     return out
 
 
@@ -186,9 +188,8 @@ def _round_groups(x: F32, group: int, out: F32) -> None:
     np.maximum(amax, constant(MIN_AMAX), out=amax)
     np.multiply(amax, constant(1.0 / E4M3_MAX), amax)
     lowest: I32 = amax.view(np.int32)
-    np.add(lowest, _MANTISSA, lowest)
+    np.add(lowest, _TO_LOWEST, lowest)
     np.bitwise_and(lowest, _EXPONENT, lowest)
-    np.subtract(lowest, _SIX_BINADES, lowest)
     shift: I32 = np.bitwise_and(values.view(np.int32), _EXPONENT)
     np.maximum(shift, lowest, out=shift)
     np.add(shift, _MAGIC, shift)

@@ -8,6 +8,7 @@ from finwhale.ops.case import Draw, OpCase
 from finwhale.ops.compressor import CompressorWeight, CompressStep
 
 EPS = 1e-6
+STATE_ROWS = 320
 Rounding = Literal["none", "nope", "whole"]
 # ratio, tokens of each chunk as (start, end), entry width, rope width.
 STEPS: tuple[tuple[Literal[4, 128], tuple[tuple[int, int], ...], int, int], ...] = (
@@ -51,7 +52,7 @@ def compress_step(
         first_kept = max(start, end // align * align - before)
         kept += [new + t - start for t in range(first_kept, end)]
         new += end - start
-    slots = draw.distinct(600, len(history) + len(kept))
+    slots = draw.distinct(STATE_ROWS, len(history) + len(kept))
     return CompressStep(
         history_slots=slots[: len(history)],
         entry_sources=torch.tensor(sources, dtype=torch.int64).view(-1, mixed),
@@ -77,7 +78,7 @@ def _case(
             draw.rotation(step.entry_slots.shape[0], R),
             EPS,
             rounding,
-            draw.normal(600, width, scale=2.0),
+            draw.normal(STATE_ROWS, width, scale=2.0),
             draw.normal(50, C),
         )
 
