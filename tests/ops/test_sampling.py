@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from finwhale.ops.sampling import SampledTokens
 from finwhale.ops.sampling.cases import CASES, GREEDY, MIXED, Case, Row, batch
+from finwhale.ops.sampling.cpu import sample as cpu_sample
 from finwhale.ops.sampling.draws import derive_seed, uniforms
 from finwhale.ops.sampling.ref import penalise, sample, weigh
 
@@ -284,3 +285,19 @@ def test_top_logprobs_order_ties_by_id() -> None:
     got = run(logits, (replace(GREEDY, num_top=5),)).logprobs
     assert got is not None
     assert got.top_ids_SL[0].tolist() == [1, 3, 5, 2, 4]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_cpu_table_s_operator_is_the_definition(case: Case) -> None:
+    """Bit for bit, bad rows included."""
+    bad = [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf], [2.0, 2.0], [-math.inf, 0.0]]
+    greedy = batch([GREEDY] * len(bad), 2)
+    for logits, step in (
+        (case.logits(), batch(case.rows, case.vocab_size)),
+        (torch.tensor(bad), greedy),
+        (torch.empty(0, 5), batch([], 5)),
+    ):
+        found, wanted = cpu_sample(logits, step), sample(logits, step)
+        assert torch.equal(found.valid_S, wanted.valid_S)
+        assert torch.equal(found.ids_S[found.valid_S], wanted.ids_S[wanted.valid_S])
+        assert (found.logprobs is None) == (wanted.logprobs is None)

@@ -1,4 +1,4 @@
-"""Operators on a CPU, float32: numpy, and torch where sampling wants it."""
+"""Operators on a CPU, float32: numpy, and torch for sampling that is not greedy."""
 
 from finwhale.ops import Ops
 from finwhale.ops.attention.cpu import (
@@ -19,7 +19,7 @@ from finwhale.ops.moe.cpu import (
     swiglu_mlp,
 )
 from finwhale.ops.norm.cpu import rms_norm
-from finwhale.ops.sampling.ref import sample
+from finwhale.ops.sampling.cpu import sample
 
 OPS = Ops(
     prepare_linear=prepare_linear,
