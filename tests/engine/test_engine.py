@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,3 +248,14 @@ def test_a_step_that_breaks_off_loses_nothing(
     assert not llm.engine.has_work
     llm.engine.check_integrity()
     assert alone(llm, prompt(30)) == wanted
+
+
+def test_default_memory_lets_all_sequences_run_at_once(tiny_path: Path) -> None:
+    """Reservations are whole pages: a short context must not leave room for one sequence alone."""
+    llm = LLM(tiny_path, device="cpu", max_model_len=21, max_num_seqs=8)
+    for i in range(8):
+        llm.engine.add_request(str(i), [5, 6, 7 + i], SamplingParams(max_tokens=4))
+    llm.engine.step()
+    assert len(llm.engine.scheduler.running) == 8
+    while llm.engine.has_work:
+        llm.engine.step()

@@ -84,13 +84,14 @@ class ModelRunner:
             budget = CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 budget = int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_SHARE)
+        page = max((g.tokens_per_page for g in self.groups if g.keep is None), default=1)
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=longest * config.max_num_seqs,
+            wanted_tokens=-(-longest // page) * page * config.max_num_seqs,
         )
 
     @torch.inference_mode()
