@@ -266,7 +266,13 @@ def start(*args: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        preexec_fn=heed_control_c,
     )
+
+
+def heed_control_c() -> None:
+    """A shell's background jobs, such as CI, ignore the signal, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
