@@ -18,7 +18,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import Progress, Select, WeightSpec
+from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24
@@ -47,6 +47,11 @@ class DummySource:
         self._seed = seed
         self._select = select
         self._progress = progress
+
+    @property
+    def storages(self) -> Mapping[str, Storage]:
+        """How each weight is stored: as its spec says."""
+        return {name: spec.storage for name, spec in self._specs.items()}
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         chosen = [s for s in self._specs.values() if self._select is None or self._select(s)]

@@ -196,6 +196,11 @@ class WeightSource:
         self._chosen = {n: s for n, s in specs.items() if select is None or select(s)}
         self.total_bytes = sum(self._num_bytes(spec) for spec in self._chosen.values())
 
+    @property
+    def storages(self) -> Mapping[str, Storage]:
+        """How each weight is stored."""
+        return self.inventory.storages
+
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         waiting = dict(self._chosen)
         done = 0

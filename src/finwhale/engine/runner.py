@@ -76,7 +76,7 @@ class ModelRunner:
             raise ResourceError(
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
-        self.batches = BatchBuilder(self.groups, model_config.sliding_window, self.device)
+        self.batches = BatchBuilder(self.groups, self.device)
 
     def _plan(self, config: EngineConfig, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes

@@ -7,14 +7,9 @@ falls back at call time. Each family's package holds the contract, `ref.py` the 
 from dataclasses import dataclass, fields
 
 from finwhale.errors import ResourceError
-from finwhale.ops.attention import (
-    InverseRope,
-    PrepareQuery,
-    SparseAttention,
-    StoreWindow,
-)
+from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
-from finwhale.ops.indexer import PrepareIndexQuery, SelectEntries
+from finwhale.ops.indexer import SelectEntries
 from finwhale.ops.linear import GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import Experts, PrepareExperts, RouteByHash, RouteByScore, SwigluMlp
@@ -25,8 +20,13 @@ from finwhale.platform import Platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """One typed field an operator; each contract's docstring says what it computes."""
+    """One typed field an operator; each contract's docstring says what it computes.
 
+    Attributes:
+        packed: weights stay in FP8 and FP4, and cached rows are bytes; else both are values.
+    """
+
+    packed: bool
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     rms_norm: RmsNorm
@@ -36,13 +36,10 @@ class Ops:
     mhc_post_pre: MhcPostPre
     mhc_post: MhcPost
     hc_head: HcHead
-    prepare_query: PrepareQuery
-    store_window: StoreWindow
+    prepare_qkv: PrepareQkv
     compress: Compress
-    prepare_index_query: PrepareIndexQuery
     select_entries: SelectEntries
     sparse_attention: SparseAttention
-    inverse_rope: InverseRope
     route_by_score: RouteByScore
     route_by_hash: RouteByHash
     experts: Experts
@@ -53,6 +50,8 @@ class Ops:
         """(operator, "module.function") for each field, in order."""
         rows = []
         for field in fields(self):
+            if field.name == "packed":
+                continue
             fn = getattr(self, field.name)
             rows.append((field.name, f"{fn.__module__}.{fn.__qualname__}"))
         return rows

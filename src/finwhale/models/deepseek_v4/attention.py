@@ -1,11 +1,10 @@
 """Attention of one layer: window, C4 or C128, and the grouped output projection.
 
-Legend: N tokens, D hidden, A heads, C head_dim, G output groups.
+Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, G output groups.
 """
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
@@ -16,20 +15,29 @@ from finwhale.models.deepseek_v4.compressor import (
     C128Weights,
 )
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.rope import Rotations
+from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
+from finwhale.ops.attention import Window
 from finwhale.ops.linear import LinearWeight
+
+COMPRESS_STREAM = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """Names as in the checkpoint. wo_a [G, o_lora_rank, A*C/G]; norms and sink float32."""
+    """Projections that share an input are one matrix. Norms and sink float32.
 
-    wq_a: LinearWeight
+    Attributes:
+        wq_a_wkv: [Q + C, D]: the checkpoint's wq_a above its wkv.
+        wq_b: [A*C, Q]; in C4 layers the indexer's wq_b [I*J, Q] beneath it.
+        wo_a: [G, o_lora_rank, A*C/G].
+    """
+
+    wq_a_wkv: LinearWeight
     q_norm: Tensor
     wq_b: LinearWeight
-    wkv: LinearWeight
     kv_norm: Tensor
     wo_a: LinearWeight
     wo_b: LinearWeight
@@ -47,21 +55,22 @@ class Attention(nn.Module):
         weights: AttentionWeights,
         layer: int,
         round_activations: bool,
+        side_streams: SideStreams,
     ) -> None:
         super().__init__()
-        self.rms_norm = ops.rms_norm
         self.linear = ops.linear
         self.grouped_linear = ops.grouped_linear
-        self.prepare_query = ops.prepare_query
-        self.store_window = ops.store_window
+        self.prepare_qkv = ops.prepare_qkv
         self.sparse_attention = ops.sparse_attention
-        self.inverse_rope = ops.inverse_rope
+        self.side_streams = side_streams
         self.weights = weights
         self.layer = layer
         self.round_kv = round_activations
         self.eps = config.rms_norm_eps
         self.heads = config.num_attention_heads
         self.head_dim = config.head_dim
+        self.q_lora_rank = config.q_lora_rank
+        self.window = config.sliding_window
         self.groups = config.o_groups
         self.scale = config.head_dim**-0.5
         self.entries: C4Entries | C128Entries | None = None
@@ -74,41 +83,52 @@ class Attention(nn.Module):
         self,
         x_ND: Tensor,
         inputs: StepInputs,
-        rotations: Rotations,
+        tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        w = self.weights
-        rotation = rotations.plain if self.entries is None else rotations.compressed
-        q_lora = self.rms_norm(self.linear(x_ND, w.wq_a), w.q_norm, self.eps)
-        q_NAC = self.linear(q_lora, w.wq_b).view(-1, self.heads, self.head_dim)
-        q_NAC = self.prepare_query(q_NAC, rotation, self.eps)
-        window_rows = cache.rows("window", self.layer)
-        self.store_window(
-            self.linear(x_ND, w.wkv),
+        w, compressor, streams = self.weights, self.entries, self.side_streams
+        rotary = tables.plain if compressor is None else tables.compressed
+        projected = None
+        if compressor is not None:
+            projected = streams.start(
+                COMPRESS_STREAM, lambda: compressor.store(x_ND, inputs, rotary, cache)
+            )
+        window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
+        q_kv = self.linear(x_ND, w.wq_a_wkv)
+        q_lora = self.prepare_qkv(
+            q_kv[:, : self.q_lora_rank],
+            w.q_norm,
+            q_kv[:, self.q_lora_rank :],
             w.kv_norm,
-            rotation,
+            rotary,
             self.eps,
             self.round_kv,
-            window_rows,
-            inputs.window_write_slots,
+            inputs.tokens,
+            window.pool,
+            window.table,
         )
-        entry_rows, entry_slots = None, None
-        if self.entries is not None:
-            entry_rows, entry_slots = self.entries(x_ND, q_lora, inputs, rotations, cache)
-        o_NAC = torch.empty_like(q_NAC)
+        q_NX = self.linear(q_lora, w.wq_b)
+        width = self.heads * self.head_dim
+        index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
+        q_NAC = q_NX[:, :width].unflatten(1, (self.heads, self.head_dim))
+        entries = None
+        if compressor is not None and projected is not None:
+            streams.join(COMPRESS_STREAM)
+            entries = compressor.visible(projected, index_q, inputs, rotary, cache)
+        o_NAC = q_NX.new_empty(q_NAC.shape)
         segments.eager(
             self.sparse_attention,
             q_NAC,
-            window_rows,
-            inputs.window_slots,
-            entry_rows,
-            entry_slots,
+            rotary,
+            self.eps,
+            inputs.tokens,
+            window,
+            entries,
             w.attn_sink,
             self.scale,
             o_NAC,
         )
-        o_NAC = self.inverse_rope(o_NAC, rotation)
-        o_NGK = o_NAC.view(-1, self.groups, self.heads * self.head_dim // self.groups)
+        o_NGK = o_NAC.view(-1, self.groups, width // self.groups)
         out: Tensor = self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
         return out

@@ -1,17 +1,19 @@
 """Allocate the model's weights and say where each checkpoint tensor goes.
 
-Storage comes first, then loading: each official name has one setter that copies the dequantised
-tensor to its place, so experts and fused projections are never held twice.
+Storage comes first, then loading: each official name has one setter that copies a stored tensor to
+its place, so experts and fused projections are never held twice. Tables that read packed weights
+get the stored FP8 and FP4 codes and their scales; the others get values.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import WeightSpec
+from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
@@ -26,11 +28,12 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 
-Setter = Callable[[Tensor], object]
+Setter = Callable[[StoredWeight], object]
+FP8_BLOCK = 128
 
 
 class WeightBuilder:
-    """The model's weights, empty, and `setters`: official name -> copy a tensor into its place.
+    """The model's weights, empty, and `setters`: official name -> copy a weight into its place.
 
     On the "meta" device it allocates nothing and `num_bytes` tells what it would.
 
@@ -39,6 +42,7 @@ class WeightBuilder:
             compressors, sinks and mHC are float32.
         round_activations: the inputs of FP8 and FP4 projections are rounded to E4M3.
         ops: the table whose operators will read the weights; it chooses how they lie in memory.
+        storages: how each weight is stored, where that is known; else as the configuration says.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class WeightBuilder:
         device: torch.device,
         round_activations: bool,
         ops: Ops,
+        storages: Mapping[str, Storage] | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
@@ -57,6 +62,8 @@ class WeightBuilder:
         self.prepare_linear = ops.prepare_linear
         self.prepare_experts = ops.prepare_experts
         self.specs = weight_specs(config)
+        self.packed = ops.packed
+        self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
         self.num_bytes = 0
         layers = tuple(
@@ -68,7 +75,9 @@ class WeightBuilder:
             embed=self._tensor("embed.weight", dtype),
             layers=layers,
             hc_head=self._hc_head(""),
-            head=self._linear("head", round_input=False),
+            head=self._stacked(
+                ("head.weight",), dtype, out_dtype=torch.float32 if self.packed else None
+            ),
             mtp=mtp,
         )
 
@@ -77,33 +86,90 @@ class WeightBuilder:
         self.num_bytes += tensor.nbytes
         return tensor
 
+    def _copy_to(self, target: Tensor) -> Setter:
+        """Values, converted as they are copied: no second copy of an embedding in float32."""
+
+        def copy(stored: StoredWeight) -> None:
+            dtype = torch.float32 if stored.scale is not None else stored.data.dtype
+            target.copy_(stored.dequantise(dtype, self.device))
+
+        return copy
+
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Storage for one tensor as it is."""
         tensor = self._empty(self.specs[name].shape, dtype)
-        self.setters[name] = tensor.copy_
+        self.setters[name] = self._copy_to(tensor)
         return tensor
 
-    def _linear(self, name: str, *, round_input: bool | None = None) -> LinearWeight:
-        rounds = self.round if round_input is None else round_input
-        return self._stacked((f"{name}.weight",), self.dtype, round_input=rounds)
+    def _projection(self, *names: str) -> LinearWeight:
+        """Matrices that the checkpoint stores in FP8, one above the other."""
+        weights = tuple(f"{name}.weight" for name in names)
+        if self.packed and self._are_fp8(weights):
+            return self._packed_stack(weights)
+        return self._stacked(weights, self.dtype, round_input=self.round)
+
+    def _are_fp8(self, names: tuple[str, ...]) -> bool:
+        """Whether all are FP8 and their blocks of scales stay whole when stacked."""
+        return all(self.storages[name] == "fp8_block" for name in names) and all(
+            self.specs[name].shape[0] % FP8_BLOCK == 0 for name in names[:-1]
+        )
+
+    def _packed_stack(self, names: tuple[str, ...]) -> LinearWeight:
+        rows = [self.specs[name].shape[0] for name in names]
+        columns = self.specs[names[0]].shape[1]
+        weight, scale = self._packed_fp8((sum(rows), columns))
+        start = 0
+        for name, count in zip(names, rows, strict=True):
+            self._set_fp8(name, weight[start : start + count], scale[start // FP8_BLOCK :])
+            start += count
+        return self.prepare_linear(LinearWeight(weight, self.round, scale, self.dtype))
+
+    def _packed_fp8(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        weight = self._empty(shape, torch.float8_e4m3fn)
+        return weight, self._empty(fp8_scale_shape(shape), torch.float32)
+
+    def _set_fp8(self, name: str, weight: Tensor, scale: Tensor) -> None:
+        """weight: the tensor's place; scale: from its first block row on."""
+
+        def copy(stored: StoredWeight) -> None:
+            assert stored.scale is not None and stored.storage == "fp8_block"
+            weight.copy_(stored.data)
+            values = scale_to_float32(stored.scale)
+            scale[: values.shape[0]].copy_(values)
+
+        self.setters[name] = copy
 
     def _stacked(
-        self, names: tuple[str, ...], dtype: torch.dtype, *, round_input: bool = False
+        self,
+        names: tuple[str, ...],
+        dtype: torch.dtype,
+        *,
+        round_input: bool = False,
+        out_dtype: torch.dtype | None = None,
     ) -> LinearWeight:
         """Several matrices as one, one above the other."""
         rows = [self.specs[name].shape[0] for name in names]
         stacked = self._empty((sum(rows), *self.specs[names[0]].shape[1:]), dtype)
-        w = self.prepare_linear(LinearWeight(stacked, round_input))
+        w = self.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
         for name, part in zip(names, w.weight.split(rows), strict=True):
-            self.setters[name] = part.copy_
+            self.setters[name] = self._copy_to(part)
         return w
+
+    def _in_float32(self, *names: str) -> LinearWeight:
+        """Matrices stored in bf16 whose products are float32: packed tables keep them in bf16."""
+        weights = tuple(f"{name}.weight" for name in names)
+        dtype = self.dtype if self.packed else torch.float32
+        return self._stacked(weights, dtype, out_dtype=torch.float32)
 
     def _mhc(self, layer: str, block: Literal["attn", "ffn"]) -> MhcWeight:
         H = self.config.hc_mult
         scale = self._empty((H + H + H * H,), torch.float32)
-        self.setters[f"{layer}.hc_{block}_scale"] = lambda three: scale.copy_(
-            torch.cat((three[0].expand(H), three[1].expand(H), three[2].expand(H * H)))
-        )
+
+        def set_scale(stored: StoredWeight) -> None:
+            three = stored.data
+            scale.copy_(torch.cat((three[0].expand(H), three[1].expand(H), three[2].expand(H * H))))
+
+        self.setters[f"{layer}.hc_{block}_scale"] = set_scale
         return MhcWeight(
             fn=self._tensor(f"{layer}.hc_{block}_fn"),
             scale=scale,
@@ -129,45 +195,59 @@ class WeightBuilder:
 
     def _attention(self, attn: str, ratio: int) -> AttentionWeights:
         compressor: C4Weights | C128Weights | None = None
+        wq_b = [f"{attn}.wq_b"]
         if ratio == 4:
             indexer = f"{attn}.indexer"
+            wq_b.append(f"{indexer}.wq_b")
             compressor = C4Weights(
-                wkv_wgate=self._compressor_projection(f"{attn}.compressor"),
-                mix=self._mix(f"{attn}.compressor", 4),
-                index_wkv_wgate=self._compressor_projection(f"{indexer}.compressor"),
-                index_mix=self._mix(f"{indexer}.compressor", 4),
-                index_wq_b=self._linear(f"{indexer}.wq_b"),
-                index_weights_proj=self._stacked(
-                    (f"{indexer}.weights_proj.weight",), torch.float32
+                proj=self._in_float32(
+                    f"{attn}.compressor.wkv",
+                    f"{attn}.compressor.wgate",
+                    f"{indexer}.compressor.wkv",
+                    f"{indexer}.compressor.wgate",
+                    f"{indexer}.weights_proj",
                 ),
+                mix=self._mix(f"{attn}.compressor", 4),
+                index_mix=self._mix(f"{indexer}.compressor", 4),
             )
         elif ratio == 128:
             compressor = C128Weights(
-                wkv_wgate=self._compressor_projection(f"{attn}.compressor"),
+                proj=self._in_float32(f"{attn}.compressor.wkv", f"{attn}.compressor.wgate"),
                 mix=self._mix(f"{attn}.compressor", 128),
             )
         return AttentionWeights(
-            wq_a=self._linear(f"{attn}.wq_a"),
+            wq_a_wkv=self._projection(f"{attn}.wq_a", f"{attn}.wkv"),
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
-            wq_b=self._linear(f"{attn}.wq_b"),
-            wkv=self._linear(f"{attn}.wkv"),
+            wq_b=self._projection(*wq_b),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
             wo_a=self._grouped(f"{attn}.wo_a.weight"),
-            wo_b=self._linear(f"{attn}.wo_b"),
+            wo_b=self._projection(f"{attn}.wo_b"),
             attn_sink=self._tensor(f"{attn}.attn_sink"),
             compressor=compressor,
         )
 
-    def _compressor_projection(self, compressor: str) -> LinearWeight:
-        names = (f"{compressor}.wkv.weight", f"{compressor}.wgate.weight")
-        return self._stacked(names, torch.float32)
-
     def _grouped(self, name: str) -> LinearWeight:
         groups = self.config.o_groups
         rows, columns = self.specs[name].shape
+        if self.packed and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
+            weight, scale = self._packed_fp8((rows, columns))
+            self._set_fp8(name, weight, scale)
+            return self.prepare_linear(
+                LinearWeight(
+                    weight.unflatten(0, (groups, -1)),
+                    self.round,
+                    scale.unflatten(0, (groups, -1)),
+                    self.dtype,
+                )
+            )
         storage = self._empty((groups, rows // groups, columns), self.dtype)
         w = self.prepare_linear(LinearWeight(storage, self.round))
-        self.setters[name] = lambda tensor: w.weight.copy_(tensor.unflatten(0, (groups, -1)))
+
+        def copy(stored: StoredWeight) -> None:
+            values = stored.dequantise(torch.float32, self.device)
+            w.weight.copy_(values.unflatten(0, (groups, -1)))
+
+        self.setters[name] = copy
         return w
 
     def _mix(self, compressor: str, ratio: Literal[4, 128]) -> CompressorWeight:
@@ -176,14 +256,16 @@ class WeightBuilder:
         if ratio == 128:
             return CompressorWeight(self._tensor(f"{compressor}.ape"), norm, ratio)
         ape = self._empty((8, width), torch.float32)
-        self.setters[f"{compressor}.ape"] = lambda halves: ape.copy_(
-            torch.cat(halves.split(width, 1))
-        )
+
+        def set_ape(stored: StoredWeight) -> None:
+            ape.copy_(torch.cat(stored.data.split(width, 1)))
+
+        self.setters[f"{compressor}.ape"] = set_ape
         return CompressorWeight(ape, norm, ratio)
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
         return MoeWeights(
-            gate=self._tensor(f"{ffn}.gate.weight"),
+            gate=self._tensor(f"{ffn}.gate.weight", self.dtype if self.packed else torch.float32),
             bias=None if hashed else self._tensor(f"{ffn}.gate.bias"),
             tid2eid=self._expert_table(f"{ffn}.gate.tid2eid") if hashed else None,
             experts=self._experts(f"{ffn}.experts"),
@@ -194,7 +276,8 @@ class WeightBuilder:
         table = self._tensor(name, torch.int64)
         experts = self.config.n_routed_experts
 
-        def set_table(ids: Tensor) -> None:
+        def set_table(stored: StoredWeight) -> None:
+            ids = stored.data
             if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < experts):
                 raise CheckpointError(
                     f"{name} holds expert ids from {int(ids.min())} to {int(ids.max())}, wanted "
@@ -207,40 +290,90 @@ class WeightBuilder:
 
     def _shared_expert(self, expert: str) -> ExpertWeight:
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
-        w13 = self._empty((2 * width, hidden), self.dtype)
-        w2 = self._empty((hidden, width), self.dtype)
-        w = self.prepare_experts(ExpertWeight(w13, w2, self.round))
+        names = tuple(f"{expert}.{w}.weight" for w in ("w1", "w3", "w2"))
+        if self.packed and self._are_fp8(names):
+            w13, scale13 = self._packed_fp8((2 * width, hidden))
+            w2, scale2 = self._packed_fp8((hidden, width))
+            self._set_fp8(names[0], w13[:width], scale13)
+            self._set_fp8(names[1], w13[width:], scale13[width // FP8_BLOCK :])
+            self._set_fp8(names[2], w2, scale2)
+            return self.prepare_experts(ExpertWeight(w13, w2, self.round, scale13, scale2))
+        w = self.prepare_experts(
+            ExpertWeight(
+                self._empty((2 * width, hidden), self.dtype),
+                self._empty((hidden, width), self.dtype),
+                self.round,
+            )
+        )
         self._set_expert(expert, w.w13, w.w2)
         return w
 
     def _experts(self, experts: str) -> ExpertWeight:
         count, hidden = self.config.n_routed_experts, self.config.hidden_size
         width = self.config.moe_intermediate_size
-        w13 = self._empty((count, 2 * width, hidden), self.dtype)
-        w2 = self._empty((count, hidden, width), self.dtype)
-        w = self.prepare_experts(ExpertWeight(w13, w2, self.round))
+        names = [f"{experts}.{e}.{w}.weight" for e in range(count) for w in ("w1", "w3", "w2")]
+        if self.packed and all(self.storages[name] == "fp4" for name in names):
+            return self._packed_experts(experts)
+        w = self.prepare_experts(
+            ExpertWeight(
+                self._empty((count, 2 * width, hidden), self.dtype),
+                self._empty((count, hidden, width), self.dtype),
+                self.round,
+            )
+        )
         for e in range(count):
             self._set_expert(f"{experts}.{e}", w.w13[e], w.w2[e])
         return w
 
+    def _packed_experts(self, experts: str) -> ExpertWeight:
+        """FP4 codes and exponents as they are stored."""
+        count, hidden = self.config.n_routed_experts, self.config.hidden_size
+        width = self.config.moe_intermediate_size
+
+        def empty(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            codes = self._empty((count, rows, columns // 2), torch.uint8)
+            return codes, self._empty((count, rows, columns // FP4_BLOCK), torch.uint8)
+
+        w13, scale13 = empty(2 * width, hidden)
+        w2, scale2 = empty(hidden, width)
+        for e in range(count):
+            name = f"{experts}.{e}"
+            self._set_fp4(f"{name}.w1.weight", w13[e, :width], scale13[e, :width])
+            self._set_fp4(f"{name}.w3.weight", w13[e, width:], scale13[e, width:])
+            self._set_fp4(f"{name}.w2.weight", w2[e], scale2[e])
+        return self.prepare_experts(ExpertWeight(w13, w2, self.round, scale13, scale2))
+
+    def _set_fp4(self, name: str, codes: Tensor, exponents: Tensor) -> None:
+        def copy(stored: StoredWeight) -> None:
+            assert stored.scale is not None and stored.storage == "fp4"
+            codes.copy_(stored.data.view(torch.uint8))
+            exponents.copy_(e8m0_bytes(stored.scale))
+
+        self.setters[name] = copy
+
     def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
         w1, w3 = w13.chunk(2)
-        self.setters[f"{name}.w1.weight"] = w1.copy_
-        self.setters[f"{name}.w3.weight"] = w3.copy_
-        self.setters[f"{name}.w2.weight"] = w2.copy_
+        self.setters[f"{name}.w1.weight"] = self._copy_to(w1)
+        self.setters[f"{name}.w3.weight"] = self._copy_to(w3)
+        self.setters[f"{name}.w2.weight"] = self._copy_to(w2)
 
     def _mtp(self, mtp: str) -> MtpWeights:
         return MtpWeights(
             enorm=self._tensor(f"{mtp}.enorm.weight"),
             hnorm=self._tensor(f"{mtp}.hnorm.weight"),
-            e_proj=self._linear(f"{mtp}.e_proj"),
-            h_proj=self._linear(f"{mtp}.h_proj"),
+            e_proj=self._projection(f"{mtp}.e_proj"),
+            h_proj=self._projection(f"{mtp}.h_proj"),
             layer=self._layer(mtp, 0, False),
             hc_head=self._hc_head(f"{mtp}."),
         )
 
 
-WeightStream = Iterable[tuple[WeightSpec, StoredWeight]]
+class WeightStream(Protocol):
+    """The weights as they are read, in any order, and how each is stored."""
+
+    @property
+    def storages(self) -> Mapping[str, Storage]: ...
+    def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]: ...
 
 
 def load_weights(
@@ -258,16 +391,19 @@ def load_weights(
         CheckpointError: a tensor comes twice, is not the model's, or never comes.
     """
     builder = WeightBuilder(
-        config, dtype=dtype, device=device, round_activations=round_activations, ops=ops
+        config,
+        dtype=dtype,
+        device=device,
+        round_activations=round_activations,
+        ops=ops,
+        storages=stream.storages,
     )
     waiting = dict(builder.setters)
     for spec, stored in stream:
         setter = waiting.pop(spec.name, None)
         if setter is None:
             raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
-        # Plain tensors are converted as they are copied: no second copy of an embedding in float32.
-        wanted = torch.float32 if stored.scale is not None else stored.data.dtype
-        setter(stored.dequantise(wanted, device))
+        setter(stored)
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
     return builder.weights

@@ -150,5 +150,5 @@ class PagedCache:
 
     pools: Mapping[FieldName, Mapping[int, Tensor]]
 
-    def rows(self, field: FieldName, layer: int) -> Tensor:
+    def pool(self, field: FieldName, layer: int) -> Tensor:
         return self.pools[field][layer]

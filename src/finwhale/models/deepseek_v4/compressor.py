@@ -9,38 +9,34 @@ from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.rope import Rotations
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops import Ops
-from finwhale.ops.compressor import CompressorWeight
+from finwhale.ops.attention import Complete, Selected
+from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.linear import LinearWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class C128Weights:
-    """wkv_wgate: [2C, D] float32, the checkpoint's wkv above its wgate."""
+    """proj: [2C, D], the checkpoint's wkv above its wgate; float32 results."""
 
-    wkv_wgate: LinearWeight
+    proj: LinearWeight
     mix: CompressorWeight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class C4Weights:
-    """wkv_wgate [4C, D] and index_wkv_wgate [4J, D] float32: kv above gate, [Ca | Cb] each.
-
-    index_wq_b [I*J, q_lora_rank]; index_weights_proj [I, D] float32.
+    """proj: [4C + 4J + I, D], float32 results: wkv and wgate of attention's entries ([Ca | Cb]
+    each), of the indexer's keys, and the indexer's weights_proj.
     """
 
-    wkv_wgate: LinearWeight
+    proj: LinearWeight
     mix: CompressorWeight
-    index_wkv_wgate: LinearWeight
     index_mix: CompressorWeight
-    index_wq_b: LinearWeight
-    index_weights_proj: LinearWeight
 
 
 class C128Entries(nn.Module):
-    """Every complete entry of 128 tokens is visible: returns (pool, slots)."""
+    """Writes the entries that complete; a token sees every one before it."""
 
     def __init__(
         self,
@@ -58,33 +54,37 @@ class C128Entries(nn.Module):
         self.eps = config.rms_norm_eps
         self.round_entries = round_activations
 
-    def forward(
-        self,
-        x_ND: Tensor,
-        q_lora: Tensor,
-        inputs: StepInputs,
-        rotations: Rotations,
-        cache: PagedCache,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        assert inputs.c128 is not None and inputs.c128_slots is not None
-        rows = cache.rows("c128", self.layer)
-        self.compress(
-            self.linear(x_ND, self.weights.wkv_wgate),
+    def store(self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache) -> Tensor:
+        """Compress; returns what the projection gave, for `visible`."""
+        projected = self.linear(x_ND, self.weights.proj)
+        part = CompressPart(
+            projected,
             self.weights.mix,
-            inputs.c128,
-            rotations.c128_entries,
-            self.eps,
+            cache.pool("c128_state", self.layer),
+            cache.pool("c128", self.layer),
             "nope" if self.round_entries else "none",
-            cache.rows("c128_state", self.layer),
-            rows,
         )
-        if inputs.c128_slots.shape[1] == 0:
-            return None, None
-        return rows, inputs.c128_slots
+        tables = inputs.tables
+        self.compress(
+            (part,), inputs.tokens, rotary, self.eps, tables["c128_state"], tables["c128"]
+        )
+        return projected
+
+    def visible(
+        self,
+        projected: Tensor,
+        index_q: Tensor | None,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+    ) -> Complete | None:
+        if inputs.tokens.max_len < 128:
+            return None
+        return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
 class C4Entries(nn.Module):
-    """The index_topk entries of 4 tokens that the indexer selects: returns (pool, slots)."""
+    """Writes the entries and keys that complete; a token sees the index_topk that score best."""
 
     def __init__(
         self,
@@ -97,7 +97,6 @@ class C4Entries(nn.Module):
         super().__init__()
         self.linear = ops.linear
         self.compress = ops.compress
-        self.prepare_index_query = ops.prepare_index_query
         self.select_entries = ops.select_entries
         self.weights = weights
         self.layer = layer
@@ -107,41 +106,55 @@ class C4Entries(nn.Module):
         self.head_dim = config.index_head_dim
         self.topk = config.index_topk
         self.score_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        self.widths = (4 * config.head_dim, 4 * config.index_head_dim, config.index_n_heads)
 
-    def forward(
-        self,
-        x_ND: Tensor,
-        q_lora: Tensor,
-        inputs: StepInputs,
-        rotations: Rotations,
-        cache: PagedCache,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        assert inputs.c4 is not None and inputs.index is not None
+    def store(self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache) -> Tensor:
+        """Compress; returns the indexer's weights [N,I], for `visible`."""
         w = self.weights
-        rows, keys = cache.rows("c4", self.layer), cache.rows("index_keys", self.layer)
-        self.compress(
-            self.linear(x_ND, w.wkv_wgate),
-            w.mix,
-            inputs.c4,
-            rotations.c4_entries,
-            self.eps,
-            "nope" if self.round_entries else "none",
-            cache.rows("c4_state", self.layer),
-            rows,
+        weights: Tensor
+        entries, keys, weights = self.linear(x_ND, w.proj).split(self.widths, 1)
+        parts = (
+            CompressPart(
+                entries,
+                w.mix,
+                cache.pool("c4_state", self.layer),
+                cache.pool("c4", self.layer),
+                "nope" if self.round_entries else "none",
+            ),
+            CompressPart(
+                keys,
+                w.index_mix,
+                cache.pool("index_state", self.layer),
+                cache.pool("index_keys", self.layer),
+                "whole" if self.round_entries else "none",
+            ),
         )
-        self.compress(
-            self.linear(x_ND, w.index_wkv_wgate),
-            w.index_mix,
-            inputs.c4,
-            rotations.c4_entries,
-            self.eps,
-            "whole" if self.round_entries else "none",
-            cache.rows("index_state", self.layer),
-            keys,
+        tables = inputs.tables
+        self.compress(parts, inputs.tokens, rotary, self.eps, tables["c4_state"], tables["c4"])
+        return weights
+
+    def visible(
+        self,
+        weights_NI: Tensor,
+        index_q: Tensor | None,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+    ) -> Selected | None:
+        """index_q [N, I*J] as projected."""
+        if inputs.tokens.max_len < 4:
+            return None
+        assert index_q is not None
+        table = inputs.tables["c4"]
+        slots = self.select_entries(
+            index_q.unflatten(1, (self.heads, self.head_dim)),
+            weights_NI,
+            cache.pool("index_keys", self.layer),
+            rotary,
+            inputs.tokens,
+            table,
+            self.topk,
+            self.score_scale,
+            self.round_entries,
         )
-        if max(inputs.index.max_entries) == 0:
-            return None, None
-        q_NIJ = self.linear(q_lora, w.index_wq_b).view(-1, self.heads, self.head_dim)
-        q_NIJ = self.prepare_index_query(q_NIJ, rotations.compressed, self.round_entries)
-        weights_NI = self.linear(x_ND, w.index_weights_proj) * self.score_scale
-        return rows, self.select_entries(q_NIJ, weights_NI, keys, inputs.index, self.topk)
+        return Selected(cache.pool("c4", self.layer), slots, table.rows_per_page)

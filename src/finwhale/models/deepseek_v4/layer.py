@@ -8,8 +8,9 @@ from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
-from finwhale.models.deepseek_v4.rope import Rotations
+from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 
@@ -40,14 +41,15 @@ class DecoderLayer(nn.Module):
         weights: LayerWeights,
         layer: int,
         round_activations: bool,
+        side_streams: SideStreams,
     ) -> None:
         super().__init__()
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.params = mhc_params(config)
         self.weights = weights
-        self.attn = Attention(config, ops, weights.attn, layer, round_activations)
-        self.ffn = Moe(config, ops, weights.ffn)
+        self.attn = Attention(config, ops, weights.attn, layer, round_activations, side_streams)
+        self.ffn = Moe(config, ops, weights.ffn, side_streams)
 
     def forward(
         self,
@@ -56,7 +58,7 @@ class DecoderLayer(nn.Module):
         res_mix: Tensor | None,
         residual: Tensor | None,
         inputs: StepInputs,
-        rotations: Rotations,
+        tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
     ) -> LayerState:
@@ -68,11 +70,11 @@ class DecoderLayer(nn.Module):
             x, post_mix, res_mix, residual = self.mhc_post_pre(
                 x, post_mix, res_mix, residual, w.hc_attn, self.params
             )
-        x = self.attn(x, inputs, rotations, cache, segments)
+        x = self.attn(x, inputs, tables, cache, segments)
         x, post_mix, res_mix, residual = self.mhc_post_pre(
             x, post_mix, res_mix, residual, w.hc_ffn, self.params
         )
-        return self.ffn(x, inputs.token_ids), post_mix, res_mix, residual
+        return self.ffn(x, inputs), post_mix, res_mix, residual
 
 
 def mhc_params(config: ModelConfig) -> MhcParams:

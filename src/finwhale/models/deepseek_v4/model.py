@@ -8,14 +8,14 @@ Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, 
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState, LayerWeights, mhc_params
-from finwhale.models.deepseek_v4.rope import RotationTables
+from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
@@ -68,10 +68,10 @@ class DeepseekV4(nn.Module):
         self.mhc_post = ops.mhc_post
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
-        self.tables = RotationTables(config, max_positions, weights.embed.device)
-        self.side_streams = _side_streams(weights.embed.device)
+        self.tables = RotaryTables(config, max_positions, weights.embed.device)
+        self.side_streams = SideStreams(weights.embed.device)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, ops, layer_weights, i, round_activations)
+            DecoderLayer(config, ops, layer_weights, i, round_activations, self.side_streams)
             for i, layer_weights in enumerate(weights.layers)
         )
         self.mtp: MtpLayer | None = None
@@ -93,14 +93,9 @@ class DeepseekV4(nn.Module):
         segments: Segments,
     ) -> Tensor:
         """Streams through `layers`, the last post step done: [N,H,D] -> [N,H,D]."""
-        rotations = self.tables.for_step(
-            inputs.positions,
-            None if inputs.c4 is None else inputs.c4.entry_positions,
-            None if inputs.c128 is None else inputs.c128.entry_positions,
-        )
         state: LayerState = (streams_NHD, None, None, None)
         for layer in layers:
-            state = layer(*state, inputs, rotations, cache, segments)
+            state = layer(*state, inputs, self.tables, cache, segments)
         x, post_mix, res_mix, residual = state
         assert post_mix is not None and res_mix is not None and residual is not None
         return self.mhc_post(x, post_mix, res_mix, residual)
@@ -126,7 +121,6 @@ class MtpLayer(nn.Module):
         self.weights = weights
         self.embed = model.weights.embed
         self.head = model.weights.head
-        self.side_streams = model.side_streams
         self.run_layers = model.run_layers
         self.rms_norm = ops.rms_norm
         self.linear = ops.linear
@@ -134,7 +128,16 @@ class MtpLayer(nn.Module):
         self.params = mhc_params(config)
         self.eps = config.rms_norm_eps
         self.layers = nn.ModuleList(
-            [DecoderLayer(config, ops, weights.layer, config.num_hidden_layers, round_activations)]
+            [
+                DecoderLayer(
+                    config,
+                    ops,
+                    weights.layer,
+                    config.num_hidden_layers,
+                    round_activations,
+                    model.side_streams,
+                )
+            ]
         )
 
     def forward(
@@ -166,10 +169,3 @@ class MtpLayer(nn.Module):
         assert draft_step >= 0
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
-
-
-def _side_streams(device: torch.device) -> tuple[torch.cuda.Stream, ...] | None:
-    """Three streams for independent projections on a GPU; None elsewhere."""
-    if device.type != "cuda":
-        return None
-    return tuple(torch.cuda.Stream(device) for _ in range(3))

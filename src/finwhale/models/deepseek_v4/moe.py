@@ -5,13 +5,17 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
+
+SHARED_STREAM = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeights:
-    """gate [E,D] and bias [E] float32; tid2eid [V,K] int64; one of bias and tid2eid is None."""
+    """gate [E,D], bias [E] float32; tid2eid [V,K] int64; one of bias and tid2eid is None."""
 
     gate: Tensor
     bias: Tensor | None
@@ -23,23 +27,34 @@ class MoeWeights:
 class Moe(nn.Module):
     """x [N,D] -> [N,D]."""
 
-    def __init__(self, config: ModelConfig, ops: Ops, weights: MoeWeights) -> None:
+    def __init__(
+        self, config: ModelConfig, ops: Ops, weights: MoeWeights, side_streams: SideStreams
+    ) -> None:
         super().__init__()
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
         self.experts = ops.experts
         self.swiglu_mlp = ops.swiglu_mlp
+        self.side_streams = side_streams
         self.weights = weights
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         self.limit = config.swiglu_limit
 
-    def forward(self, x_ND: Tensor, token_ids_N: Tensor) -> Tensor:
-        w = self.weights
+    def forward(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+        w, positions = self.weights, inputs.tokens.positions
+        shared = self.side_streams.start(
+            SHARED_STREAM, lambda: self.swiglu_mlp(x_ND, w.shared_experts, self.limit)
+        )
         if w.tid2eid is not None:
-            ids, weights = self.route_by_hash(x_ND, w.gate, w.tid2eid, token_ids_N, self.scaling)
+            ids, weights = self.route_by_hash(
+                x_ND, w.gate, w.tid2eid, inputs.token_ids, self.scaling, positions
+            )
         else:
             assert w.bias is not None
-            ids, weights = self.route_by_score(x_ND, w.gate, w.bias, self.topk, self.scaling)
-        routed = self.experts(x_ND, ids, weights, w.experts, self.limit)
-        return routed.add_(self.swiglu_mlp(x_ND, w.shared_experts, self.limit))
+            ids, weights = self.route_by_score(
+                x_ND, w.gate, w.bias, self.topk, self.scaling, positions
+            )
+        self.side_streams.join(SHARED_STREAM)
+        out: Tensor = self.experts(x_ND, ids, weights, w.experts, self.limit, shared)
+        return out

@@ -5,7 +5,6 @@ frequencies (Peng et al. 2023), without its magnitude factor.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,45 +29,21 @@ def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> T
     return inverse / yarn.factor * interpolated + inverse * (1 - interpolated)
 
 
-class RotationTables:
+class RotaryTables:
     """(cos, sin) for every position: [max_positions, R/2, 2] float32 a kind of layer."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
-        self.plain = self._table(config, max_positions, compressed=False).to(device)
-        self.compressed = self._table(config, max_positions, compressed=True).to(device)
+        self.plain = self._table(config, max_positions, device, compressed=False)
+        self.compressed = self._table(config, max_positions, device, compressed=True)
 
     @staticmethod
-    def _table(config: ModelConfig, max_positions: int, *, compressed: bool) -> Tensor:
+    def _table(
+        config: ModelConfig, max_positions: int, device: torch.device, *, compressed: bool
+    ) -> Tensor:
         inverse = inverse_frequencies(
             config.compress_rope_theta if compressed else config.rope_theta,
             config.qk_rope_head_dim,
             config.rope_scaling if compressed else None,
         )
         angle = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse)
-        return torch.stack((angle.cos(), angle.sin()), -1)
-
-    def for_step(
-        self, positions: Tensor, c4_positions: Tensor | None, c128_positions: Tensor | None
-    ) -> "Rotations":
-        """Rows of the tables for a step's tokens [N] and completing entries [M], int64 each."""
-        none = positions[:0]
-        return Rotations(
-            plain=self.plain.index_select(0, positions),
-            compressed=self.compressed.index_select(0, positions),
-            c4_entries=self.compressed.index_select(
-                0, none if c4_positions is None else c4_positions
-            ),
-            c128_entries=self.compressed.index_select(
-                0, none if c128_positions is None else c128_positions
-            ),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rotations:
-    """(cos, sin) of one step, [.., R/2, 2] float32: of its tokens in both kinds, of its entries."""
-
-    plain: Tensor
-    compressed: Tensor
-    c4_entries: Tensor
-    c128_entries: Tensor
+        return torch.stack((angle.cos(), angle.sin()), -1).to(device)

@@ -1,74 +1,95 @@
 """Sparse attention over cached rows: the contracts.
 
-Source: DeepSeek-V4 technical report, section 2.3. Legend: N tokens, A heads, C head_dim, R rope
-dimensions (the last R of C, interleaved pairs), W window, K selected entries, P rows of a pool.
+Source: DeepSeek-V4 technical report, section 2.3. Legend: N tokens, A heads, C head_dim, Q width
+of the query's latent, R rope dimensions (the last R of C, interleaved pairs), L positions, W
+window, K selected entries.
 
 K and V are one row: [nope | rope] of C values, V with its rope, so the output is rotated back by
-the query's position. A slot is a row's index in its pool; -1 stands for no row.
+the query's position. A pool is dense, [rows, C] of a float dtype, or packed, uint8 [pages, bytes]
+(layout.py). A slot is a row's number in its pool; -1 stands for no row.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+from finwhale.ops.paging import PageTable, Tokens
 
 NOPE_GROUP = 64
 
 
-class PrepareQuery(Protocol):
-    """Per-head RMSNorm without weight, then rope on each head's last R dimensions."""
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The rows of every position; a token sees the last `size`, its own included."""
 
-    def __call__(self, q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
-        """q [N,A,C]; rotation [N,R/2,2] float32 (cos, sin); may write into q. Returns [N,A,C]."""
-        ...
+    pool: Tensor
+    table: PageTable
+    size: int
 
 
-class StoreWindow(Protocol):
-    """kv <- rope(RMSNorm(kv)), its nope part optionally rounded, written to the window's pool."""
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """Entries that the indexer chose: slots [N,K] int32, -1 for none."""
+
+    pool: Tensor
+    slots: Tensor
+    rows_per_page: int
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Every complete entry: a token at position p sees entries w < (p + 1) // ratio."""
+
+    pool: Tensor
+    table: PageTable
+    ratio: Literal[128]
+
+
+class PrepareQkv(Protocol):
+    """The query's latent normalised; kv <- rope(RMSNorm(kv)) written to the window's pool."""
 
     def __call__(
         self,
+        q_lora_NQ: Tensor,
+        q_norm_Q: Tensor,
         kv_NC: Tensor,
-        norm_C: Tensor,
-        rotation_NR: Tensor,
+        kv_norm_C: Tensor,
+        rotary_LR: Tensor,
         eps: float,
         round_nope: bool,
-        rows_PC: Tensor,
-        slots_N: Tensor,
-    ) -> None:
-        """kv [N,C], norm [C] float32, rotation [N,R/2,2]; rows [P,C] is written at slots [N]
-        int64 (every slot valid and distinct). round_nope: E4M3 with one power-of-two scale for
-        each 64 of the first C-R values.
+        tokens: Tokens,
+        pool: Tensor,
+        table: PageTable,
+    ) -> Tensor:
+        """q_lora [N,Q] and kv [N,C], rows may be strided; norms float32; rotary [L,R/2,2] float32
+        (cos, sin). round_nope: E4M3 with one power-of-two scale for each 64 of the first C-R
+        values; packed pools always are. Returns RMSNorm(q_lora) [N,Q].
         """
         ...
 
 
 class SparseAttention(Protocol):
-    """softmax over the window's rows, the selected entries and a sink a head, in float32.
+    """softmax over the window's rows, the entries and a sink a head, in float32.
 
-    o[n,a] = sum_k p_k row_k with p = exp(q . row_k * scale) over the valid rows, normalised by
-    their sum plus exp(sink[a]).
+    q <- rope(RMSNorm without weight, a head); o[n,a] = sum_k p_k row_k with
+    p = exp(q . row_k * scale) over the visible rows, normalised by their sum plus exp(sink[a]);
+    out = o rotated back by the token's position.
     """
 
     def __call__(
         self,
         q_NAC: Tensor,
-        window_rows_PC: Tensor,
-        window_slots_NW: Tensor,
-        entry_rows_PC: Tensor | None,
-        entry_slots_NK: Tensor | None,
+        rotary_LR: Tensor,
+        eps: float,
+        tokens: Tokens,
+        window: Window,
+        entries: Selected | Complete | None,
         sink_A: Tensor,
         scale: float,
         out_NAC: Tensor,
     ) -> None:
-        """q [N,A,C], pools [P,C], slots [N,W] and [N,K] int64 with -1 for none, sink [A] float32.
-        Writes out [N,A,C]. Without entries both entry arguments are None.
+        """q [N,A,C] as projected, rows may be strided, may be written; rotary [L,R/2,2] float32;
+        sink [A] float32. Writes out [N,A,C].
         """
-        ...
-
-
-class InverseRope(Protocol):
-    """Rotate the last R dimensions of each head back."""
-
-    def __call__(self, o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
-        """o [N,A,C], rotation [N,R/2,2] float32 (cos, sin); may write into o. Returns [N,A,C]."""
         ...

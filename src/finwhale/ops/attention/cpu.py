@@ -1,39 +1,45 @@
 """Sparse attention on a CPU, in numpy. Legend in the package's docstring."""
 
+from typing import Any
+
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.host import F32, I64, constant, view
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention.ref import visible_slots
+from finwhale.ops.host import F32, constant, view
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.slots import window_slots, write_slots
+
+Slots = NDArray[np.integer[Any]]
 
 KEY_BLOCK = 128
 # Values that one gather of key rows may hold: they are read twice and should stay in the cache.
 MAX_GATHERED = 2**18
 
 
-def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
-    q: F32 = q_NAC.numpy()
-    np.multiply(q, host.inverse_rms(q, eps), q)
-    host.rotate(q, host.turns(rotation_NR))
-    return q_NAC
-
-
-def store_window(
+def prepare_qkv(
+    q_lora_NQ: Tensor,
+    q_norm_Q: Tensor,
     kv_NC: Tensor,
-    norm_C: Tensor,
-    rotation_NR: Tensor,
+    kv_norm_C: Tensor,
+    rotary_LR: Tensor,
     eps: float,
     round_nope: bool,
-    rows_PC: Tensor,
-    slots_N: Tensor,
-) -> None:
-    turn = host.turns(rotation_NR)
-    row = host.rms_norm(kv_NC.numpy(), view(norm_C), eps)
+    tokens: Tokens,
+    pool: Tensor,
+    table: PageTable,
+) -> Tensor:
+    turn = host.turns(tokens.rotation(rotary_LR))
+    row = host.rms_norm(kv_NC.numpy(), view(kv_norm_C), eps)
     host.rotate(row, turn)
     if round_nope:
         round_nope_part(row, 2 * turn.shape[1])
-    view(rows_PC)[view(slots_N)] = row
+    view(pool)[view(write_slots(tokens, table))] = row
+    return torch.from_numpy(host.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), eps))
 
 
 def round_nope_part(row_NC: F32, rope_width: int) -> None:
@@ -44,42 +50,46 @@ def round_nope_part(row_NC: F32, rope_width: int) -> None:
 
 def sparse_attention(
     q_NAC: Tensor,
-    window_rows_PC: Tensor,
-    window_slots_NW: Tensor,
-    entry_rows_PC: Tensor | None,
-    entry_slots_NK: Tensor | None,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
 ) -> None:
-    q: F32 = q_NAC.numpy()
+    turn = host.turns(tokens.rotation(rotary_LR))
+    raw: F32 = q_NAC.numpy()
+    q = np.multiply(raw, host.inverse_rms(raw, eps))
+    host.rotate(q, turn)
+    np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
-    pools: list[tuple[F32, I64]] = [(view(window_rows_PC), view(window_slots_NW))]
-    if entry_rows_PC is not None and entry_slots_NK is not None:
-        pools.append((view(entry_rows_PC), view(entry_slots_NK)))
+    slots = view(window_slots(tokens, window.table, window.size))
+    pools: list[tuple[F32, Slots]] = [(view(window.pool), slots)]
+    entry_slots = visible_slots(tokens, entries)
+    if entries is not None and entry_slots is not None:
+        pools.append((view(entries.pool), view(entry_slots)))
     num_tokens, heads, width = q.shape
     num_keys = sum(slots.shape[1] for _, slots in pools)
     step = max(1, MAX_GATHERED // (num_keys * width))
 
-    if num_tokens <= step:
-        _attend(q, pools, sink, scale, out)
-        return
-
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = slice(start, min(start + step, tokens.stop))
-            _attend(q[some], [(rows, slots[some]) for rows, slots in pools], sink, scale, out[some])
+            _attend(q[some], [(rows, slots[some]) for rows, slots in pools], sink, out[some])
 
-    host.split_rows(num_tokens, 2 * num_keys * heads * width, run)
+    if num_tokens <= step:
+        _attend(q, pools, sink, out)
+    else:
+        host.split_rows(num_tokens, 2 * num_keys * heads * width, run)
+    host.rotate(out, np.conjugate(turn))
 
 
-def _attend(
-    q_NAC: F32, pools: list[tuple[F32, I64]], sink_A: F32, scale: float, out_NAC: F32
-) -> None:
+def _attend(q_NAC: F32, pools: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F32) -> None:
     """Attention over blocks of KEY_BLOCK keys, their sums added in order, as in the reference."""
     num_tokens, heads, _ = q_NAC.shape
-    q_NAC = np.multiply(q_NAC, constant(scale))
     slots_NK = pools[0][1]
     if len(pools) > 1:
         slots_NK = np.concatenate([slots for _, slots in pools], axis=1)
@@ -108,9 +118,3 @@ def _attend(
         np.add(total, np.add.reduce(weight, -1), total)
         np.add(out_NAC, np.matmul(weight, rows_NKC), out_NAC)
     np.divide(out_NAC, total[:, :, None], out_NAC)
-
-
-def inverse_rope(o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
-    o: F32 = o_NAC.numpy()
-    host.rotate(o, np.conjugate(host.turns(rotation_NR)))
-    return o_NAC

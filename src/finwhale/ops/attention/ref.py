@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.norm.ref import rms_norm
+from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.slots import complete_slots, window_slots, write_slots
 
 KEY_BLOCK = 128
 # Values that one gather of key rows may hold: it bounds memory, whatever the chunk's length. On a
@@ -38,39 +40,49 @@ def round_row(row: Tensor, rope_width: int) -> Tensor:
 
 
 def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
+    """Per-head RMSNorm without weight, then rope: [N,A,C], a new tensor."""
     q = q_NAC.float()
     q = q * torch.rsqrt(q.square().mean(-1, keepdim=True).add_(eps))
     return apply_rope(q, rotation_NR).to(q_NAC.dtype)
 
 
-def store_window(
+def prepare_qkv(
+    q_lora_NQ: Tensor,
+    q_norm_Q: Tensor,
     kv_NC: Tensor,
-    norm_C: Tensor,
-    rotation_NR: Tensor,
+    kv_norm_C: Tensor,
+    rotary_LR: Tensor,
     eps: float,
     round_nope: bool,
-    rows_PC: Tensor,
-    slots_N: Tensor,
-) -> None:
-    row = apply_rope(rms_norm(kv_NC.float(), norm_C, eps), rotation_NR)
+    tokens: Tokens,
+    pool: Tensor,
+    table: PageTable,
+) -> Tensor:
+    row = apply_rope(rms_norm(kv_NC.float(), kv_norm_C, eps), tokens.rotation(rotary_LR))
     if round_nope:
-        row = round_row(row, 2 * rotation_NR.shape[-2])
-    rows_PC.index_copy_(0, slots_N, row.to(rows_PC.dtype))
+        row = round_row(row, 2 * rotary_LR.shape[-2])
+    pool.index_copy_(0, write_slots(tokens, table), row.to(pool.dtype))
+    return rms_norm(q_lora_NQ, q_norm_Q, eps)
 
 
 def sparse_attention(
     q_NAC: Tensor,
-    window_rows_PC: Tensor,
-    window_slots_NW: Tensor,
-    entry_rows_PC: Tensor | None,
-    entry_slots_NK: Tensor | None,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
 ) -> None:
-    pools = [(window_rows_PC, slots) for slots in window_slots_NW.split(KEY_BLOCK, 1)]
-    if entry_rows_PC is not None and entry_slots_NK is not None:
-        pools += [(entry_rows_PC, slots) for slots in entry_slots_NK.split(KEY_BLOCK, 1)]
+    rotation_NR = tokens.rotation(rotary_LR)
+    q_NAC = prepare_query(q_NAC, rotation_NR, eps)
+    seen = window_slots(tokens, window.table, window.size)
+    pools = [(window.pool, slots) for slots in seen.split(KEY_BLOCK, 1)]
+    slots_NK = visible_slots(tokens, entries)
+    if entries is not None and slots_NK is not None:
+        pools += [(entries.pool, slots) for slots in slots_NK.split(KEY_BLOCK, 1)]
     num_keys = sum(slots.shape[1] for _, slots in pools)
     step = max(1, MAX_GATHERED[q_NAC.device.type] // (num_keys * q_NAC.shape[2]))
     for start in range(0, q_NAC.shape[0], step):
@@ -81,6 +93,18 @@ def sparse_attention(
             sink_A,
             out_NAC[block],
         )
+    out_NAC.copy_(apply_rope(out_NAC, rotation_NR, inverse=True))
+
+
+def visible_slots(tokens: Tokens, entries: Selected | Complete | None) -> Tensor | None:
+    """[N,K]: slots of the entries that each token sees, -1 past its last; None: no entry yet."""
+    if entries is None:
+        return None
+    if isinstance(entries, Selected):
+        slots = entries.slots
+    else:
+        slots = complete_slots(tokens, entries.table, entries.ratio)
+    return slots if slots.shape[1] else None
 
 
 def _attend(
@@ -108,7 +132,3 @@ def _attend(
         total = total + weight.sum(-1, keepdim=True)
         out.baddbmm_(weight, rows)
     out_NAC.copy_(out.div_(total))
-
-
-def inverse_rope(o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
-    return apply_rope(o_NAC, rotation_NR, inverse=True)

@@ -1,7 +1,7 @@
 """Compressors of keys and values: the contract.
 
 Source: DeepSeek-V4 technical report, sections 2.3.1 and 2.3.2. Legend: N new tokens, C entry
-width, M entries that complete in this step, S tokens that an entry mixes, P rows of a pool.
+width, S tokens that an entry mixes, R rope dimensions, L positions.
 
 Ratio 128: an entry mixes its 128 tokens. Ratio 4: each token has two halves [Ca | Cb]; an entry
 mixes Ca of the window before with Cb of its own: S = 8. Entry = rope(RMSNorm(sum_j softmax_j(
@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from finwhale.ops.paging import PageTable, Tokens
+
+Rounding = Literal["none", "nope", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,44 +34,43 @@ class CompressorWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class CompressStep:
-    """Which entries complete in a step and where everything lies; shared by a ratio's layers.
+class CompressPart:
+    """One compressor of a layer: a C4 layer has two, of attention's entries and of indexer keys.
 
     Attributes:
-        history_slots: [X] int64: state rows to put in front of the N new rows.
-        entry_sources: [M,S] int64: rows of (history, new) that an entry mixes; -1: none.
-        entry_slots: [M] int64: where the entries go in their pool.
-        entry_positions: [M] int64: the position of each entry's rope.
-        state_sources: [Y] int64: the new rows that later steps need.
-        state_slots: [Y] int64: where they go in the state's pool.
+        projected: [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4; rows may be
+            strided.
+        weight: its ape and norm.
+        state_pool: [rows, X] float32; row number = position.
+        entry_pool: dense [rows, C], or packed: rows of attention ("nope") or index keys ("whole").
+        rounding: "nope": all but the rope part in E4M3, a scale for each 64 values; "whole": all
+            of it, one scale for each 128; "none".
     """
 
-    history_slots: Tensor
-    entry_sources: Tensor
-    entry_slots: Tensor
-    entry_positions: Tensor
-    state_sources: Tensor
-    state_slots: Tensor
+    projected: Tensor
+    weight: CompressorWeight
+    state_pool: Tensor
+    entry_pool: Tensor
+    rounding: Rounding
 
 
 class Compress(Protocol):
-    """Complete entries from new and kept rows, store them, and keep what later steps need."""
+    """Complete entries from new and kept rows, store them, and keep what later steps need.
+
+    A token at position p with (p + 1) % ratio == 0 completes entry p // ratio from the S tokens up
+    to its own, the first window of ratio 4 from its own 4. Of a sequence that ends at `end` after
+    the step, the rows from end // 4 * 4 - 4 on are kept for ratio 4, from end // 128 * 128 on for
+    ratio 128.
+    """
 
     def __call__(
         self,
-        projected_NX: Tensor,
-        w: CompressorWeight,
-        step: CompressStep,
-        rotation_MR: Tensor,
+        parts: tuple[CompressPart, ...],
+        tokens: Tokens,
+        rotary_LR: Tensor,
         eps: float,
-        rounding: Literal["none", "nope", "whole"],
-        state_rows_PX: Tensor,
-        entry_rows_PC: Tensor,
+        state_table: PageTable,
+        entry_table: PageTable,
     ) -> None:
-        """projected [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4.
-        rotation [M,R/2,2] float32 (cos, sin) of entry_positions.
-        state_rows [P,X] float32 and entry_rows [P,C] are written.
-        rounding: "nope": all but the rope part in E4M3, a scale for each 64 values (attention's
-        entries); "whole": all of it, one scale for each 128 (the indexer's keys); "none".
-        """
+        """All parts have one ratio and share the tables. rotary [L,R/2,2] float32 (cos, sin)."""
         ...

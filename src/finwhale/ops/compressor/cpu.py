@@ -1,16 +1,16 @@
 """Compressors on a CPU, in numpy. Legend in the package's docstring."""
 
-from typing import Literal
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops import host
 from finwhale.ops.attention.cpu import round_nope_part
-from finwhale.ops.compressor import CompressorWeight, CompressStep
+from finwhale.ops.compressor import CompressPart
 from finwhale.ops.host import F32, I64, view
 from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.slots import CompressStep, compress_step
 
 # Values that one gather of projected rows may hold.
 MAX_GATHERED = 2**20
@@ -38,36 +38,44 @@ def _mix(rows_MSX: F32, missing_MS: NDArray[np.bool], ape_SC: F32, ratio: int) -
 
 
 def compress(
-    projected_NX: Tensor,
-    w: CompressorWeight,
-    step: CompressStep,
-    rotation_MR: Tensor,
+    parts: tuple[CompressPart, ...],
+    tokens: Tokens,
+    rotary_LR: Tensor,
     eps: float,
-    rounding: Literal["none", "nope", "whole"],
-    state_rows_PX: Tensor,
-    entry_rows_PC: Tensor,
+    state_table: PageTable,
+    entry_table: PageTable,
 ) -> None:
-    projected: F32 = projected_NX.numpy()
-    state: F32 = view(state_rows_PX)
-    if step.entry_slots.shape[0]:
-        rows = projected
-        if step.history_slots.shape[0]:
-            rows = np.concatenate((state.take(view(step.history_slots), 0), rows))
-        sources: I64 = view(step.entry_sources)
-        turn = host.turns(rotation_MR)
-        ape, norm = view(w.ape), view(w.norm)
-        entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
-        block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
-        for start in range(0, sources.shape[0], block):
-            some = sources[start : start + block]
-            gathered = rows.take(some, 0, mode="clip")
-            entry[start : start + block] = _mix(gathered, some < 0, ape, w.ratio)
-        entry = host.rms_norm(entry, norm, eps)
-        host.rotate(entry, turn)
-        if rounding == "nope":
-            round_nope_part(entry, 2 * turn.shape[1])
-        elif rounding == "whole":
-            entry = host.round_e4m3(entry, ACTIVATION_GROUP)
-        view(entry_rows_PC)[view(step.entry_slots)] = entry
-    if step.state_slots.shape[0]:
-        state[view(step.state_slots)] = projected.take(view(step.state_sources), 0)
+    for part in parts:
+        step = compress_step(tokens, state_table, entry_table, part.weight.ratio)
+        projected: F32 = part.projected.numpy()
+        if step.entry_slots.shape[0]:
+            entry = _entries(part, projected, step, rotary_LR, eps)
+            view(part.entry_pool)[view(step.entry_slots)] = entry
+        if step.state_slots.shape[0]:
+            kept = projected.take(view(step.state_sources), 0)
+            view(part.state_pool)[view(step.state_slots)] = kept
+
+
+def _entries(
+    part: CompressPart, projected: F32, step: CompressStep, rotary_LR: Tensor, eps: float
+) -> F32:
+    """The entries that complete, roped and rounded: [M,C]."""
+    rows = projected
+    if step.history_slots.shape[0]:
+        rows = np.concatenate((view(part.state_pool).take(view(step.history_slots), 0), rows))
+    sources: I64 = view(step.entry_sources)
+    turn = host.turns(rotary_LR)[view(step.entry_positions)]
+    ape, norm = view(part.weight.ape), view(part.weight.norm)
+    entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
+    block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
+    for start in range(0, sources.shape[0], block):
+        some = sources[start : start + block]
+        gathered = rows.take(some, 0, mode="clip")
+        entry[start : start + block] = _mix(gathered, some < 0, ape, part.weight.ratio)
+    entry = host.rms_norm(entry, norm, eps)
+    host.rotate(entry, turn)
+    if part.rounding == "nope":
+        round_nope_part(entry, 2 * turn.shape[1])
+    elif part.rounding == "whole":
+        entry = host.round_e4m3(entry, ACTIVATION_GROUP)
+    return entry

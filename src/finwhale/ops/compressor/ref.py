@@ -1,15 +1,15 @@
 """Compressors, the definition. Legend in the package's docstring."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope, round_row
-from finwhale.ops.compressor import CompressorWeight, CompressStep
+from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
+from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.slots import CompressStep, compress_step
 
 
 def _mix(rows_MSX: Tensor, missing_MS: Tensor, w: CompressorWeight) -> Tensor:
@@ -22,35 +22,45 @@ def _mix(rows_MSX: Tensor, missing_MS: Tensor, w: CompressorWeight) -> Tensor:
     else:
         kv, gate = rows_MSX[..., :width], rows_MSX[..., width:]
     gate = (gate + w.ape).masked_fill_(missing_MS[..., None], -torch.inf)
-    return (gate.softmax(1).mul_(kv)).sum(1)
+    # Not softmax(): on several threads its bits depend on the shape.
+    weight = (gate - gate.amax(1, keepdim=True)).exp_()
+    total = weight.sum(1)
+    return weight.mul_(kv).sum(1).div_(total)
 
 
 def compress(
-    projected_NX: Tensor,
-    w: CompressorWeight,
-    step: CompressStep,
-    rotation_MR: Tensor,
+    parts: tuple[CompressPart, ...],
+    tokens: Tokens,
+    rotary_LR: Tensor,
     eps: float,
-    rounding: Literal["none", "nope", "whole"],
-    state_rows_PX: Tensor,
-    entry_rows_PC: Tensor,
+    state_table: PageTable,
+    entry_table: PageTable,
 ) -> None:
-    if step.entry_slots.shape[0]:
-        rows = projected_NX
-        if step.history_slots.shape[0]:
-            rows = torch.cat((state_rows_PX.index_select(0, step.history_slots), rows))
-        sources = step.entry_sources
-        mixed = _mix(
-            rows.index_select(0, sources.clamp(min=0).flatten()).view(*sources.shape, -1),
-            sources < 0,
-            w,
-        )
-        entry = apply_rope(rms_norm(mixed, w.norm, eps), rotation_MR)
-        if rounding == "nope":
-            entry = round_row(entry, 2 * rotation_MR.shape[-2])
-        elif rounding == "whole":
-            entry = round_e4m3(entry, ACTIVATION_GROUP)
-        entry_rows_PC.index_copy_(0, step.entry_slots, entry.to(entry_rows_PC.dtype))
-    if step.state_slots.shape[0]:
-        kept = projected_NX.index_select(0, step.state_sources)
-        state_rows_PX.index_copy_(0, step.state_slots, kept)
+    for part in parts:
+        step = compress_step(tokens, state_table, entry_table, part.weight.ratio)
+        if step.entry_slots.shape[0]:
+            rotation = rotary_LR.index_select(0, step.entry_positions)
+            entry = _entries(part, step, rotation, eps).to(part.entry_pool.dtype)
+            part.entry_pool.index_copy_(0, step.entry_slots, entry)
+        if step.state_slots.shape[0]:
+            kept = part.projected.index_select(0, step.state_sources)
+            part.state_pool.index_copy_(0, step.state_slots, kept)
+
+
+def _entries(part: CompressPart, step: CompressStep, rotation_MR: Tensor, eps: float) -> Tensor:
+    """The entries that complete, roped and rounded: [M,C]."""
+    rows = part.projected
+    if step.history_slots.shape[0]:
+        rows = torch.cat((part.state_pool.index_select(0, step.history_slots), rows))
+    sources = step.entry_sources
+    mixed = _mix(
+        rows.index_select(0, sources.clamp(min=0).flatten()).view(*sources.shape, -1),
+        sources < 0,
+        part.weight,
+    )
+    entry = apply_rope(rms_norm(mixed, part.weight.norm, eps), rotation_MR)
+    if part.rounding == "nope":
+        return round_row(entry, 2 * rotation_MR.shape[-2])
+    if part.rounding == "whole":
+        return round_e4m3(entry, ACTIVATION_GROUP)
+    return entry

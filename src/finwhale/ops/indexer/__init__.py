@@ -1,54 +1,40 @@
-"""The lightning indexer: the contracts.
+"""The lightning indexer: the contract.
 
-Source: DeepSeek-V4 technical report, section 2.3.1. Legend: N tokens, B sequences, I index heads,
-C index_head_dim, E entries of the longest sequence, K selected entries, P rows of a pool.
+Source: DeepSeek-V4 technical report, section 2.3.1. Legend: N tokens, I index heads, C
+index_head_dim, K selected entries, R rope dimensions, L positions.
 """
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-
-@dataclass(frozen=True, slots=True)
-class IndexStep:
-    """Where each sequence's entries lie; shared by all layers with an indexer.
-
-    Attributes:
-        query_start: B+1 token offsets of the sequences in the batch, on the host.
-        max_entries: B: the entries that each sequence's last token sees, on the host.
-        entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
-        num_entries: [N] int64: entries that each token sees.
-        sequence: [N] int64: each token's row in entry_slots.
-    """
-
-    query_start: tuple[int, ...]
-    max_entries: tuple[int, ...]
-    entry_slots: Tensor
-    num_entries: Tensor
-    sequence: Tensor
-
-
-class PrepareIndexQuery(Protocol):
-    """Rope on each head's last R dimensions, then optionally E4M3 with one scale a head."""
-
-    def __call__(self, q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
-        """q [N,I,C], rotation [N,R/2,2] float32 (cos, sin). Returns [N,I,C]."""
-        ...
+from finwhale.ops.paging import PageTable, Tokens
 
 
 class SelectEntries(Protocol):
     """The topk visible entries with the highest score, ties to the lowest index.
 
-    score(n, e) = sum_i weights[n,i] * relu(q[n,i] . key[e]).
+    q <- rope(q), then optionally E4M3 with one power-of-two scale a head;
+    score(n, e) = sum_i weights[n,i] * scale * relu(q[n,i] . key[e]);
+    a token at position p sees the entries e < (p + 1) // 4.
     """
 
     def __call__(
-        self, q_NIC: Tensor, weights_NI: Tensor, key_rows_PC: Tensor, step: IndexStep, topk: int
+        self,
+        q_NIC: Tensor,
+        weights_NI: Tensor,
+        key_pool: Tensor,
+        rotary_LR: Tensor,
+        tokens: Tokens,
+        table: PageTable,
+        topk: int,
+        scale: float,
+        round_query: bool,
     ) -> Tensor:
-        """q [N,I,C], weights [N,I] float32 (scaled already), key_rows [P,C].
+        """q [N,I,C] and weights [N,I] float32 as projected, rows may be strided, q may be
+        written; key_pool dense [rows, C] or packed (layout.py); rotary [L,R/2,2] float32.
 
-        Returns slots [N,K] int64, in order of the entries' positions, -1 where there are fewer;
-        K is topk, or less where no token of the batch sees that many.
+        Returns slots [N,K] int32, in order of the entries' positions, -1 where there are fewer;
+        K is topk, or less where tokens.max_len allows no token that many.
         """
         ...

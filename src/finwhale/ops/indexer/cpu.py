@@ -1,17 +1,15 @@
 """The lightning indexer on a CPU, in numpy. Legend in the package's docstring."""
 
-from itertools import pairwise
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops import host
 from finwhale.ops.host import F32, I64, view
-from finwhale.ops.indexer import IndexStep
 from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
-ENTRY_BLOCK = 128
 # Scores of all heads that may be held at once: they are read again and should stay in the cache.
 MAX_SCORES = 2**18
 # Up to this many tokens, sorting beats the partition's preparations.
@@ -19,55 +17,44 @@ FEW_TOKENS = 8
 _LOW_BITS = np.int64(0xFFFFFFFF)
 
 
-def prepare_index_query(q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
-    q: F32 = q_NIC.numpy().copy()
-    host.rotate(q, host.turns(rotation_NR))
-    return torch.from_numpy(host.round_e4m3(q, ACTIVATION_GROUP) if round_query else q)
-
-
 def select_entries(
-    q_NIC: Tensor, weights_NI: Tensor, key_rows_PC: Tensor, step: IndexStep, topk: int
+    q_NIC: Tensor,
+    weights_NI: Tensor,
+    key_pool: Tensor,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    table: PageTable,
+    topk: int,
+    scale: float,
+    round_query: bool,
 ) -> Tensor:
-    q: F32 = q_NIC.numpy()
-    weights: F32 = weights_NI.numpy()
-    key_rows: F32 = view(key_rows_PC)
+    step = index_step(tokens, table)
+    longest = max(step.max_entries, default=0)
+    width = min(topk, padded(longest))
     entry_slots: I64 = view(step.entry_slots)
     num_entries: I64 = view(step.num_entries)
-    width = min(topk, _padded(max(step.max_entries, default=0)))
-    out = np.full((q.shape[0], width), -1, np.int64)
-    for tokens, sequences in _groups(step.query_start):
+    out = np.full((q_NIC.shape[0], width), -1, np.int64)
+    if longest > topk:
+        q: F32 = q_NIC.numpy().copy()
+        host.rotate(q, host.turns(tokens.rotation(rotary_LR)))
+        if round_query:
+            q = host.round_e4m3(q, ACTIVATION_GROUP)
+        weights = np.multiply(weights_NI.numpy(), host.constant(scale))
+    for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
-        visible = num_entries[tokens]
-        slots_SE = entry_slots[sequences, : _padded(entries)]
+        visible = num_entries[some]
+        slots_SE = entry_slots[sequences, : padded(entries)]
         if entries <= topk:
             columns = min(width, slots_SE.shape[1])
             np.copyto(
-                out[tokens, :columns],
+                out[some, :columns],
                 slots_SE[:, :columns],
                 where=np.arange(columns) < visible[:, None],
             )
             continue
-        keys_SEC = key_rows.take(slots_SE, 0, mode="clip")
-        _select(q[tokens], weights[tokens], keys_SEC, visible, slots_SE, out[tokens])
+        keys_SEC = view(key_pool).take(slots_SE, 0, mode="clip")
+        _select(q[some], weights[some], keys_SEC, visible, slots_SE, out[some])
     return torch.from_numpy(out)
-
-
-def _padded(entries: int) -> int:
-    return -(-entries // ENTRY_BLOCK) * ENTRY_BLOCK
-
-
-def _groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(tokens, sequences): neighbours with one token each together, every other sequence alone."""
-    groups: list[tuple[slice, slice]] = []
-    for b, (start, end) in enumerate(pairwise(query_start)):
-        if groups and end - start == 1:
-            tokens, sequences = groups[-1]
-            if tokens.stop - tokens.start == sequences.stop - sequences.start:
-                groups[-1] = (slice(tokens.start, end), slice(sequences.start, b + 1))
-                continue
-        if end > start:
-            groups.append((slice(start, end), slice(b, b + 1)))
-    return groups
 
 
 def _select(
@@ -76,7 +63,7 @@ def _select(
     """Fill out with each token's best slots; S is N, or 1 where all tokens share their entries."""
     num_tokens, heads, width = q_NIC.shape
     num_entries = keys_SEC.shape[1]
-    keys = keys_SEC.reshape(keys_SEC.shape[0], -1, ENTRY_BLOCK, width).swapaxes(2, 3)
+    keys = keys_SEC.reshape(keys_SEC.shape[0], -1, ENTRY_PAD, width).swapaxes(2, 3)
     shared = keys.shape[0] != num_tokens
     step = max(1, MAX_SCORES // (heads * num_entries))
 
@@ -84,7 +71,7 @@ def _select(
         for start in range(tokens.start, tokens.stop, step):
             some = slice(start, min(start + step, tokens.stop))
             of = slice(0, 1) if shared else some
-            blocks = -(-max(int(visible_N[some].max()), out_NK.shape[1]) // ENTRY_BLOCK)
+            blocks = -(-max(int(visible_N[some].max()), out_NK.shape[1]) // ENTRY_PAD)
             scores = _scores(q_NIC[some], weights_NI[some], keys[of, :blocks])
             _top(scores, visible_N[some], slots_SE[of], out_NK[some])
 
@@ -92,7 +79,7 @@ def _select(
 
 
 def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
-    """[N, B * ENTRY_BLOCK], in products of one shape, so that no bit depends on B or N."""
+    """[N, B * ENTRY_PAD], in products of one shape, so that no bit depends on B or N."""
     relu = np.matmul(q_NIC[:, None], keys_NBCE)
     np.maximum(relu, host.constant(0.0), out=relu)
     scores: F32 = np.matmul(weights_NI[:, None, None], relu)

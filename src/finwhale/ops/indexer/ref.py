@@ -1,73 +1,62 @@
 """The lightning indexer, the definition. Legend in the package's docstring."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.indexer import IndexStep
 from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
-ENTRY_BLOCK = 128
 # Scores of all heads that may be held at once: it bounds memory, whatever the chunk's length.
 MAX_SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
-def prepare_index_query(q_NIC: Tensor, rotation_NR: Tensor, round_query: bool) -> Tensor:
-    q = apply_rope(q_NIC, rotation_NR)
-    return round_e4m3(q, ACTIVATION_GROUP) if round_query else q
-
-
 def select_entries(
-    q_NIC: Tensor, weights_NI: Tensor, key_rows_PC: Tensor, step: IndexStep, topk: int
+    q_NIC: Tensor,
+    weights_NI: Tensor,
+    key_pool: Tensor,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    table: PageTable,
+    topk: int,
+    scale: float,
+    round_query: bool,
 ) -> Tensor:
-    width = min(topk, _padded(max(step.max_entries, default=0)))
+    step = index_step(tokens, table)
+    longest = max(step.max_entries, default=0)
+    width = min(topk, padded(longest))
     slots_NK = step.entry_slots.new_full((q_NIC.shape[0], width), -1)
-    for tokens, sequences in _groups(step.query_start):
+    if longest > topk:
+        q_NIC = apply_rope(q_NIC, tokens.rotation(rotary_LR))
+        q_NIC = round_e4m3(q_NIC, ACTIVATION_GROUP) if round_query else q_NIC
+        weights_NI = weights_NI * scale
+    for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
-        visible = step.num_entries[tokens]
-        slots_SE = step.entry_slots[sequences, : _padded(entries)]
+        visible = step.num_entries[some]
+        slots_SE = step.entry_slots[sequences, : padded(entries)]
         slots_NE = slots_SE.expand(visible.shape[0], -1)
         if entries <= topk:
             columns = torch.arange(min(width, slots_NE.shape[1]), device=slots_NE.device)
             chosen = slots_NE[:, : columns.shape[0]]
-            slots_NK[tokens, : columns.shape[0]] = chosen.where(columns < visible[:, None], -1)
+            slots_NK[some, : columns.shape[0]] = chosen.where(columns < visible[:, None], -1)
             continue
-        keys_SEC = key_rows_PC.index_select(0, slots_SE.clamp(min=0).flatten()).float()
+        keys_SEC = key_pool.index_select(0, slots_SE.clamp(min=0).flatten()).float()
         keys_NEC = keys_SEC.view(*slots_SE.shape, -1).expand(visible.shape[0], -1, -1)
-        q_GIC, weights_GI = q_NIC[tokens].float(), weights_NI[tokens]
+        q_GIC, weights_GI = q_NIC[some].float(), weights_NI[some]
         block = max(1, MAX_SCORES[q_NIC.device.type] // (q_NIC.shape[1] * slots_NE.shape[1]))
         for start in range(0, visible.shape[0], block):
             part = slice(start, start + block)
             scores = _scores(q_GIC[part], weights_GI[part], keys_NEC[part])
-            slots_NK[tokens][part] = _top(scores, visible[part], slots_NE[part], topk)
+            slots_NK[some][part] = _top(scores, visible[part], slots_NE[part], topk)
     return slots_NK
-
-
-def _padded(entries: int) -> int:
-    return -(-entries // ENTRY_BLOCK) * ENTRY_BLOCK
-
-
-def _groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(tokens, sequences): neighbours with one token each together, every other sequence alone."""
-    groups: list[tuple[slice, slice]] = []
-    for b, (start, end) in enumerate(pairwise(query_start)):
-        if groups and end - start == 1:
-            tokens, sequences = groups[-1]
-            if tokens.stop - tokens.start == sequences.stop - sequences.start:
-                groups[-1] = (slice(tokens.start, end), slice(sequences.start, b + 1))
-                continue
-        if end > start:
-            groups.append((slice(start, end), slice(b, b + 1)))
-    return groups
 
 
 def _scores(q_NIC: Tensor, weights_NI: Tensor, keys_NEC: Tensor) -> Tensor:
     """[N,E] float32, computed in products of one shape, so that no bit depends on E or N."""
     blocks = []
-    for keys in keys_NEC.split(ENTRY_BLOCK, 1):
+    for keys in keys_NEC.split(ENTRY_PAD, 1):
         relu = torch.bmm(q_NIC, keys.transpose(1, 2)).relu_()
         blocks.append(torch.bmm(weights_NI[:, None], relu).squeeze(1))
     return torch.cat(blocks, 1)

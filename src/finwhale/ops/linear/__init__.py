@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 ACTIVATION_GROUP = 128
@@ -13,13 +14,17 @@ class LinearWeight:
     """A weight as an implementation reads it.
 
     Attributes:
-        weight: [M, K]; grouped linears [G, M, K].
+        weight: [M, K]; grouped linears [G, M, K]. E4M3 where there is a scale.
         round_input: round the input to E4M3 with one power-of-two scale for each 128 values
             along K, as the model was trained (FP8 and FP4 weights in "as-trained" mode).
+        scale: float32 [.., ceil(M/128), ceil(K/128)]: of each block of 128x128 of an E4M3 weight.
+        out_dtype: of the result; None: the weight's dtype, of E4M3 weights bfloat16.
     """
 
     weight: Tensor
     round_input: bool = False
+    scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
 
 
 class PrepareLinear(Protocol):
@@ -34,7 +39,7 @@ class Linear(Protocol):
     """y = x @ weight^T, accumulated in float32."""
 
     def __call__(self, x_NK: Tensor, w: LinearWeight) -> Tensor:
-        """x [N, K] of any float dtype; returns [N, M] in the weight's dtype."""
+        """x [N, K] of any float dtype; rows may be strided; returns [N, M]."""
         ...
 
 
@@ -42,5 +47,5 @@ class GroupedLinear(Protocol):
     """y[n, g] = x[n, g] @ weight[g]^T: the first half of the grouped output projection."""
 
     def __call__(self, x_NGK: Tensor, w: LinearWeight) -> Tensor:
-        """x [N, G, K]; returns [N, G, M] in the weight's dtype."""
+        """x [N, G, K]; returns [N, G, M]."""
         ...

@@ -23,7 +23,7 @@ def prepare_linear(w: LinearWeight) -> LinearWeight:
     if w.weight.device.type == "meta":
         return w
     storage = torch.empty_like(w.weight.mT, memory_format=torch.contiguous_format)
-    return TransposedWeight(storage.mT, w.round_input, storage.numpy())
+    return TransposedWeight(storage.mT, w.round_input, matrix=storage.numpy())
 
 
 def matrix_of(w: LinearWeight) -> F32:

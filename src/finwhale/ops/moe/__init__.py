@@ -16,13 +16,18 @@ class ExpertWeight:
 
     Attributes:
         w13: [E,2I,D], or [2I,D] for one expert that all tokens share: w1 (gate), then w3 (up).
-        w2: [E,D,I], or [D,I].
+            FP4: uint8 [E,2I,D/2], two e2m1 codes a byte, the low nibble first.
+        w2: [E,D,I], or [D,I]; FP4: uint8 [E,D,I/2].
         round_input: round what enters w13 and w2 to E4M3, one power-of-two scale for each 128.
+        scale13, scale2: FP4: uint8 exponents (E8M0) [E,2I,D/32] and [E,D,I/32]; E4M3: float32, one
+            for each block of 128x128; None for plain weights.
     """
 
     w13: Tensor
     w2: Tensor
     round_input: bool = False
+    scale13: Tensor | None = None
+    scale2: Tensor | None = None
 
 
 class PrepareExperts(Protocol):
@@ -37,10 +42,17 @@ class RouteByScore(Protocol):
     """The K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
 
     def __call__(
-        self, x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
+        self,
+        x_ND: Tensor,
+        gate_ED: Tensor,
+        bias_E: Tensor,
+        topk: int,
+        scaling: float,
+        positions_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """gate [E,D] and bias [E] float32. Returns ids [N,K] int64 and weights [N,K] float32: the
-        chosen scores, normalised to sum 1, times scaling.
+        """gate [E,D] of any float dtype, bias [E] float32. Returns ids [N,K] of an integer dtype
+        and weights [N,K] float32: the chosen scores, normalised to sum 1, times scaling. A token
+        at position -1 is padding: its ids may be -1.
         """
         ...
 
@@ -49,7 +61,13 @@ class RouteByHash(Protocol):
     """The experts that a table gives each token id, weighted by their scores as above."""
 
     def __call__(
-        self, x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
+        self,
+        x_ND: Tensor,
+        gate_ED: Tensor,
+        tid2eid_VK: Tensor,
+        token_ids_N: Tensor,
+        scaling: float,
+        positions_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """tid2eid [V,K] int64, token_ids [N] int64. Returns ids [N,K] and weights [N,K]."""
         ...
@@ -59,9 +77,17 @@ class Experts(Protocol):
     """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)) of the experts."""
 
     def __call__(
-        self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight, limit: float
+        self,
+        x_ND: Tensor,
+        ids_NK: Tensor,
+        weights_NK: Tensor,
+        w: ExpertWeight,
+        limit: float,
+        shared_ND: Tensor | None = None,
     ) -> Tensor:
-        """x [N,D]; an id of -1 skips. Returns [N,D] in the weights' dtype."""
+        """x [N,D]; an id of -1 skips. `shared`, the shared expert's output, is added; it may be
+        written. Returns [N,D] in the dtype of plain weights, else of x.
+        """
         ...
 
 

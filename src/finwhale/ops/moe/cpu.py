@@ -29,7 +29,7 @@ def prepare_experts(w: ExpertWeight) -> ExpertWeight:
         torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
         for weight in (w.w13, w.w2)
     )
-    return TransposedExperts(w13.mT, w2.mT, w.round_input, _matrices(w13.mT, w2.mT))
+    return TransposedExperts(w13.mT, w2.mT, w.round_input, matrices=_matrices(w13.mT, w2.mT))
 
 
 def _matrices(w13: Tensor, w2: Tensor) -> tuple[tuple[F32, F32], ...]:
@@ -66,7 +66,12 @@ def _weights(scores_NE: F32, ids_NK: I64, scaling: float) -> F32:
 
 
 def route_by_score(
-    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    bias_E: Tensor,
+    topk: int,
+    scaling: float,
+    positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
     order = np.add(scores, view(bias_E))
@@ -76,7 +81,12 @@ def route_by_score(
 
 
 def route_by_hash(
-    x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    tid2eid_VK: Tensor,
+    token_ids_N: Tensor,
+    scaling: float,
+    positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     ids: I64 = view(tid2eid_VK).take(view(token_ids_N), 0)
     weights = _weights(_scores(x_ND, gate_ED), ids, scaling)
@@ -111,7 +121,12 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
 
 
 def experts(
-    x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight, limit: float
+    x_ND: Tensor,
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    w: ExpertWeight,
+    limit: float,
+    shared_ND: Tensor | None = None,
 ) -> Tensor:
     """One row a (token, expert) pair; an expert's pairs come one after the other."""
     matrices = _matrices_of(w)
@@ -129,7 +144,10 @@ def experts(
     out = np.empty((ids.size, x.shape[1]), np.float32)
     run_pairs(hidden, 1, ids, [second for _, second in matrices], out)
     result = np.matmul(weights_NK.numpy()[:, None], out.reshape(num_tokens, topk, x.shape[1]))
-    return torch.from_numpy(result.reshape(x.shape))
+    result = result.reshape(x.shape)
+    if shared_ND is not None:
+        np.add(result, shared_ND.numpy(), result)
+    return torch.from_numpy(result)
 
 
 def _few_pairs(x: F32, pairs_a_row: int, ids: I64, matrices: list[F32], out_PM: F32) -> None:

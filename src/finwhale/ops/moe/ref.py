@@ -15,7 +15,7 @@ def prepare_experts(w: ExpertWeight) -> ExpertWeight:
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
     """sqrt(softplus(x gate^T)) in float32; softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
-    z = matmul_rows(x_ND.float(), gate_ED)
+    z = matmul_rows(x_ND.float(), gate_ED.float())
     return torch.exp(-z.abs()).log1p_().add_(z.clamp(min=0)).sqrt_()
 
 
@@ -25,7 +25,12 @@ def _weights(scores_NE: Tensor, ids_NK: Tensor, scaling: float) -> Tensor:
 
 
 def route_by_score(
-    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    bias_E: Tensor,
+    topk: int,
+    scaling: float,
+    positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(x_ND, gate_ED)
     ids_NK = (scores + bias_E).topk(topk, -1).indices
@@ -33,7 +38,12 @@ def route_by_score(
 
 
 def route_by_hash(
-    x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    tid2eid_VK: Tensor,
+    token_ids_N: Tensor,
+    scaling: float,
+    positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
     ids_NK = tid2eid_VK.index_select(0, token_ids_N)
     return ids_NK, _weights(_scores(x_ND, gate_ED), ids_NK, scaling)
@@ -56,7 +66,12 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
 
 
 def experts(
-    x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight, limit: float
+    x_ND: Tensor,
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    w: ExpertWeight,
+    limit: float,
+    shared_ND: Tensor | None = None,
 ) -> Tensor:
     """Rows are sorted by expert, each expert's padded to a multiple of ROW_TILE rows."""
     num_tokens, topk = ids_NK.shape
@@ -65,7 +80,8 @@ def experts(
         if expert >= 0:
             assigned.setdefault(expert, []).append(position)
     if not assigned:
-        return x_ND.new_zeros(x_ND.shape, dtype=w.w2.dtype)
+        zeros = x_ND.new_zeros(x_ND.shape, dtype=w.w2.dtype)
+        return zeros if shared_ND is None else zeros.add_(shared_ND)
     order = sorted(assigned)
     sizes = [-(-len(assigned[expert]) // ROW_TILE) * ROW_TILE for expert in order]
     tokens: list[int] = []
@@ -88,7 +104,8 @@ def experts(
     place_NK = torch.tensor(place, device=x_ND.device)
     rows = out.index_select(0, place_NK.clamp(min=0)).view(num_tokens, topk, -1).float()
     weights = weights_NK.masked_fill(place_NK.view(num_tokens, topk) < 0, 0.0)
-    return torch.bmm(weights[:, None], rows).squeeze(1).to(w.w2.dtype)
+    result = torch.bmm(weights[:, None], rows).squeeze(1).to(w.w2.dtype)
+    return result if shared_ND is None else result.add_(shared_ND)
 
 
 def _matmul_each(x: Tensor, weight_EMK: Tensor, order: list[int], sizes: list[int]) -> Tensor:

@@ -1,14 +1,9 @@
 """The references on any device: the definition of every operator, as plain torch."""
 
 from finwhale.ops import Ops
-from finwhale.ops.attention.ref import (
-    inverse_rope,
-    prepare_query,
-    sparse_attention,
-    store_window,
-)
+from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.ref import compress
-from finwhale.ops.indexer.ref import prepare_index_query, select_entries
+from finwhale.ops.indexer.ref import select_entries
 from finwhale.ops.linear.ref import grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.ref import (
@@ -22,6 +17,7 @@ from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.sampling.ref import sample
 
 OPS = Ops(
+    packed=False,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     rms_norm=rms_norm,
@@ -31,13 +27,10 @@ OPS = Ops(
     mhc_post_pre=mhc_post_pre,
     mhc_post=mhc_post,
     hc_head=hc_head,
-    prepare_query=prepare_query,
-    store_window=store_window,
+    prepare_qkv=prepare_qkv,
     compress=compress,
-    prepare_index_query=prepare_index_query,
     select_entries=select_entries,
     sparse_attention=sparse_attention,
-    inverse_rope=inverse_rope,
     route_by_score=route_by_score,
     route_by_hash=route_by_hash,
     experts=experts,

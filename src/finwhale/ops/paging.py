@@ -1,0 +1,101 @@
+"""Where a step's tokens stand and where the rows of their sequences lie: what operators are given.
+
+Legend: N tokens of the step, B sequences, P pages of the longest sequence, R rope dimensions.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """The pages of each sequence in one group of the cache.
+
+    Row r of sequence b lies at slot pages[b, r // rows_per_page - first[b]] * rows_per_page +
+    r % rows_per_page of the group's pools.
+
+    Attributes:
+        pages: [B,P] int32 page numbers in order, 0 where there is none; rows may be strided.
+        first: [B] int32: the number of the page that pages[b,0] is; window pages are given back
+            from the front.
+        rows_per_page: rows of one page.
+    """
+
+    pages: Tensor
+    first: Tensor
+    rows_per_page: int
+
+    @cached_property
+    def host_pages(self) -> Ints:
+        """pages as a host array."""
+        pages: Ints = self.pages.cpu().numpy().astype(np.int64)
+        return pages
+
+    @cached_property
+    def host_first(self) -> Ints:
+        """first as a host array."""
+        first: Ints = self.first.cpu().numpy().astype(np.int64)
+        return first
+
+    def slots(self, sequence: Ints, rows: Ints) -> Ints:
+        """Slots of row numbers, which must lie in the sequences' pages; on the host."""
+        page, offset = np.divmod(rows, self.rows_per_page)
+        page -= self.host_first[sequence]
+        page += sequence * self.host_pages.shape[1]
+        slots: Ints = self.host_pages.take(page)
+        slots *= self.rows_per_page
+        slots += offset
+        return slots
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """The tokens of a step: each sequence's are neighbours, at consecutive positions.
+
+    Attributes:
+        positions: [N] int64; -1: padding of a captured batch. Nothing is stored for it, it sees
+            no row, and its results are finite and meaningless.
+        sequence: [N] int32: the token's row in the page tables.
+        query_start: [B+1] int32: offsets of the sequences among the tokens.
+        max_len: on the host: no sequence is longer after this step (nor after any replay).
+        max_query: on the host: no sequence has more tokens in the step; 1 for a pure decode.
+        memo: what implementations derive from the step once and use in every layer.
+    """
+
+    positions: Tensor
+    sequence: Tensor
+    query_start: Tensor
+    max_len: int
+    max_query: int
+    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def host_positions(self) -> Ints:
+        positions: Ints = self.positions.cpu().numpy()
+        return positions
+
+    @cached_property
+    def host_sequence(self) -> Ints:
+        sequence: Ints = self.sequence.cpu().numpy().astype(np.int64)
+        return sequence
+
+    @cached_property
+    def host_query_start(self) -> list[int]:
+        starts: list[int] = self.query_start.tolist()
+        return starts
+
+    def rotation(self, rotary_LR: Tensor) -> Tensor:
+        """[N,R/2,2]: the rows of a rotary table at the tokens' positions, gathered once a step."""
+        key = ("rotation", rotary_LR.data_ptr())
+        rotation = self.memo.get(key)
+        if rotation is None:
+            rotation = self.memo[key] = rotary_LR.index_select(0, self.positions.clamp(min=0))
+        gathered: Tensor = rotation
+        return gathered

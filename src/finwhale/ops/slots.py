@@ -1,0 +1,249 @@
+"""Slot tables: what the references and the CPU's table read in place of page tables.
+
+Derived on the host in numpy once a step, kept in the step's memo, with a number of numpy calls
+that does not grow with the number of sequences. Tokens at position -1 (padding) never come here.
+
+Legend as in paging.py; W window, E entries of the longest sequence, M entries that complete,
+S tokens that an entry mixes, K slots a token.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.ops.paging import Ints, PageTable, Tokens
+
+T = TypeVar("T")
+
+# Slots of entries are padded to this many, the references' block of keys.
+ENTRY_PAD = 128
+# ratio -> (align, before): once n tokens are read, rows of positions from
+# n // align * align - before on are needed again.
+STATE_KEPT = {4: (4, 4), 128: (128, 0)}
+
+
+@dataclass(frozen=True, slots=True)
+class CompressStep:
+    """Which entries complete in a step and where everything lies; shared by a ratio's layers.
+
+    Attributes:
+        history_slots: [X] int64: state rows to put in front of the N new rows.
+        entry_sources: [M,S] int64: rows of (history, new) that an entry mixes; -1: none.
+        entry_slots: [M] int64: where the entries go in their pool.
+        entry_positions: [M] int64: the position of each entry's rope.
+        state_sources: [Y] int64: the new rows that later steps need.
+        state_slots: [Y] int64: where they go in the state's pool.
+    """
+
+    history_slots: Tensor
+    entry_sources: Tensor
+    entry_slots: Tensor
+    entry_positions: Tensor
+    state_sources: Tensor
+    state_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStep:
+    """Where each sequence's C4 entries lie; shared by all layers with an indexer.
+
+    Attributes:
+        query_start: B+1 token offsets of the sequences in the batch, on the host.
+        max_entries: B: the entries that each sequence's last token sees, on the host.
+        entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
+        num_entries: [N] int64: entries that each token sees.
+    """
+
+    query_start: tuple[int, ...]
+    max_entries: tuple[int, ...]
+    entry_slots: Tensor
+    num_entries: Tensor
+
+
+def _once(tokens: Tokens, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+    """What `make` gives, kept in the step's memo."""
+    made = tokens.memo.get(key)
+    if made is None:
+        made = tokens.memo[key] = make()
+    result: T = made
+    return result
+
+
+def _tensor(array: Ints, tokens: Tokens) -> Tensor:
+    return torch.from_numpy(array).to(tokens.positions.device)
+
+
+def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
+    """[N] int64: the slot of each token's own row."""
+    return _once(
+        tokens,
+        ("write", id(table)),
+        lambda: _tensor(table.slots(tokens.host_sequence, tokens.host_positions), tokens),
+    )
+
+
+def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
+    """[N,W] int64: slots of positions p-W+1 .. p; -1 before the beginning."""
+
+    def make() -> Tensor:
+        seen = tokens.host_positions[:, None] + np.arange(1 - size, 1)
+        slots = table.slots(tokens.host_sequence[:, None], np.maximum(seen, 0))
+        np.copyto(slots, -1, where=seen < 0)
+        return _tensor(slots, tokens)
+
+    return _once(tokens, ("window", id(table), size), make)
+
+
+def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
+    """[N,K] int64: slots of the entries that each token sees, in order, -1 past its last."""
+
+    def make() -> Tensor:
+        slots = _entry_slots(tokens, table, ratio)[tokens.host_sequence]
+        seen = (tokens.host_positions + 1) // ratio
+        np.copyto(slots, -1, where=np.arange(slots.shape[1]) >= seen[:, None])
+        return _tensor(slots, tokens)
+
+    return _once(tokens, ("complete", id(table), ratio), make)
+
+
+def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
+    """The C4 entries of each sequence."""
+    return _once(
+        tokens,
+        ("index", id(table)),
+        lambda: IndexStep(
+            query_start=tuple(tokens.host_query_start),
+            max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
+            entry_slots=_tensor(_entry_slots(tokens, table, 4), tokens),
+            num_entries=_tensor((tokens.host_positions + 1) // 4, tokens),
+        ),
+    )
+
+
+def compress_step(
+    tokens: Tokens, state_table: PageTable, entry_table: PageTable, ratio: int
+) -> CompressStep:
+    """The entries of `ratio` tokens that complete, and the state that later steps need."""
+    return _once(
+        tokens,
+        ("compress", id(entry_table), ratio),
+        lambda: _compress_step(tokens, state_table, entry_table, ratio),
+    )
+
+
+def _chunks(tokens: Tokens) -> list[tuple[int, int]]:
+    """(start, end) positions of each sequence's tokens; (0, 0) where it has none."""
+    chunks = []
+    for first, last in pairwise(tokens.host_query_start):
+        start = int(tokens.host_positions[first]) if last > first else 0
+        chunks.append((start, start + last - first))
+    return chunks
+
+
+def _entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Ints:
+    """[B,E]: slots of each sequence's entries after the step, -1 past its last."""
+    counts = [end // ratio for _, end in _chunks(tokens)]
+    width = padded(max(counts, default=0))
+    out = np.full((len(counts), width), -1, np.int64)
+    if width:
+        rows = table.rows_per_page
+        pages = table.host_pages[: len(counts), : -(-width // rows)]
+        slots = (pages[:, :, None] * rows + np.arange(rows)).reshape(len(counts), -1)
+        columns = min(width, slots.shape[1])
+        seen = np.arange(columns) < np.array(counts)[:, None]
+        np.copyto(out[:, :columns], slots[:, :columns], where=seen)
+    return out
+
+
+def _compress_step(
+    tokens: Tokens, state_table: PageTable, entry_table: PageTable, ratio: int
+) -> CompressStep:
+    chunks = _chunks(tokens)
+    query_start = tokens.host_query_start
+    align, before = STATE_KEPT[ratio]
+    kept = [
+        (b, first + token - start, token)
+        for b, ((start, end), first) in enumerate(zip(chunks, query_start, strict=False))
+        for token in range(max(start, end // align * align - before), end)
+    ]
+    entries = [
+        (b, entry)
+        for b, (start, end) in enumerate(chunks)
+        for entry in range(start // ratio, end // ratio)
+    ]
+    owners, sources, positions = np.array(kept, np.int64).reshape(-1, 3).T
+    sequence, entry = np.array(entries, np.int64).reshape(-1, 2).T
+    mixed = 2 * ratio if ratio == 4 else ratio
+    last_tokens = (entry[:, None] + 1) * ratio + np.arange(-mixed, 0)
+    history, entry_sources = _sources(tokens, chunks, state_table, sequence, last_tokens, ratio)
+    return CompressStep(
+        history_slots=_tensor(history, tokens),
+        entry_sources=_tensor(entry_sources, tokens),
+        entry_slots=_tensor(entry_table.slots(sequence, entry), tokens),
+        entry_positions=_tensor(entry * ratio, tokens),
+        state_sources=_tensor(sources.copy(), tokens),
+        state_slots=_tensor(state_table.slots(owners, positions), tokens),
+    )
+
+
+def _sources(
+    tokens: Tokens,
+    chunks: list[tuple[int, int]],
+    state_table: PageTable,
+    sequence_M: Ints,
+    tokens_MS: Ints,
+    ratio: int,
+) -> tuple[Ints, Ints]:
+    """Slots of the kept rows that the entries mix, and [M,S] rows of (those, the new ones)."""
+    align, before = STATE_KEPT[ratio]
+    query_start = tokens.host_query_start
+    completing = set(sequence_M.tolist())
+    first_kept = [
+        max(0, start // align * align - before) if b in completing else start
+        for b, (start, _) in enumerate(chunks)
+    ]
+    history = [
+        (b, token)
+        for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True))
+        for token in range(first, start)
+    ]
+    # Rows of (history, new) minus the position: of the kept tokens, and of the new.
+    kept_row, new_row = [], []
+    count = 0
+    for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True)):
+        kept_row.append(count - first)
+        new_row.append(len(history) + query_start[b] - start)
+        count += start - first
+    starts = np.array([start for start, _ in chunks], np.int64)[sequence_M, None]
+    rows = np.where(
+        tokens_MS >= starts,
+        tokens_MS + np.array(new_row, np.int64)[sequence_M, None],
+        tokens_MS + np.array(kept_row, np.int64)[sequence_M, None],
+    )
+    np.copyto(rows, -1, where=tokens_MS < 0)
+    owners, positions = np.array(history, np.int64).reshape(-1, 2).T
+    return state_table.slots(owners, positions), rows
+
+
+def padded(entries: int) -> int:
+    """The next multiple of ENTRY_PAD."""
+    return -(-entries // ENTRY_PAD) * ENTRY_PAD
+
+
+def token_groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
+    """(tokens, sequences): neighbours with one token each together, every other sequence alone."""
+    groups: list[tuple[slice, slice]] = []
+    for b, (start, end) in enumerate(pairwise(query_start)):
+        if groups and end - start == 1:
+            tokens, sequences = groups[-1]
+            if tokens.stop - tokens.start == sequences.stop - sequences.start:
+                groups[-1] = (slice(tokens.start, end), slice(sequences.start, b + 1))
+                continue
+        if end > start:
+            groups.append((slice(start, end), slice(b, b + 1)))
+    return groups
