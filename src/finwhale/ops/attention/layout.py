@@ -1,0 +1,111 @@
+"""Packed rows of attention: where every byte of the window's rows and the entries' rows lies.
+
+A packed pool is uint8 [num_pages, page_bytes]. With N = C - R nope values, R rope values and
+G = ceil(N / 64) groups, a page of P rows is
+
+    P rows of N + 2 R bytes: N E4M3 values, then R bfloat16 values (after rope);
+    P rows of S bytes, S = G rounded up to 8: G exponents (E8M0: 2^(byte - 127)), one for each 64
+    nope values, then zeros;
+    zeros up to a multiple of 16 bytes.
+
+Row r of the pool is row r % P of page r // P. A nope value is its E4M3 value times its group's
+scale, which is exact in bfloat16. For C 512 and R 64 a row takes 448 + 128 + 8 = 584 bytes and a
+page is what FlashMLA reads on SM90 as [num_pages, P, 1, 584] with the page's stride
+(it takes any stride that is a multiple of 16). C 128 and R 64: 64 + 128 + 8 = 200 bytes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, power_of_two_at_least
+
+PAGE_ALIGN = 16
+
+
+def value_bytes(head_dim: int, rope_dim: int) -> int:
+    """Bytes of one row's values: E4M3 nope and bfloat16 rope.
+
+    Raises ValueError unless a row's parts begin at multiples of 16 bytes.
+    """
+    nope = head_dim - rope_dim
+    if nope < 0 or nope % 16 or rope_dim % 8:
+        raise ValueError(
+            f"a packed row needs a multiple of 16 nope values and of 8 rope values, got {nope} "
+            f"(head_dim {head_dim} - rope_dim {rope_dim}) and {rope_dim}"
+        )
+    return nope + 2 * rope_dim
+
+
+def num_groups(head_dim: int, rope_dim: int) -> int:
+    """Groups of nope values that share a scale."""
+    return -(-(head_dim - rope_dim) // NOPE_GROUP)
+
+
+def scale_bytes(head_dim: int, rope_dim: int) -> int:
+    """Bytes of one row's scales, padding included."""
+    return -(-num_groups(head_dim, rope_dim) // 8) * 8
+
+
+def page_bytes(rows_per_page: int, head_dim: int, rope_dim: int) -> int:
+    """Bytes of one page: the second dimension of a packed pool, and the distance of its pages."""
+    row = value_bytes(head_dim, rope_dim) + scale_bytes(head_dim, rope_dim)
+    return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
+
+
+def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
+    """rows [P,C] of a float dtype as a packed pool [ceil(P / rows_per_page), page_bytes] uint8.
+
+    The nope part is rounded as rounding.round_e4m3 does, the rope part to bfloat16. Rows past P
+    in the last page are zeros.
+    """
+    num_rows, head_dim = rows_PC.shape
+    values = value_bytes(head_dim, rope_dim)
+    groups = num_groups(head_dim, rope_dim)
+    num_pages = -(-num_rows // rows_per_page)
+    rows = F.pad(rows_PC.float(), (0, 0, 0, num_pages * rows_per_page - num_rows))
+    nope = F.pad(rows[:, :-rope_dim], (0, groups * NOPE_GROUP - (head_dim - rope_dim)))
+    grouped = nope.unflatten(1, (groups, NOPE_GROUP))
+    amax = grouped.abs().amax(-1).clamp_(min=MIN_AMAX)
+    scale = power_of_two_at_least(amax.mul_(1.0 / E4M3_MAX))
+    rounded = (grouped / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    rope = rows[:, -rope_dim:].to(torch.bfloat16).view(torch.uint8)
+    exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+    pool = torch.zeros(
+        num_pages,
+        page_bytes(rows_per_page, head_dim, rope_dim),
+        dtype=torch.uint8,
+        device=rows_PC.device,
+    )
+    value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
+    packed = torch.cat((rounded[:, : head_dim - rope_dim], rope), 1)
+    value_part.copy_(packed.view(num_pages, rows_per_page, values))
+    scale_part[..., :groups].copy_(exponent.view(num_pages, rows_per_page, groups))
+    return pool
+
+
+def unpack_rows(pool: Tensor, rows_per_page: int, head_dim: int, rope_dim: int) -> Tensor:
+    """A packed pool [num_pages, page_bytes] as dense rows [num_pages * rows_per_page, C] float32.
+
+    Row r of the result is slot r of the pool. Every value is exact in bfloat16.
+    """
+    values, groups = value_bytes(head_dim, rope_dim), num_groups(head_dim, rope_dim)
+    value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
+    value_part = value_part.flatten(0, 1).contiguous()
+    exponent = scale_part.flatten(0, 1)[:, :groups].to(torch.int32)
+    scale = (exponent << 23).view(torch.float32).repeat_interleave(NOPE_GROUP, 1)
+    width = head_dim - rope_dim
+    nope = value_part[:, :width].view(torch.float8_e4m3fn).float() * scale[:, :width]
+    rope = value_part[:, width:].contiguous().view(torch.bfloat16).float()
+    return torch.cat((nope, rope), 1)
+
+
+def _parts(pool: Tensor, rows_per_page: int, values: int, scales: int) -> tuple[Tensor, Tensor]:
+    """Views of a pool: [pages, rows, value bytes] and [pages, rows, scale bytes]."""
+    middle, end = rows_per_page * values, rows_per_page * (values + scales)
+    return (
+        pool[:, :middle].unflatten(1, (rows_per_page, values)),
+        pool[:, middle:end].unflatten(1, (rows_per_page, scales)),
+    )
