@@ -90,11 +90,19 @@ def cast(as_it_comes: Any) -> Any:
     return run
 
 
+def wide(operand: Any) -> Any:
+    """A product's operand in float64; float8 is stored as its bits."""
+    if operand.dtype.scalar in LARGEST:
+        data = convert_float(operand.data, operand.dtype, tl.float32, None).view(np.float32)
+        return data.astype(np.float64)
+    return up(operand)[0].data.astype(np.float64)
+
+
 def dot(_: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
     """In float64, then rounded once: as on a GPU, and unlike in a BLAS library, a row's bits do not
     depend on where in the tile it lies.
     """
-    product = np.matmul(up(a)[0].data.astype(np.float64), up(b)[0].data.astype(np.float64))
+    product = np.matmul(wide(a), wide(b))
     return Handle((product + total.data).astype(total.data.dtype), total.dtype.scalar)
 
 
