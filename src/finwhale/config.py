@@ -19,6 +19,7 @@ class EngineConfig:
         activations: "as-trained" rounds activations, cached kv and indexer inputs to FP8 as the
             model was trained with; "exact" rounds none of them.
         reference: run the plain torch definitions instead of the platform's table.
+        enforce_eager: launch every kernel from the host instead of replaying captured graphs.
         max_model_len: tokens of prompt and output of one sequence at most; None: what the
             checkpoint allows and the memory holds.
         max_num_seqs: sequences that run at once.
@@ -30,6 +31,7 @@ class EngineConfig:
     dtype: DtypeName | None = None
     activations: Activations = "as-trained"
     reference: bool = False
+    enforce_eager: bool = False
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048

@@ -43,6 +43,7 @@ class LLM:
         activations: "as-trained" rounds activations and cached state to FP8 as the model was
             trained; "exact" rounds none of them.
         reference: run the plain torch definitions of the operators instead of the platform's.
+        enforce_eager: on a GPU, launch every kernel from the host instead of replaying graphs.
         max_model_len: tokens of prompt and output of one sequence at most.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward.
@@ -64,6 +65,7 @@ class LLM:
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
         reference: bool = False,
+        enforce_eager: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -75,6 +77,7 @@ class LLM:
             dtype=dtype,
             activations=activations,
             reference=reference,
+            enforce_eager=enforce_eager,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

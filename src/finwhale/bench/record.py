@@ -24,7 +24,9 @@ def stamp(packages: Sequence[str]) -> dict[str, Any]:
         "hardware": {
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
-            "usable_cores": len(os.sched_getaffinity(0)),
+            "usable_cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
             "load_1min": round(os.getloadavg()[0], 2),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },

@@ -46,12 +46,11 @@ class BatchBuilder:
         else:
             positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
             sequence = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
-        completing = [e - 1 for c, e in zip(chunks, query_start[1:], strict=True) if c.completes]
         tables = [_table(group, chunks) for group in self.groups]
         ids, places, rows, sequences, starts, *paged = self._place(
             np.array(token_ids, np.int64),
             positions,
-            np.array(completing, np.int64),
+            _logits_rows(chunks),
             sequence,
             np.array(query_start, np.int32),
             *(array for table in tables for array in table),
@@ -76,6 +75,11 @@ class BatchBuilder:
             logits_rows=rows,
         )
 
+    def logits_rows(self, chunks: Items[Chunk]) -> Tensor:
+        """Rows of the step's tokens whose logits are wanted: [M] int64."""
+        (rows,) = self._place(_logits_rows(chunks))
+        return rows
+
     def _place(self, *arrays: NDArray[Any]) -> list[Tensor]:
         """The arrays on the device, 64-bit ones first: one transfer."""
         if self.device.type == "cpu":
@@ -90,6 +94,11 @@ class BatchBuilder:
             placed[end - a.nbytes : end].view(_DTYPES[a.dtype.itemsize]).view(a.shape)
             for a, end in zip(arrays, ends, strict=True)
         ]
+
+
+def _logits_rows(chunks: Items[Chunk]) -> NDArray[np.int64]:
+    ends = accumulate(c.end - c.start for c in chunks)
+    return np.array([e - 1 for c, e in zip(chunks, ends, strict=True) if c.completes], np.int64)
 
 
 _DTYPES = {8: torch.int64, 4: torch.int32}

@@ -31,6 +31,7 @@ def plan_cache(
     groups: Sequence[CacheGroup],
     *,
     itemsize: int,
+    packed: bool = False,
     budget_bytes: int,
     max_num_seqs: int,
     max_step_tokens: int,
@@ -39,7 +40,7 @@ def plan_cache(
     """Share budget_bytes out: what forgets gets what it can ever need, the rest what is left.
 
     Args:
-        itemsize: bytes of an activation.
+        itemsize, packed: bytes of an activation, and whether rows are packed.
         wanted_tokens: no more capacity than this.
 
     Raises:
@@ -50,14 +51,16 @@ def plan_cache(
     num_pages: dict[str, int] = {
         g.name: windowed_pages(g, max_num_seqs, max_step_tokens) for g in windowed
     }
-    fixed = sum(num_pages[g.name] * g.page_bytes(itemsize) for g in windowed)
+    fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
     multiple = max((g.tokens_per_page for g in keeping), default=1)
     assert all(multiple % g.tokens_per_page == 0 for g in keeping)
-    per_multiple = sum(multiple // g.tokens_per_page * g.page_bytes(itemsize) for g in keeping)
+    per_multiple = sum(
+        multiple // g.tokens_per_page * g.page_bytes(itemsize, packed) for g in keeping
+    )
     wanted = -(-wanted_tokens // multiple)
     if keeping:
         # One page of each is page 0.
-        fixed += sum(g.page_bytes(itemsize) for g in keeping)
+        fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
         wanted = min(wanted, (budget_bytes - fixed) // per_multiple)
     if wanted < 1 or (not keeping and fixed > budget_bytes):
         raise ResourceError(
@@ -75,18 +78,27 @@ def plan_cache(
 
 
 def allocate_cache(
-    groups: Sequence[CacheGroup], plan: CachePlan, dtype: torch.dtype, device: torch.device
+    groups: Sequence[CacheGroup],
+    plan: CachePlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: bool = False,
 ) -> PagedCache:
-    """The pools of every field and layer: [num_pages * rows_per_page, width]."""
+    """The pools of every field and layer, as PagedCache describes them."""
     pools: dict[FieldName, dict[int, torch.Tensor]] = {}
     for group in groups:
-        rows = plan.num_pages[group.name] * group.rows_per_page
+        pages, rows = plan.num_pages[group.name], group.rows_per_page
         for field in group.fields:
-            field_dtype = torch.float32 if field.full_precision else dtype
             pools[field.name] = {}
             for layer in field.layers:
-                pool = torch.empty(rows, field.width, dtype=field_dtype, device=device)
+                if packed and not field.full_precision:
+                    page_bytes = field.page_bytes(rows, dtype.itemsize, packed)
+                    pool = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)
+                    pool[:1].zero_()
+                else:
+                    field_dtype = torch.float32 if field.full_precision else dtype
+                    pool = torch.empty(pages * rows, field.width, dtype=field_dtype, device=device)
+                    pool[:rows].zero_()
                 # Masked slots read page 0: it must hold numbers.
-                pool[: group.rows_per_page].zero_()
                 pools[field.name][layer] = pool
     return PagedCache(pools)

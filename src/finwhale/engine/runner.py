@@ -1,5 +1,6 @@
 """The model on one device, and one forward over a batch of chunks."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from finwhale.config import EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
+from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.scheduler import Chunk
 from finwhale.errors import FinwhaleError, ResourceError
@@ -14,9 +16,11 @@ from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.step import Inline
+from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
 from finwhale.platform import Platform
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
 GPU_CACHE_SHARE = 0.6
@@ -38,10 +42,9 @@ class ModelRunner:
     ) -> None:
         self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
-        reference = config.reference or (
-            self.platform.vendor == "cpu" and self.dtype == torch.bfloat16
+        self.ops = load_ops(
+            self.platform, not _table_serves(self.platform, self.dtype, config, stream)
         )
-        self.ops = load_ops(self.platform, reference)
         longest = _longest(config, model_config)
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -69,7 +72,9 @@ class ModelRunner:
                 round_activations=config.activations == "as-trained",
                 max_positions=self.max_model_len,
             )
-            self.cache = allocate_cache(self.groups, self.plan, self.dtype, self.device)
+            self.cache = allocate_cache(
+                self.groups, self.plan, self.dtype, self.device, self.ops.packed
+            )
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -77,6 +82,43 @@ class ModelRunner:
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
         self.batches = BatchBuilder(self.groups, self.device)
+        self.graphs: Graphs | None = None
+        self.prefill_graphs: Graphs | None = None
+        if self.ops.packed and not config.enforce_eager:
+            self._capture(config)
+
+    @torch.inference_mode()
+    def _capture(self, config: EngineConfig) -> None:
+        """Record decodes whole, logits included, and steps of few tokens up to the streams."""
+
+        def streams(inputs: StepInputs, segments: Segments) -> Tensor:
+            result: Tensor = self.model(inputs, self.cache, segments)
+            return result
+
+        def logits(inputs: StepInputs, segments: Segments) -> Tensor:
+            result: Tensor = self.model.compute_logits(streams(inputs, segments))
+            return result
+
+        pool = torch.cuda.graph_pool_handle()
+        most = config.max_num_batched_tokens
+        self.prefill_graphs = Graphs(
+            streams,
+            self.groups,
+            sizes=[size for size in PREFILL_SIZES if size < most] or [most],
+            num_seqs=config.max_num_seqs,
+            max_len=self.max_model_len,
+            device=self.device,
+            pool=pool,
+        )
+        self.graphs = Graphs(
+            logits,
+            self.groups,
+            sizes=decode_sizes(config.max_num_seqs),
+            num_seqs=None,
+            max_len=self.max_model_len,
+            device=self.device,
+            pool=pool,
+        )
 
     def _plan(self, config: EngineConfig, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
@@ -88,6 +130,7 @@ class ModelRunner:
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
+            packed=self.ops.packed,
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
@@ -103,11 +146,39 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         """Logits [M,V] float32 after each chunk that completes its sequence."""
-        batch, streams = self.forward(chunks)
-        if batch.logits_rows.shape[0] == 0:
+        if self.graphs is not None and self.graphs.fits(chunks):
+            return self.graphs.run(chunks)
+        if self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
+            streams, rows = self.prefill_graphs.run(chunks), self.batches.logits_rows(chunks)
+        else:
+            batch, streams = self.forward(chunks)
+            rows = batch.logits_rows
+        if rows.shape[0] == 0:
             return streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
-        logits: Tensor = self.model.compute_logits(streams.index_select(0, batch.logits_rows))
+        logits: Tensor = self.model.compute_logits(streams.index_select(0, rows))
         return logits
+
+
+def _table_serves(
+    platform: Platform, dtype: torch.dtype, config: EngineConfig, stream: WeightStream
+) -> bool:
+    """Whether the platform's own table computes what is asked for; else the references do."""
+    if config.reference:
+        return False
+    if platform.vendor == "cpu":
+        return dtype == torch.float32
+    storages = stream.storages
+    served = all(
+        storage == ("fp4" if ".ffn.experts." in name else storage)
+        for name, storage in storages.items()
+    )
+    if dtype == torch.bfloat16 and config.activations == "as-trained" and served:
+        return True
+    logger.warning(
+        "the references run, slowly: the kernels want bfloat16, as-trained activations and FP4 "
+        "experts"
+    )
+    return False
 
 
 def _longest(config: EngineConfig, model_config: ModelConfig) -> int:

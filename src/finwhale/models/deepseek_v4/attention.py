@@ -94,7 +94,6 @@ class Attention(nn.Module):
             projected = streams.start(
                 COMPRESS_STREAM, lambda: compressor.store(x_ND, inputs, rotary, cache)
             )
-        window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
         q_kv = self.linear(x_ND, w.wq_a_wkv)
         q_lora = self.prepare_qkv(
             q_kv[:, : self.q_lora_rank],
@@ -105,30 +104,42 @@ class Attention(nn.Module):
             self.eps,
             self.round_kv,
             inputs.tokens,
-            window.pool,
-            window.table,
+            cache.pool("window", self.layer),
+            inputs.tables["window"],
         )
         q_NX = self.linear(q_lora, w.wq_b)
         width = self.heads * self.head_dim
-        index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
-        q_NAC = q_NX[:, :width].unflatten(1, (self.heads, self.head_dim))
-        entries = None
-        if compressor is not None and projected is not None:
+        if compressor is not None:
             streams.join(COMPRESS_STREAM)
-            entries = compressor.visible(projected, index_q, inputs, rotary, cache)
-        o_NAC = q_NX.new_empty(q_NAC.shape)
-        segments.eager(
-            self.sparse_attention,
-            q_NAC,
-            rotary,
-            self.eps,
-            inputs.tokens,
-            window,
-            entries,
-            w.attn_sink,
-            self.scale,
-            o_NAC,
-        )
+        o_NAC = q_NX.new_empty(q_NX.shape[0], self.heads, self.head_dim)
+        segments.eager(self._attend, q_NX, projected, inputs, rotary, cache, o_NAC)
         o_NGK = o_NAC.view(-1, self.groups, width // self.groups)
         out: Tensor = self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
         return out
+
+    def _attend(
+        self,
+        q_NX: Tensor,
+        projected: Tensor | None,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+        out_NAC: Tensor,
+    ) -> None:
+        """Choose entries and attend; what depends on the sequences' lengths. Writes out [N,A,C]."""
+        width = self.heads * self.head_dim
+        entries = None
+        if self.entries is not None and projected is not None:
+            index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
+            entries = self.entries.visible(projected, index_q, inputs, rotary, cache)
+        self.sparse_attention(
+            q_NX[:, :width].unflatten(1, (self.heads, self.head_dim)),
+            rotary,
+            self.eps,
+            inputs.tokens,
+            Window(cache.pool("window", self.layer), inputs.tables["window"], self.window),
+            entries,
+            self.weights.attn_sink,
+            self.scale,
+            out_NAC,
+        )

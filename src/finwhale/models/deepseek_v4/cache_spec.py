@@ -11,8 +11,11 @@ from typing import Literal
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.ops.attention import layout as row_layout
+from finwhale.ops.indexer import layout as key_layout
 
 GroupName = Literal["window", "c4", "c128", "c4_state", "c128_state"]
+FieldKind = Literal["row", "key", "state"]
 FieldName = Literal["window", "c4", "index_keys", "c128", "c4_state", "index_state", "c128_state"]
 
 
@@ -22,14 +25,36 @@ class CacheField:
 
     Attributes:
         width: values a row.
-        full_precision: float32 rows whatever the dtype of the activations.
+        kind: "row" of attention, indexer "key", or "state" of a compressor: float32 whatever the
+            dtype of the activations.
+        rope: the last values of a row that are never rounded.
         layers: the layers that keep it; the MTP layer's number follows the last layer's.
     """
 
     name: FieldName
     width: int
-    full_precision: bool
+    kind: FieldKind
+    rope: int
     layers: tuple[int, ...]
+
+    @property
+    def full_precision(self) -> bool:
+        return self.kind == "state"
+
+    def page_bytes(self, rows_per_page: int, itemsize: int, packed: bool) -> int:
+        """Bytes of one page of one layer.
+
+        Args:
+            itemsize: of the activations' dtype.
+            packed: rows and keys are bytes as the kernels read them, not values.
+        """
+        if self.kind == "state":
+            return rows_per_page * self.width * 4
+        if not packed:
+            return rows_per_page * self.width * itemsize
+        if self.kind == "row":
+            return row_layout.page_bytes(rows_per_page, self.width, self.rope)
+        return key_layout.page_bytes(rows_per_page, self.width)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,12 +92,11 @@ class CacheGroup:
         """The first token whose row a step over tokens start..end-1 writes."""
         return max(start, self.first_needed(end)) if self.tail_only else start
 
-    def page_bytes(self, itemsize: int) -> int:
-        """Bytes of one page over all fields and layers; itemsize of the activations' dtype."""
-        row = sum(
-            f.width * (4 if f.full_precision else itemsize) * len(f.layers) for f in self.fields
+    def page_bytes(self, itemsize: int, packed: bool = False) -> int:
+        """Bytes of one page over all fields and layers; arguments as CacheField's."""
+        return sum(
+            f.page_bytes(self.rows_per_page, itemsize, packed) * len(f.layers) for f in self.fields
         )
-        return row * self.rows_per_page
 
 
 def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
@@ -82,11 +106,9 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
         by_ratio[ratio].append(layer)
     every, c4, c128 = range(len(config.compress_ratios)), by_ratio[4], by_ratio[128]
 
-    def field(
-        name: FieldName, width: int, layers: Iterable[int], full_precision: bool = False
-    ) -> CacheField:
+    def field(name: FieldName, kind: FieldKind, width: int, layers: Iterable[int]) -> CacheField:
         return CacheField(
-            name=name, width=width, full_precision=full_precision, layers=tuple(layers)
+            name=name, kind=kind, width=width, rope=config.qk_rope_head_dim, layers=tuple(layers)
         )
 
     head, index = config.head_dim, config.index_head_dim
@@ -97,7 +119,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
             rows_per_page=64,
             keep=(1, config.sliding_window - 1),
             tail_only=False,
-            fields=(field("window", head, every),),
+            fields=(field("window", "row", head, every),),
         )
     ]
     if c4:
@@ -108,7 +130,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 rows_per_page=64,
                 keep=None,
                 tail_only=False,
-                fields=(field("c4", head, c4), field("index_keys", index, c4)),
+                fields=(field("c4", "row", head, c4), field("index_keys", "key", index, c4)),
             ),
             CacheGroup(
                 name="c4_state",
@@ -117,8 +139,8 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 keep=(4, 4),
                 tail_only=True,
                 fields=(
-                    field("c4_state", 4 * head, c4, True),
-                    field("index_state", 4 * index, c4, True),
+                    field("c4_state", "state", 4 * head, c4),
+                    field("index_state", "state", 4 * index, c4),
                 ),
             ),
         ]
@@ -130,7 +152,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 rows_per_page=2,
                 keep=None,
                 tail_only=False,
-                fields=(field("c128", head, c128),),
+                fields=(field("c128", "row", head, c128),),
             ),
             CacheGroup(
                 name="c128_state",
@@ -138,7 +160,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 rows_per_page=128,
                 keep=(128, 0),
                 tail_only=True,
-                fields=(field("c128_state", 2 * head, c128, True),),
+                fields=(field("c128_state", "state", 2 * head, c128),),
             ),
         ]
     return tuple(groups)
@@ -146,7 +168,9 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """The pools of rows: field -> layer -> [rows, width]. Page p holds rows p*rows_per_page on."""
+    """The pools: field -> layer -> [rows, width], page p's rows from p * rows_per_page on; or, of
+    packed rows and keys, uint8 [pages, bytes of a page].
+    """
 
     pools: Mapping[FieldName, Mapping[int, Tensor]]
 

@@ -34,7 +34,11 @@ class Segments(Protocol):
     """Where a captured graph may break. Passed in, never looked up."""
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Run `fn` outside the captured graph. `fn` writes into its arguments."""
+        """Run `fn` outside the captured graph. `fn` writes into its arguments.
+
+        Of the arguments, the step's StepInputs may be another one at each replay, with the same
+        tensors and other host bounds.
+        """
         ...
 
 

@@ -1,0 +1,353 @@
+"""Full steps of the engine on one device: decode and prefill, host included, beside their floors.
+
+Decode: `batch` requests with random prompts are read to `context` tokens, then whole engine steps
+are timed (schedule, inputs, forward, sampling, detokenised ids on the host) while all of them
+decode; beside it the captured graph alone. Prefill: from the request to its first token.
+
+Floor of a decode: bytes of the weights, with the experts that the step really hits, and of the
+cached rows that it reads, over the device's read bandwidth. Of a prefill: its products, over the
+device's rate in FP8.
+"""
+
+import argparse
+import gc
+import random
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.engine.runner import choose_device
+from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.build import WeightStream
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.request import SamplingParams
+
+# Measured on one H200: bytes read a second, and operations a second in FP8.
+READ_BYTES_S = 4.39e12
+FP8_OPS_S = 1.42e15
+FP8_BLOCK_BYTES = 4 / 128**2
+FP4_BYTES = 0.5 + 1 / 32
+ROW_BYTES, KEY_BYTES = 584, 132
+WARM_UP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One measurement: a decode of `batch` sequences, or a prefill (batch 0) of `tokens`."""
+
+    batch: int
+    tokens: int
+
+    def __str__(self) -> str:
+        if self.batch:
+            return f"decode, batch {self.batch}, context {self.tokens}"
+        return f"prefill, {self.tokens} tokens"
+
+
+class Bench:
+    """An engine and what is measured with it."""
+
+    def __init__(self, engine: Engine, steps: int) -> None:
+        self.engine = engine
+        self.steps = steps
+        self.config = engine.model_config
+        self.random = random.Random(0)
+        self.count = 0
+
+    def prompt(self, length: int) -> list[int]:
+        return self.random.choices(range(self.config.vocab_size), k=length)
+
+    def begin(self, prompt: list[int], max_tokens: int) -> str:
+        self.count += 1
+        name = f"bench-{self.count}"
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        self.engine.add_request(name, prompt, params)
+        return name
+
+    def decode(self, shape: Shape) -> dict[str, Any]:
+        """Milliseconds of whole steps and of the graph alone, and what the floor counts."""
+        engine, names = self.engine, []
+        room = shape.tokens + WARM_UP + self.steps + 8
+        for _ in range(shape.batch):
+            prompt = self.prompt(max(1, shape.tokens - self.steps // 2))
+            names.append(self.begin(prompt, room - len(prompt)))
+        running = engine.scheduler.running
+        while len(running) < shape.batch or any(
+            len(s.token_ids) - s.num_computed > 1 for s in running
+        ):
+            engine.step()
+        for _ in range(WARM_UP):
+            engine.step()
+        times = [self._timed(engine.step) for _ in range(self.steps)]
+        result: dict[str, Any] = {"ms": summary(times)}
+        result["graph_ms"] = self._graph_ms()
+        hit = self._experts_hit()
+        result["experts_hit"] = round(hit, 1)
+        result["floor_ms"] = round(1e3 * self._decode_bytes(shape, hit) / READ_BYTES_S, 4)
+        for name in names:
+            engine.abort(name)
+        return result
+
+    def prefill(self, shape: Shape) -> dict[str, Any]:
+        """Milliseconds from a request to its first token."""
+        repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
+
+        def once() -> None:
+            name = self.begin(self.prompt(shape.tokens), 1)
+            while self.engine.has_work:
+                self.engine.step()
+            self.engine.abort(name)
+
+        once()
+        result: dict[str, Any] = {"ms": summary([self._timed(once) for _ in range(repeats)])}
+        result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
+        result["floor_ms"] = round(1e3 * self._prefill_ops(shape.tokens) / FP8_OPS_S, 4)
+        return result
+
+    @staticmethod
+    def _timed(run: Any) -> float:
+        start = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - start)
+
+    def _chunks(self) -> list[Any]:
+        """The step that would come next, as chunks; nothing is planned."""
+        scheduler = self.engine.scheduler
+        chunks: list[Any] = []
+        for sequence in scheduler.running:
+            scheduler._plan(sequence, 1, chunks)
+        return chunks
+
+    def _graph_ms(self) -> float | None:
+        """Median milliseconds of the captured graph of this batch."""
+        graphs = self.engine.runner.graphs
+        chunks = self._chunks()
+        if graphs is None or not graphs.fits(chunks):
+            return None
+        graphs.run(chunks)
+        times: list[float] = []
+        for _ in range(self.steps):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graphs.replay(len(chunks))
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return round(sorted(times)[len(times) // 2], 4)
+
+    def _experts_hit(self) -> float:
+        """Different experts that the next step hits, the mean over layers; run eagerly."""
+        hits: list[int] = []
+        layers: list[Any] = list(self.engine.runner.model.layers)
+        kept = [layer.ffn.experts for layer in layers]
+
+        def counting(run: Any) -> Any:
+            def experts(x: Any, ids: Any, *args: Any) -> Any:
+                hits.append(len(set(ids.flatten().tolist()) - {-1}))
+                return run(x, ids, *args)
+
+            return experts
+
+        for layer, run in zip(layers, kept, strict=True):
+            layer.ffn.experts = counting(run)
+        try:
+            self.engine.runner.forward(self._chunks())
+        finally:
+            for layer, run in zip(layers, kept, strict=True):
+                layer.ffn.experts = run
+        return sum(hits) / len(hits)
+
+    def _weight_bytes(self) -> tuple[float, float]:
+        """Bytes of all that every decode reads, and of one expert of every layer."""
+        others = expert = 0.0
+        for name, spec in weight_specs(self.config.without_draft_head()).items():
+            numel = torch.Size(spec.shape).numel()
+            if name == "embed.weight" or name.endswith("tid2eid"):
+                continue
+            if ".experts." in name:
+                expert += numel * FP4_BYTES / self.config.n_routed_experts
+            elif spec.storage == "fp8_block":
+                others += numel * (1 + FP8_BLOCK_BYTES)
+            else:
+                others += numel * (2 if spec.storage == "bf16" else 4)
+        return others, expert
+
+    def _decode_bytes(self, shape: Shape, hit: float) -> float:
+        others, expert = self._weight_bytes()
+        rows = 0.0
+        for ratio in self.config.layer_ratios:
+            rows += min(shape.tokens, self.config.sliding_window) * ROW_BYTES
+            if ratio == 4:
+                entries = shape.tokens // 4
+                rows += min(entries, self.config.index_topk) * ROW_BYTES
+                rows += entries * KEY_BYTES * (entries > self.config.index_topk)
+            elif ratio == 128:
+                rows += shape.tokens // 128 * ROW_BYTES
+        return others + hit * expert + shape.batch * rows
+
+    def _prefill_ops(self, tokens: int) -> float:
+        """Multiplications and additions, attention and indexer included."""
+        c = self.config
+        ops = 0.0
+        for name, spec in weight_specs(c.without_draft_head()).items():
+            numel = torch.Size(spec.shape).numel()
+            if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
+                continue
+            if name.endswith("tid2eid"):
+                continue
+            share = c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1.0
+            ops += 2 * numel * share * tokens
+        for ratio in c.layer_ratios:
+            keys = float(c.sliding_window)
+            if ratio == 4:
+                keys += min(c.index_topk, tokens / 8)
+                ops += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
+            elif ratio == 128:
+                keys += tokens / 256
+            ops += 4 * tokens * keys * c.num_attention_heads * c.head_dim
+        return ops
+
+
+def memory(engine: Engine) -> dict[str, float]:
+    """GiB on the device: the cache's, all that torch holds, and the most it ever held."""
+    gib = 2.0**30
+    return {
+        "cache_gib": round(engine.runner.plan.total_bytes / gib, 2),
+        "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
+        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
+    }
+
+
+def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
+    """The configuration that was asked for, and its weights."""
+    if args.model is not None:
+        checkpoint = Checkpoint.open(args.model)
+        config = ModelConfig.from_dict(checkpoint.config)
+        specs = weight_specs(config)
+        return config, WeightSource(checkpoint, specs, ignored=ignored_prefixes(config))
+    if not args.dummy:
+        raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
+    config = ModelConfig.preset(args.config).without_draft_head()
+    if args.layers is not None:
+        config = config.with_layers(args.layers)
+    return config, DummySource(weight_specs(config), choose_device(args.device)[1])
+
+
+def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
+    table = Table(title="whole steps of the engine; medians", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for column in ("ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts"):
+        table.add_column(column, justify="right")
+    for shape, result in rows:
+        median = result["ms"]["median"]
+        tokens = shape.batch or shape.tokens
+        graph = result.get("graph_ms")
+        table.add_row(
+            str(shape),
+            f"{median:,.3f}",
+            f"{result['ms']['p90']:,.3f}",
+            "" if graph is None else f"{graph:,.3f}",
+            f"{tokens / median * 1e3:,.0f}",
+            f"{result['floor_ms']:,.3f}",
+            f"{result['floor_ms'] / median:.0%}",
+            f"{result.get('experts_hit', '')}",
+        )
+    console.print(table)
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything that the record holds besides its stamp."""
+    shapes = [Shape(batch, args.context) for batch in args.batches]
+    shapes += [Shape(1, context) for context in args.long_contexts]
+    shapes += [Shape(0, tokens) for tokens in args.prefill]
+    longest = max(shape.tokens for shape in shapes) + args.steps + WARM_UP + 16
+    config, weights = source(args)
+    start = time.perf_counter()
+    engine = Engine(
+        EngineConfig(
+            device=args.device,
+            reference=args.reference,
+            enforce_eager=args.enforce_eager,
+            max_model_len=min(longest, config.max_position_embeddings),
+            max_num_seqs=max(1, *(shape.batch for shape in shapes)),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+        config,
+        weights,
+        None,
+    )
+    load_s = round(time.perf_counter() - start, 1)
+    gc.collect()
+    bench = Bench(engine, args.steps)
+    rows: list[tuple[Shape, dict[str, Any]]] = []
+    for shape in shapes:
+        rows.append((shape, bench.decode(shape) if shape.batch else bench.prefill(shape)))
+        if args.verbose:
+            console.print(f"{shape}: {rows[-1][1]}")
+    show(console, rows)
+    held = memory(engine) if engine.runner.device.type == "cuda" else {}
+    console.print(f"loaded and captured in {load_s} s; {held}")
+    return {
+        "benchmark": "offline",
+        "config": args.model or args.config,
+        "layers": config.num_hidden_layers,
+        "load_s": load_s,
+        "memory": held,
+        "results": [
+            {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
+            for shape, result in rows
+        ],
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench offline`."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench offline",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
+    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
+    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
+    parser.add_argument("--model", help="a checkpoint instead")
+    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
+    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
+    parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
+    parser.add_argument(
+        "--long-contexts", type=int, nargs="*", default=[65536], help="more decodes, of batch 1"
+    )
+    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 32768])
+    parser.add_argument("--steps", type=int, default=30, help="steps to time")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument("--reference", action="store_true", help="the references' table")
+    parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    parser.add_argument("--verbose", action="store_true", help="print each result at once")
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/offline-h200.jsonl"
+    )
+    args = parser.parse_args(argv)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    record = stamp(("finwhale", "torch"))
+    record["command"] = shlex.join(["finwhale", "bench", "offline", *argv])
+    record |= run(args, console)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0
