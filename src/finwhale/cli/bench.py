@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 BENCHMARKS = {
     "cpu": "decode and prefill beside transformers, same weights, same run (needs the test extra)",
+    "accuracy": "a platform's table beside the references: logits and choices",
     "offline": "whole steps of the engine, decode and prefill, beside their floors",
     "ops": "Triton kernels beside their references, on a GPU",
 }

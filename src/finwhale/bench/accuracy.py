@@ -1,0 +1,197 @@
+"""A platform's table against the references on one model: logits, choices of tokens and entries.
+
+A model of real widths with random weights reads one random text: whole, in chunks, and its end
+token by token. The float32 references with as-trained rounding are the truth; the bfloat16
+references show what the activations' dtype alone costs.
+"""
+
+import argparse
+import gc
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from finwhale.bench.record import RESULTS, append_record, stamp
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.config import EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.engine.runner import choose_device
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.stepping import Stepper
+
+TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
+WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
+# No worse than the bfloat16 references by more than a third.
+ALLOWED = 4 / 3
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one engine made of the text.
+
+    Attributes:
+        logits: by way of reading, [P,V] float32 on the CPU.
+        selected: of the whole reading, each C4 layer's slots [N,K].
+    """
+
+    logits: dict[str, Tensor] = field(default_factory=dict)
+    selected: list[Tensor] = field(default_factory=list)
+
+
+def read(engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail: int) -> Reading:
+    """Read the text in three ways; logits at the positions `wanted`, of the last way its tail's."""
+    stepper, reading = Stepper(engine), Reading()
+    layers: list[Any] = list(engine.runner.model.layers)
+    indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
+    kept = [indexer.select_entries for indexer in indexers]
+
+    def noting(run: Any) -> Any:
+        def select_entries(*args: Any) -> Any:
+            slots = run(*args)
+            reading.selected.append(slots.long().cpu())
+            return slots
+
+        return select_entries
+
+    for indexer, run in zip(indexers, kept, strict=True):
+        indexer.select_entries = noting(run)
+    streams = stepper.read(text)
+    for indexer, run in zip(indexers, kept, strict=True):
+        indexer.select_entries = run
+    reading.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
+    reading.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
+    ends = range(len(text) - tail, len(text))
+    decoded = stepper.read(text, list(ends))[-tail:]
+    reading.logits[DECODED] = stepper.logits(decoded).cpu()
+    return reading
+
+
+def compare(found: Tensor, wanted: Tensor) -> dict[str, float]:
+    """Relative error of the logits and the share of rows with the same best token."""
+    error = ((found - wanted).norm() / wanted.norm()).item()
+    same = (found.argmax(-1) == wanted.argmax(-1)).float().mean().item()
+    return {"relative_error": round(error, 6), "same_top_1": round(same, 4)}
+
+
+def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
+    """The share of the selected slots that the truth selects too."""
+    common = total = 0
+    for one, other in zip(found, wanted, strict=True):
+        for a, b in zip(one.tolist(), other.tolist(), strict=True):
+            chosen = set(b) - {-1}
+            common += len(chosen & set(a))
+            total += len(chosen)
+    return common / max(total, 1)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the record holds besides its stamp."""
+    config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
+    tail = min(args.decodes, args.tokens - 1)
+    wanted = torch.randperm(args.tokens, generator=generator)[: args.positions].sort().values
+    cuts = torch.randperm(args.tokens - 1, generator=generator)[:7].add(1).sort().values.tolist()
+    readings: dict[str, Reading] = {}
+    for name, options in (
+        (TRUTH, {"dtype": "float32", "reference": True}),
+        (BFLOAT16, {"reference": True}),
+        (TABLE, {}),
+    ):
+        engine = Engine(
+            EngineConfig(
+                device=args.device,
+                max_model_len=args.tokens + 256,
+                max_num_seqs=1,
+                max_num_batched_tokens=args.tokens,
+                enforce_eager=True,
+                **options,
+            ),
+            config,
+            DummySource(weight_specs(config), choose_device(args.device)[1]),
+            None,
+        )
+        readings[name] = read(engine, text, wanted.to(engine.runner.device), cuts, tail)
+        del engine
+        gc.collect()
+        torch.cuda.empty_cache()
+    truth = readings[TRUTH]
+    result: dict[str, Any] = {
+        "benchmark": "accuracy",
+        "config": args.config,
+        "layers": args.layers,
+        "tokens": args.tokens,
+    }
+    for name in (BFLOAT16, TABLE):
+        reading = readings[name]
+        result[name] = {
+            f"{way} against the truth": compare(reading.logits[way], truth.logits[way])
+            for way in (WHOLE, CHUNKED, DECODED)
+        }
+        whole = reading.logits[WHOLE]
+        result[name]["chunked against whole"] = compare(reading.logits[CHUNKED], whole)
+        result[name]["entries selected"] = {"overlap": overlap(reading.selected, truth.selected)}
+    return result
+
+
+def passes(result: dict[str, Any]) -> bool:
+    """Whether the table is no worse than the bfloat16 references by more than a third."""
+    for what, ours in result[TABLE].items():
+        theirs = result[BFLOAT16][what]
+        if "overlap" in ours:
+            if ours["overlap"] < min(0.99, theirs["overlap"]):
+                return False
+            continue
+        if not ours["relative_error"] <= ALLOWED * theirs["relative_error"] + 1e-5:
+            return False
+        if not 1 - ours["same_top_1"] <= ALLOWED * (1 - theirs["same_top_1"]) + 0.01:
+            return False
+    return True
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench accuracy`: 0, or 1 where the table is worse than it may be."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench accuracy",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
+    parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers")
+    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
+    parser.add_argument("--tokens", type=int, default=4096, help="of the text")
+    parser.add_argument("--positions", type=int, default=512, help="whose logits are compared")
+    parser.add_argument("--decodes", type=int, default=32, help="last tokens read one by one")
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/accuracy-h200.jsonl"
+    )
+    args = parser.parse_args(argv)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    record = stamp(("finwhale", "torch"))
+    record["command"] = shlex.join(["finwhale", "bench", "accuracy", *argv])
+    record |= run(args)
+    table = Table(title=f"{args.config}, {args.layers} layers, {args.tokens} tokens")
+    for column in ("", BFLOAT16, TABLE):
+        table.add_column(column)
+    for what in record[TABLE]:
+        cells = (
+            ", ".join(f"{name} {value:.4g}" for name, value in record[name_of][what].items())
+            for name_of in (BFLOAT16, TABLE)
+        )
+        table.add_row(what, *cells)
+    console.print(table)
+    record["passes"] = passes(record)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0 if record["passes"] else 1
