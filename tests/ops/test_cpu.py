@@ -1,17 +1,26 @@
 """The CPU table against the references, and its promise: a row's bits are its own."""
 
-import copy
 import itertools
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops import Ops, compressor, host, load_ops
 from finwhale.ops.attention import cases as attention_cases
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import (
+    Args,
+    Draw,
+    OpCase,
+    entry_rows,
+    results,
+    step_tokens,
+    take_tokens,
+)
 from finwhale.ops.compressor import cases as compressor_cases
 from finwhale.ops.indexer import cases as indexer_cases
 from finwhale.ops.linear import LinearWeight
@@ -21,7 +30,9 @@ from finwhale.ops.mhc import cpu as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import cases as moe_cases
 from finwhale.ops.norm import cases as norm_cases
+from finwhale.ops.paging import PageTable
 from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
 
 CPU, REFERENCE = load_ops(Platform.cpu()), load_ops(Platform.cpu(), reference=True)
@@ -35,7 +46,6 @@ FAMILIES = (
     norm_cases,
 )
 CASES = [case for family in FAMILIES for case in family.CASES]
-Args = tuple[Any, ...]
 
 
 def lay_out(ops: Ops, args: Args) -> Args:
@@ -57,16 +67,12 @@ def _prepared(ops: Ops, arg: Any) -> Any:
     return arg
 
 
-def results(ops: Ops, case: OpCase, args: Args) -> list[Tensor]:
-    """What the operator returns, then what it writes; the arguments are left as they are."""
-    args = tuple(copy.deepcopy(arg) if isinstance(arg, Tensor) else arg for arg in args)
+def run(ops: Ops, case: OpCase, args: Args) -> list[Tensor]:
     with torch.inference_mode():
-        returned = getattr(ops, case.operator)(*args)
-    if returned is None:
-        returned = ()
-    elif isinstance(returned, Tensor):
-        returned = (returned,)
-    return [*returned, *(args[i] for i in case.written)]
+        found = results(getattr(ops, case.operator), args, case.written)
+    if case.operator == "select_entries":  # narrower where no token has that many entries
+        found = [F.pad(slots, (0, args[6] - slots.shape[1]), value=-1) for slots in found]
+    return found
 
 
 def assert_close(found: Tensor, wanted: Tensor, case: OpCase) -> None:
@@ -86,8 +92,8 @@ def assert_close(found: Tensor, wanted: Tensor, case: OpCase) -> None:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_reference(case: OpCase) -> None:
     args = case.args()
-    found = results(CPU, case, lay_out(CPU, args))
-    wanted = results(REFERENCE, case, args)
+    found = run(CPU, case, lay_out(CPU, args))
+    wanted = run(REFERENCE, case, args)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert_close(one, other, case)
@@ -98,85 +104,99 @@ def test_a_token_s_bits_are_its_own(case: OpCase) -> None:
     """Alone, in batches of other sizes and at other offsets."""
     args = lay_out(CPU, case.args())
     num_tokens = args[case.by_token[0]].shape[0]
-    whole = results(CPU, case, args)
+    whole = run(CPU, case, args)
     sizes = [n for n in (1, 2, 3, 6, 7, 17, 64) if n < num_tokens]
     for size, offset in itertools.product(sizes, (0, 1, num_tokens // 2, num_tokens - 1)):
-        rows = slice(offset, min(offset + size, num_tokens))
-        part = results(CPU, case, _rows(case, args, rows))
+        start, stop = offset, min(offset + size, num_tokens)
+        alone = take_tokens(args, case.by_token, start, stop)
+        part = run(CPU, case, tuple(_apart(arg) for arg in alone))
         for position, (one, other) in enumerate(zip(part, whole, strict=True)):
-            if case.operator == "store_window":
-                slots = args[6][rows]
+            if case.operator == "prepare_qkv" and position == 1:
+                _, _, _, _, _, _, _, tokens, pool, table = alone
+                slots = write_slots(tokens, table)
                 assert torch.equal(one[slots], other[slots])
+                others = torch.ones(len(pool), dtype=torch.bool).index_fill(0, slots, False)
+                assert torch.equal(one[others], pool[others])
             else:
-                assert torch.equal(one, other[rows]), (position, rows)
+                assert torch.equal(one, other[start:stop]), (position, start, stop)
 
 
-def _rows(case: OpCase, args: Args, rows: slice) -> Args:
-    return tuple(
-        arg[rows].clone() if position in case.by_token else arg for position, arg in enumerate(args)
-    )
+def _apart(arg: Any) -> Any:
+    return arg.clone() if isinstance(arg, Tensor) else arg
 
 
 @pytest.mark.parametrize("topk", [5, 100])
-def test_selections_do_not_depend_on_the_batch(topk: int) -> None:
+@pytest.mark.parametrize("rounds", [False, True])
+def test_selections_do_not_depend_on_the_batch(topk: int, rounds: bool) -> None:
     """A decode beside others equals the same decode alone and as the last token of a chunk."""
     draw = Draw()
     chunks = tuple((400 + 50 * i, 401 + 50 * i) for i in range(20))
-    step = indexer_cases.index_step(draw, chunks, 500)
-    q, weights, keys = draw.normal(20, 4, 128), draw.normal(20, 4), draw.normal(500, 128)
-    together = CPU.select_entries(q, weights, keys, step, topk)
+    tokens = step_tokens(chunks)
+    table, num_rows = draw.page_table(entry_rows(chunks, 4), 64)
+    q, weights, keys = draw.normal(20, 4, 128), draw.normal(20, 4), draw.normal(num_rows, 128)
+    rotary = draw.rotation(tokens.max_len, 64)
+    together = CPU.select_entries(q, weights, keys, rotary, tokens, table, topk, 0.1, rounds)
     for row, (start, end) in enumerate(chunks):
         for before in (0, 1, 30):
-            alone = indexer_cases.index_step(Draw(), ((start - before, end),), 500)
-            alone.entry_slots[0, : end // 4] = step.entry_slots[row, : end // 4]
-            queries = torch.cat((draw.normal(before, 4, 128), q[row : row + 1]))
+            own = PageTable(table.pages[row : row + 1], table.first[row : row + 1], 64)
             chosen = CPU.select_entries(
-                queries, weights[row].expand(before + 1, -1).contiguous(), keys, alone, topk
+                torch.cat((draw.normal(before, 4, 128), q[row : row + 1])),
+                weights[row].expand(before + 1, -1).contiguous(),
+                keys,
+                rotary,
+                step_tokens(((start - before, end),)),
+                own,
+                topk,
+                0.1,
+                rounds,
             )
             assert torch.equal(chosen[-1], together[row])
 
 
-def test_entries_do_not_depend_on_the_batch() -> None:
-    """A chunk's entries beside another chunk's equal its entries alone."""
-    for ratio in (4, 128):
-        draw = Draw()
-        chunks = ((0, 300), (255, 256), (127, 128))
-        step = compressor_cases.compress_step(draw, ratio, chunks)
-        width = 16 * (4 if ratio == 4 else 2)
-        w = compressor.CompressorWeight(
-            draw.normal(8 if ratio == 4 else 128, 16), draw.normal(16), ratio
-        )
-        count = step.entry_positions.shape[0]
-        rows, state, rotation = (
-            draw.normal(302, width),
-            draw.normal(compressor_cases.STATE_ROWS, width),
-            draw.rotation(count, 8),
-        )
-        entries = torch.zeros(200, 16)
-        slots = torch.arange(count)
-        step = compressor.CompressStep(
-            step.history_slots,
-            step.entry_sources,
-            slots,
-            step.entry_positions,
-            step.state_sources,
-            step.state_slots,
-        )
-        CPU.compress(rows, w, step, rotation, 1e-6, "none", state.clone(), entries)
-        for entry in range(count):
-            alone = torch.zeros(200, 16)
-            one = compressor.CompressStep(
-                step.history_slots,
-                step.entry_sources[entry : entry + 1],
-                slots[:1],
-                step.entry_positions[:1],
-                step.state_sources[:0],
-                step.state_slots[:0],
-            )
-            CPU.compress(
-                rows, w, one, rotation[entry : entry + 1].clone(), 1e-6, "none", state, alone
-            )
-            assert torch.equal(alone[0], entries[entry])
+@pytest.mark.parametrize("rounding", ["none", "nope", "whole"])
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_entries_do_not_depend_on_the_batch(
+    ratio: Literal[4, 128], rounding: compressor.Rounding
+) -> None:
+    """A chunk's entries beside other chunks', and those of a part beside another's, equal its
+    entries alone, read token by token.
+    """
+    chunks = ((0, 300), (255, 256), (127, 128))
+    args = compressor_cases.compress_args(Draw(), ratio, chunks, (16, 24), 8, (rounding, rounding))
+    with torch.inference_mode():
+        parts, tokens, rotary, eps, states, entries = args
+        together = results(CPU.compress, args, (0,))
+        state_pools = [part.state_pool for part in parts]
+        for sequence, (start, end) in enumerate(chunks):
+            rows = slice(sequence, sequence + 1)
+            # Pages that hold every row of the state, since each step leaves its own.
+            own_states, num_rows = Draw().page_table([(range(end),)], states.rows_per_page)
+            own_entries = PageTable(entries.pages[rows], entries.first[rows], entries.rows_per_page)
+            slots = entry_slots(entries, sequence, range(start // ratio, end // ratio))
+            for number, part in enumerate(parts):
+                state = torch.zeros(num_rows, state_pools[number].shape[1])
+                for position in range(max(0, compressor_cases.first_kept(start, ratio)), start):
+                    kept = states.slots(np.array([sequence]), np.array([position]))
+                    at = own_states.slots(np.array([0]), np.array([position]))
+                    state[at] = state_pools[number][kept]
+                alone = replace(
+                    part, state_pool=state, entry_pool=torch.zeros_like(part.entry_pool)
+                )
+                first = int(tokens.query_start[sequence])
+                for position in range(start, end):
+                    row = part.projected[first + position - start][None]
+                    step = step_tokens(((position, position + 1),))
+                    CPU.compress(
+                        (replace(alone, projected=row),), step, rotary, eps, own_states, own_entries
+                    )
+                assert len(slots) and torch.equal(
+                    alone.entry_pool[slots], together[2 * number + 1][slots]
+                )
+
+
+def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:
+    rows = np.array(entries)
+    return table.slots(np.full_like(rows, sequence), rows)
 
 
 def test_sinkhorn_of_few_and_of_many_tokens_adds_in_the_same_order() -> None:
@@ -191,22 +211,24 @@ def test_sinkhorn_of_few_and_of_many_tokens_adds_in_the_same_order() -> None:
 def test_padding_of_slots_changes_no_bit() -> None:
     """Slots are padded to the longest sequence of the batch."""
     case = next(c for c in CASES if c.operator == "sparse_attention" and "328" in c.name)
-    q, window, window_slots, rows, slots, sink, scale, out = case.args()
-    out = torch.empty_like(q)
-    CPU.sparse_attention(q, window, window_slots, rows, slots[:, :256], sink, scale, out)
-    padded = torch.empty_like(q)
-    more = torch.cat((slots[:, :256], torch.full((q.shape[0], 384), -1)), 1)
-    CPU.sparse_attention(q, window, window_slots, rows, more, sink, scale, padded)
-    assert torch.equal(out, padded)
+    *before, entries, sink, scale, out = case.args()
+    slots = entries.slots[:, :256]
+    more = torch.cat((slots, torch.full((len(slots), 384), -1, dtype=torch.int32)), 1)
+    outs = []
+    for some in (slots, more):
+        args = (*before, replace(entries, slots=some), sink, scale, out)
+        outs += results(CPU.sparse_attention, args, case.written)
+    assert outs[0].isfinite().all()
+    assert torch.equal(outs[0], outs[1])
 
 
 def test_rows_split_over_threads_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in CASES:
         args = lay_out(CPU, case.args())
-        whole = results(CPU, case, args)
+        whole = run(CPU, case, args)
         monkeypatch.setattr(host, "PARALLEL_WORK", 1)
         monkeypatch.setattr(host, "NUM_WORKERS", 3)
-        for one, other in zip(results(CPU, case, args), whole, strict=True):
+        for one, other in zip(run(CPU, case, args), whole, strict=True):
             assert torch.equal(one, other), case
         monkeypatch.undo()
 

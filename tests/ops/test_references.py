@@ -11,22 +11,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.ops import load_ops
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import cases as attention_cases
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, results, step_tokens
+from finwhale.ops.compressor import CompressPart
 from finwhale.ops.compressor import cases as compressor_cases
 from finwhale.ops.indexer import cases as indexer_cases
 from finwhale.ops.linear import cases as linear_cases
 from finwhale.ops.mhc import cases as mhc_cases
 from finwhale.ops.moe import cases as moe_cases
 from finwhale.ops.norm import cases as norm_cases
+from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import power_of_two_at_least, round_e4m3
 from finwhale.platform import Platform
 
-REFERENCE = load_ops(Platform.cpu(), reference=True)
+CPU, REFERENCE = load_ops(Platform.cpu()), load_ops(Platform.cpu(), reference=True)
 LARGE = 800_000  # values of the arguments beyond which loops take too long
 TOLERANCE = 2e-5
 Floats = NDArray[np.float64]
@@ -161,128 +165,178 @@ def naive_hc_head(residual: Floats, w: Any, params: Any) -> list[Floats]:
     return [np.array(out)]
 
 
-def naive_prepare_query(q: Floats, rotation: Floats, eps: float) -> list[Floats]:
-    out = np.zeros_like(q)
-    for n, a in np.ndindex(*q.shape[:2]):
-        out[n, a] = rope(rms_norm(q[n, a], 1.0, eps), rotation[n])
-    return [out]
+def slot(table: PageTable, sequence: int, row: int) -> int:
+    """Where a row lies, by the contract; its page must be one."""
+    number = row // table.rows_per_page - int(table.first[sequence])
+    assert number >= 0
+    page = int(table.pages[sequence, number])
+    assert page > 0
+    return page * table.rows_per_page + row % table.rows_per_page
 
 
-def naive_inverse_rope(o: Floats, rotation: Floats) -> list[Floats]:
-    out = np.zeros_like(o)
-    for n, a in np.ndindex(*o.shape[:2]):
-        out[n, a] = rope(o[n, a], rotation[n], back=True)
-    return [out]
+def places(tokens: Tokens) -> list[tuple[int, int, int]]:
+    """(token, its sequence, its position)."""
+    pairs = zip(tokens.sequence.tolist(), tokens.positions.tolist(), strict=True)
+    return [(n, b, p) for n, (b, p) in enumerate(pairs)]
 
 
-def naive_store_window(
+def naive_prepare_qkv(
+    q_lora: Floats,
+    q_norm: Floats,
     kv: Floats,
-    norm: Floats,
-    rotation: Floats,
+    kv_norm: Floats,
+    rotary: Floats,
     eps: float,
     round_nope: bool,
-    rows: Floats,
-    slots: Floats,
+    tokens: Tokens,
+    pool: Floats,
+    table: PageTable,
 ) -> list[Floats]:
-    for n, slot in enumerate(slots):
-        row = rope(rms_norm(kv[n], norm, eps), rotation[n])
-        nope = len(row) - 2 * len(rotation[n])
+    for n, b, position in places(tokens):
+        row = rope(rms_norm(kv[n], kv_norm, eps), rotary[position])
+        nope = len(row) - 2 * rotary.shape[1]
         if round_nope:
             row[:nope] = rounded(row[:nope], 64)
-        rows[int(slot)] = row
-    return [rows]
+        pool[slot(table, b, position)] = row
+    return [np.array([rms_norm(row, q_norm, eps) for row in q_lora]), pool]
 
 
 def naive_sparse_attention(
     q: Floats,
-    window: Floats,
-    window_slots: Floats,
-    entries: Floats | None,
-    entry_slots: Floats | None,
+    rotary: Floats,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
     sink: Floats,
     scale: float,
     out: Floats,
 ) -> list[Floats]:
-    for n, a in np.ndindex(*q.shape[:2]):
-        keys = [window[int(s)] for s in window_slots[n] if s >= 0]
-        if entries is not None and entry_slots is not None:
-            keys += [entries[int(s)] for s in entry_slots[n] if s >= 0]
-        scores = [float(q[n, a] @ key) * scale for key in keys]
-        top = max([*scores, sink[a]])
-        weights = [math.exp(score - top) for score in scores]
-        total = sum(weights) + math.exp(sink[a] - top)
-        out[n, a] = sum(w * key for w, key in zip(weights, keys, strict=True)) / total
+    rows = f64(window.pool)
+    for n, b, position in places(tokens):
+        seen = range(max(0, position - window.size + 1), position + 1)
+        keys = [rows[slot(window.table, b, p)] for p in seen]
+        if isinstance(entries, Selected):
+            pool = f64(entries.pool)
+            keys += [pool[s] for s in entries.slots[n].tolist() if s >= 0]
+        elif isinstance(entries, Complete):
+            pool = f64(entries.pool)
+            complete = range((position + 1) // entries.ratio)
+            keys += [pool[slot(entries.table, b, w)] for w in complete]
+        for a in range(q.shape[1]):
+            query = rope(rms_norm(q[n, a], 1.0, eps), rotary[position])
+            scores = [float(query @ key) * scale for key in keys]
+            top = max([*scores, sink[a]])
+            weights = [math.exp(score - top) for score in scores]
+            total = sum(weights) + math.exp(sink[a] - top)
+            mixed = sum(w * key for w, key in zip(weights, keys, strict=True)) / total
+            out[n, a] = rope(mixed, rotary[position], back=True)
     return [out]
 
 
 def naive_compress(
-    projected: Floats,
-    w: Any,
-    step: Any,
-    rotation: Floats,
+    parts: tuple[CompressPart, ...],
+    tokens: Tokens,
+    rotary: Floats,
     eps: float,
-    rounding: str,
-    state: Floats,
-    entries: Floats,
+    states: PageTable,
+    entries: PageTable,
 ) -> list[Floats]:
-    C, ape, norm = w.norm.shape[0], f64(w.ape), f64(w.norm)
-    kept = [state[slot] for slot in step.history_slots.tolist()]
-    rows = [*kept, *projected]
-    for m, sources in enumerate(step.entry_sources.tolist()):
-        entry = np.zeros(C)
-        for c in range(C):
-            gates, values = [], []
-            for s, source in enumerate(sources):
-                if source < 0:
-                    continue
-                # Ratio 4: [Ca | Cb] of kv, then of the gate; the first 4 tokens in Ca.
-                half = C if w.ratio == 4 and s >= 4 else 0
-                gate = 2 * C if w.ratio == 4 else C
-                values.append(rows[source][half + c])
-                gates.append(rows[source][gate + half + c] + ape[s, c])
-            top = max(gates)
-            weights = [math.exp(g - top) for g in gates]
-            entry[c] = sum(e * v for e, v in zip(weights, values, strict=True)) / sum(weights)
-        entry = rope(rms_norm(entry, norm, eps), rotation[m])
-        nope = C - 2 * rotation.shape[1]
-        if rounding == "nope":
+    return [
+        pool for part in parts for pool in _compressed(part, tokens, rotary, eps, states, entries)
+    ]
+
+
+def _compressed(
+    part: CompressPart,
+    tokens: Tokens,
+    rotary: Floats,
+    eps: float,
+    states: PageTable,
+    entries: PageTable,
+) -> list[Floats]:
+    w, projected = part.weight, f64(part.projected)
+    before, state, out = f64(part.state_pool), f64(part.state_pool), f64(part.entry_pool)
+    norm, ape = f64(w.norm), f64(w.ape)
+    token_at = {(b, position): n for n, b, position in places(tokens)}
+    ends = {b: position + 1 for _, b, position in places(tokens)}
+    mixed = {4: 8, 128: 128}[w.ratio]
+    for n, b, position in places(tokens):
+        if position >= kept_from(ends[b], w.ratio):
+            state[slot(states, b, position)] = projected[n]
+        if (position + 1) % w.ratio:
+            continue
+        rows = {
+            j: projected[token_at[b, p]] if (b, p) in token_at else before[slot(states, b, p)]
+            for j, p in enumerate(range(position + 1 - mixed, position + 1))
+            if p >= 0
+        }
+        entry = mix(rows, ape, w.ratio)
+        number = position // w.ratio
+        entry = rope(rms_norm(entry, norm, eps), rotary[number * w.ratio])
+        nope = len(entry) - 2 * rotary.shape[1]
+        if part.rounding == "nope":
             entry[:nope] = rounded(entry[:nope], 64)
-        elif rounding == "whole":
+        elif part.rounding == "whole":
             entry = rounded(entry, 128)
-        entries[int(step.entry_slots[m])] = entry
-    state = state.copy()
-    for source, slot in zip(step.state_sources.tolist(), step.state_slots.tolist(), strict=True):
-        state[slot] = projected[source]
-    return [state, entries]
+        out[slot(entries, b, number)] = entry
+    return [state, out]
 
 
-def naive_prepare_index_query(q: Floats, rotation: Floats, round_query: bool) -> list[Floats]:
-    out = np.zeros_like(q)
-    for n, i in np.ndindex(*q.shape[:2]):
-        out[n, i] = rope(q[n, i], rotation[n])
-        if round_query:
-            out[n, i] = rounded(out[n, i], 128)
-    return [out]
+def kept_from(end: int, ratio: int) -> int:
+    """The first position whose state outlives a step that ends at `end`."""
+    return end // 4 * 4 - 4 if ratio == 4 else end // 128 * 128
+
+
+def mix(rows: dict[int, Floats], ape: Floats, ratio: int) -> Floats:
+    """The gated average of an entry's tokens, by their place among those that it mixes."""
+    C = ape.shape[1]
+    entry = np.zeros(C)
+    for c in range(C):
+        gates, values = [], []
+        for j, row in rows.items():
+            # Ratio 4: [Ca | Cb] of kv, then of the gate; the first 4 tokens in Ca.
+            half = C if ratio == 4 and j >= 4 else 0
+            gate = 2 * C if ratio == 4 else C
+            values.append(row[half + c])
+            gates.append(row[gate + half + c] + ape[j, c])
+        top = max(gates)
+        weights = [math.exp(g - top) for g in gates]
+        entry[c] = sum(e * v for e, v in zip(weights, values, strict=True)) / sum(weights)
+    return entry
+
+
+def entry_scores(
+    q: Floats, weights: Floats, keys: Floats, rotation: Floats, scale: float, round_query: bool
+) -> Floats:
+    """[E]: how well a token's index query [I,C] fits each key [E,C]."""
+    total = np.zeros(len(keys))
+    for w, head in zip(weights, q, strict=True):
+        head = rope(head, rotation)
+        head = rounded(head, len(head)) if round_query else head
+        total += [w * scale * max(0.0, float(head @ key)) for key in keys]
+    return total
 
 
 def naive_select_entries(
-    q: Floats, weights: Floats, keys: Floats, step: Any, topk: int
+    q: Floats,
+    weights: Floats,
+    pool: Floats,
+    rotary: Floats,
+    tokens: Tokens,
+    table: PageTable,
+    topk: int,
+    scale: float,
+    round_query: bool,
 ) -> list[Floats]:
-    chosen = []
-    for n, count in enumerate(step.num_entries.tolist()):
-        slots = step.entry_slots[int(step.sequence[n])].tolist()
-        scores = [
-            sum(
-                w * max(0.0, float(head @ keys[slots[e]]))
-                for w, head in zip(weights[n], q[n], strict=True)
-            )
-            for e in range(count)
-        ]
-        best = sorted(range(count), key=lambda e: (-scores[e], e))[:topk]
-        chosen.append([slots[e] for e in sorted(best)])
-    most = max(step.max_entries)
-    width = min(topk, -(-most // 128) * 128)
-    return [np.array([row + [-1] * (width - len(row)) for row in chosen], np.float64)]
+    chosen = np.full((len(q), topk), -1.0)
+    for n, b, position in places(tokens):
+        slots = [slot(table, b, e) for e in range((position + 1) // 4)]
+        keys = pool[slots]
+        scores = entry_scores(q[n], weights[n], keys, rotary[position], scale, round_query)
+        best = sorted(range(len(slots)), key=lambda e: (-scores[e], e))[:topk]
+        chosen[n, : len(best)] = [slots[e] for e in sorted(best)]
+    return [chosen]
 
 
 def expert_scores(x: Floats, gate: Floats) -> list[float]:
@@ -290,7 +344,7 @@ def expert_scores(x: Floats, gate: Floats) -> list[float]:
 
 
 def naive_route_by_score(
-    x: Floats, gate: Floats, bias: Floats, topk: int, scaling: float
+    x: Floats, gate: Floats, bias: Floats, topk: int, scaling: float, positions: Floats
 ) -> list[Floats]:
     ids, weights = [], []
     for row in x:
@@ -302,7 +356,12 @@ def naive_route_by_score(
 
 
 def naive_route_by_hash(
-    x: Floats, gate: Floats, table: Floats, token_ids: Floats, scaling: float
+    x: Floats,
+    gate: Floats,
+    table: Floats,
+    token_ids: Floats,
+    scaling: float,
+    positions: Floats,
 ) -> list[Floats]:
     ids = [[int(e) for e in table[int(t)]] for t in token_ids]
     weights = []
@@ -322,9 +381,16 @@ def expert(x: Floats, w13: Floats, w2: Floats, limit: float, rounds: bool) -> Fl
     return product(rounded(hidden, 128) if rounds else hidden, w2)
 
 
-def naive_experts(x: Floats, ids: Floats, weights: Floats, w: Any, limit: float) -> list[Floats]:
+def naive_experts(
+    x: Floats,
+    ids: Floats,
+    weights: Floats,
+    w: Any,
+    limit: float,
+    shared: Floats | None = None,
+) -> list[Floats]:
     w13, w2 = f64(w.w13), f64(w.w2)
-    out = np.zeros_like(x)
+    out = np.zeros_like(x) if shared is None else shared.copy()
     for n, k in np.ndindex(*ids.shape):
         e = int(ids[n, k])
         if e >= 0:
@@ -358,28 +424,33 @@ def f64(x: Tensor) -> Floats:
 def size(case: OpCase) -> int:
     """Multiplications, roughly: values of the arguments that have a row for each token."""
     args = case.args()
-    total = sum(arg.numel() for arg in args if isinstance(arg, Tensor))
+    total = 0
     for arg in args:
+        if isinstance(arg, Tensor) and not (case.operator == "select_entries" and arg.dim() == 2):
+            total += arg.numel()
         for name in ("weight", "w13", "w2", "fn"):
             if hasattr(arg, name):
                 total += getattr(arg, name).numel() * max(1, args[0].shape[0])
     return total
 
 
-SMALL = [case for case in CASES if case.args()[0].shape[0] > 0 and size(case) < LARGE]
+def num_tokens(case: OpCase) -> int:
+    first = case.args()[0]
+    return len(first[0].projected if isinstance(first, tuple) else first)
+
+
+SMALL = [case for case in CASES if num_tokens(case) > 0 and size(case) < LARGE]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_against_plain_formulas(case: OpCase) -> None:
     naive = globals()[f"naive_{case.operator}"]
     wanted = naive(*(f64(arg) if isinstance(arg, Tensor) else arg for arg in case.args()))
-    args = case.args()
-    returned = getattr(REFERENCE, case.operator)(*args)
-    if returned is None:
-        returned = ()
-    elif isinstance(returned, Tensor):
-        returned = (returned,)
-    found = [f64(result) for result in (*returned, *(args[i] for i in case.written))]
+    returned = results(getattr(REFERENCE, case.operator), case.args(), case.written)
+    if case.operator == "select_entries":
+        assert returned[0].dtype == torch.int32
+        returned = [widened(returned[0], case.args()[6])]
+    found = [f64(result) for result in returned]
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one.shape == other.shape
@@ -389,12 +460,49 @@ def test_against_plain_formulas(case: OpCase) -> None:
         assert error.max(initial=0.0) <= (case.flip if case.flips else TOLERANCE) * unit
 
 
+def widened(slots: Tensor, topk: int) -> Tensor:
+    """[N,topk]: selections are narrower where no token has that many entries."""
+    return F.pad(slots, (0, topk - slots.shape[1]), value=-1)
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=["reference", "cpu"])
+@pytest.mark.parametrize("rounds", [False, True], ids=["exact", "rounded"])
+@pytest.mark.parametrize("chunks", [((900, 901), (0, 300), (477, 483)), ((1500, 1501),)], ids=str)
+def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> None:
+    """Scores differ by their sums' order, and so may the choice between two that are as near.
+
+    Angles are random, or quarter turns where queries are rounded: those are the same bits then.
+    """
+    draw, topk, scale = Draw(), 50, 0.37
+    tokens = step_tokens(chunks)
+    table, num_rows = draw.page_table(entry_rows(chunks, 4), 64)
+    rotary = (draw.quarter_turns if rounds else draw.rotation)(tokens.max_len, 64)
+    q, weights = draw.outliers(len(tokens.positions), 4, 128), draw.normal(len(tokens.positions), 4)
+    pool = draw.normal(num_rows, 128)
+    args = (q, weights, pool, rotary, tokens, table, topk, scale, rounds)
+    (found,) = results(ops.select_entries, args, ())
+    for n, b, position in places(tokens)[::7]:
+        slots = [slot(table, b, e) for e in range((position + 1) // 4)]
+        chosen = [s for s in found[n].tolist() if s >= 0]
+        assert len(chosen) == min(topk, len(slots)) == len(set(chosen))
+        assert found[n].tolist()[: len(chosen)] == sorted(chosen, key=slots.index)
+        keys = f64(pool)[slots]
+        rotation = f64(rotary)[position]
+        scores = entry_scores(f64(q)[n], f64(weights)[n], keys, rotation, scale, rounds)
+        least = np.sort(scores)[-topk:].min(initial=np.inf)
+        unit = np.abs(scores).max(initial=0.0)
+        assert all(scores[slots.index(s)] >= least - TOLERANCE * unit for s in chosen)
+
+
 def test_every_operator_is_covered() -> None:
     covered = {case.operator for case in SMALL}
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
     assert uncovered == {"prepare_linear", "prepare_experts", "sample"}
-    ratios = {case.args()[1].ratio for case in SMALL if case.operator == "compress"}
-    assert ratios == {4, 128}
+    compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
+    assert {parts[0].weight.ratio for parts in compressed} == {4, 128}
+    assert {len(parts) for parts in compressed} == {1, 2}
+    attended = [case.args()[5] for case in SMALL if case.operator == "sparse_attention"]
+    assert {type(entries) for entries in attended} == {type(None), Selected, Complete}
 
 
 def test_e4m3_of_a_grid_and_of_random_values() -> None:

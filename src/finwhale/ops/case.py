@@ -1,11 +1,21 @@
 """One call of an operator, which tests and bench share: what `cases.py` of a family lists."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.compressor import CompressPart
+from finwhale.ops.paging import PageTable, Tokens
+
+Args = tuple[Any, ...]
+Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
+# Columns beyond a strided tensor's own.
+MORE_COLUMNS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,8 +25,9 @@ class OpCase:
     Attributes:
         operator: its field in Ops.
         args: makes the arguments on the CPU in float32, the same ones each time.
-        by_token: positions of the arguments that have a row for each token, where a token's
-            result depends on its own rows alone; empty where tokens depend on each other.
+        by_token: positions of the arguments that have a row for each token or its sequence, where
+            a token's result depends on its own rows alone; empty where tokens depend on each
+            other.
         written: positions of the arguments that the operator writes.
         tolerance: of float results: the largest difference, in units of the largest value. The
             default: implementations add the same terms in another order, so that results differ
@@ -28,7 +39,7 @@ class OpCase:
 
     operator: str
     name: str
-    args: Callable[[], tuple[Any, ...]]
+    args: Callable[[], Args]
     by_token: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     tolerance: float = 8e-6
@@ -37,6 +48,94 @@ class OpCase:
 
     def __str__(self) -> str:
         return f"{self.operator} {self.name}"
+
+
+def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[Tensor]:
+    """What an operator returns, then what it writes; the arguments are left as they are."""
+    args = tuple(_copied(arg) for arg in args)
+    returned = fn(*args)
+    if not isinstance(returned, tuple):
+        returned = () if returned is None else (returned,)
+    return [*returned, *chain.from_iterable(written_tensors(args[i]) for i in written)]
+
+
+def written_tensors(arg: Any) -> list[Tensor]:
+    """Those of an argument that an operator writes: itself, or the pools of its parts."""
+    if isinstance(arg, Tensor):
+        return [arg]
+    return [pool for part in arg for pool in (part.state_pool, part.entry_pool)]
+
+
+def _copied(arg: Any) -> Any:
+    """The argument with tensors of its own, of the same strides, where an operator may write."""
+    if isinstance(arg, Tensor):
+        if 0 in arg.stride():  # an expanded one cannot be written
+            return arg
+        copy = torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
+        return copy.copy_(arg)
+    if isinstance(arg, tuple):
+        return tuple(_copied(part) for part in arg)
+    if isinstance(arg, CompressPart):
+        state_pool, entry_pool = _copied(arg.state_pool), _copied(arg.entry_pool)
+        return replace(arg, state_pool=state_pool, entry_pool=entry_pool)
+    return arg
+
+
+def take_tokens(args: Args, by_token: Sequence[int], start: int, stop: int) -> Args:
+    """The arguments of tokens start..stop-1 alone, the chunks cut where they reach further."""
+    sequences = slice(0, 0)
+    for arg in args:
+        if isinstance(arg, Tokens):
+            owners = arg.host_sequence[start:stop]
+            sequences = slice(int(owners[0]), int(owners[-1]) + 1)
+    rows = slice(start, stop)
+    return tuple(
+        _taken(arg, rows, sequences) if position in by_token else arg
+        for position, arg in enumerate(args)
+    )
+
+
+def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
+    if isinstance(arg, Tokens):
+        starts = arg.query_start[sequences.start : sequences.stop + 1]
+        return Tokens(
+            positions=arg.positions[rows],
+            sequence=arg.sequence[rows] - sequences.start,
+            query_start=starts.clamp(rows.start, rows.stop) - rows.start,
+            max_len=arg.max_len,
+            max_query=arg.max_query,
+        )
+    if isinstance(arg, PageTable):
+        return PageTable(arg.pages[sequences], arg.first[sequences], arg.rows_per_page)
+    if isinstance(arg, Window | Complete):
+        return replace(arg, table=_taken(arg.table, rows, sequences))
+    if isinstance(arg, Selected):
+        return replace(arg, slots=arg.slots[rows])
+    return None if arg is None else arg[rows]
+
+
+def step_tokens(chunks: Chunks) -> Tokens:
+    """The tokens of a step over chunks, one sequence each."""
+    lengths = [end - start for start, end in chunks]
+    positions = [position for start, end in chunks for position in range(start, end)]
+    owners = [owner for owner, length in enumerate(lengths) for _ in range(length)]
+    return Tokens(
+        positions=torch.tensor(positions, dtype=torch.int64),
+        sequence=torch.tensor(owners, dtype=torch.int32),
+        query_start=torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32),
+        max_len=max((end for _, end in chunks), default=0),
+        max_query=max(lengths, default=0),
+    )
+
+
+def window_rows(chunks: Chunks, size: int) -> list[tuple[range]]:
+    """The rows of a window's pool that each chunk sees."""
+    return [(range(max(0, start - size + 1), end),) for start, end in chunks]
+
+
+def entry_rows(chunks: Chunks, ratio: int) -> list[tuple[range]]:
+    """The entries that each sequence has after the step."""
+    return [(range(end // ratio),) for _, end in chunks]
 
 
 class Draw:
@@ -64,7 +163,46 @@ class Draw:
         """[count] distinct int64 in 0..high-1, in no order."""
         return torch.randperm(high, generator=self.generator)[:count]
 
-    def rotation(self, num_tokens: int, width: int) -> Tensor:
-        """(cos, sin) [N,R/2,2] of random angles."""
-        angle = torch.rand((num_tokens, width // 2), generator=self.generator) * 6.28
+    def rotation(self, num_rows: int, width: int) -> Tensor:
+        """(cos, sin) [rows,R/2,2] of random angles."""
+        angle = torch.rand((num_rows, width // 2), generator=self.generator) * 6.28
         return torch.stack((angle.cos(), angle.sin()), -1)
+
+    def quarter_turns(self, num_rows: int, width: int) -> Tensor:
+        """(cos, sin) [rows,R/2,2] that rotate without any rounding."""
+        turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
+        return turns[self.whole(4, num_rows, width // 2)]
+
+    def page_table(
+        self, needed: Sequence[Iterable[range]], rows_per_page: int
+    ) -> tuple[PageTable, int]:
+        """Random pages for the rows that each sequence needs, and the rows of a pool with them.
+
+        Pages lie in no order; the table begins at the first page that is needed, has 0 where none
+        is, and its rows are strided, with pages of nobody behind each.
+        """
+        numbers = [
+            sorted({row // rows_per_page for rows in each for row in rows}) for each in needed
+        ]
+        first = [pages[0] if pages else 0 for pages in numbers]
+        width = max((pages[-1] - pages[0] + 1 for pages in numbers if pages), default=1)
+        count = sum(map(len, numbers))
+        drawn = (1 + self.distinct(count + 4, count)).tolist()
+        pages = 1 + self.whole(count + 4, len(numbers), width + 3)
+        pages[:, :width] = 0
+        for row, owned in enumerate(numbers):
+            for number in owned:
+                pages[row, number - first[row]] = drawn.pop()
+        table = PageTable(
+            pages.int()[:, :width], torch.tensor(first, dtype=torch.int32), rows_per_page
+        )
+        return table, (count + 5) * rows_per_page
+
+
+def strided(x: Tensor) -> Tensor:
+    """[N,..,W]: the same values with rows that lie apart, NaN between them."""
+    flat = x.flatten(1)
+    wide = flat.new_full((flat.shape[0], flat.shape[1] + MORE_COLUMNS), torch.nan)
+    wide[:, : flat.shape[1]] = flat
+    own: Tensor = wide[:, : flat.shape[1]].unflatten(1, x.shape[1:])
+    return own

@@ -1,105 +1,179 @@
-"""Attention: first tokens of a sequence, whole windows, entries of several blocks and of none."""
+"""Attention: first tokens of a sequence, whole windows, entries of several blocks and of none.
 
-from typing import Any
+Chunks are (start, end) of each sequence's tokens.
+"""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.case import (
+    Args,
+    Chunks,
+    Draw,
+    OpCase,
+    entry_rows,
+    step_tokens,
+    strided,
+    window_rows,
+)
 
 EPS = 1e-6
-# N, A, C, R.
-HEADS = ((0, 8, 128, 64), (1, 8, 128, 64), (5, 3, 80, 16), (9, 1, 64, 64), (2, 64, 512, 64))
-# N, W, K (0: no entries), A, C: the demo model's, several blocks and a rest, Flash's width.
-KEYS = (
-    (0, 128, 64, 8, 128),
-    (1, 128, 0, 8, 128),
-    (1, 128, 64, 8, 128),
-    (7, 13, 5, 2, 48),
-    (4, 128, 328, 8, 128),
-    (40, 128, 128, 4, 64),
-    (2, 128, 512, 16, 512),
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A step and a layer's widths.
+
+    Attributes:
+        chunks: (start, end) of each sequence's tokens.
+        window: W.
+        entries: how many the last token selected, the first 0; "all": every complete one.
+        rows_per_page: of the window; of the entries.
+    """
+
+    chunks: Chunks
+    heads: int = 8
+    head_dim: int = 128
+    rope: int = 64
+    window: int = 128
+    entries: int | str | None = None
+    rows_per_page: tuple[int, int] = (64, 64)
+
+    def __str__(self) -> str:
+        shape = (self.window, self.entries, self.heads, self.head_dim, self.rope)
+        return f"{self.chunks} {shape}"
+
+
+DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
+LONG = 128 * 131
+# No token; the demo model's; a first token; page edges; odd widths and pages; several blocks of
+# entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than a
+# block of them.
+SIZES = (
+    Size(chunks=(), entries=64),
+    Size(chunks=((300, 301),)),
+    Size(chunks=((0, 1),)),
+    Size(chunks=((700, 701),), entries=64),
+    Size(chunks=DECODES, entries=40),
+    Size(
+        chunks=((0, 3), (11, 12), (40, 43)),
+        heads=3,
+        head_dim=80,
+        rope=16,
+        window=13,
+        entries=5,
+        rows_per_page=(5, 3),
+    ),
+    Size(chunks=((0, 1), (63, 64), (130, 131), (900, 901)), entries=328),
+    Size(chunks=((100, 140),), heads=4, head_dim=64, rope=64, entries=128),
+    Size(chunks=((0, 9),), heads=1, head_dim=64, rope=64),
+    Size(chunks=((5, 6), (200, 201)), heads=16, head_dim=512, entries=512),
+    Size(chunks=((7, 9),), heads=64, head_dim=512),
+    Size(chunks=(*DECODES, (LONG - 1, LONG)), entries="all", rows_per_page=(64, 2)),
+    Size(chunks=((250, 260), (0, 5)), heads=2, head_dim=48, rope=16, entries="all"),
+    Size(chunks=((LONG - 3, LONG + 2),), heads=2, head_dim=48, rope=16, entries="all"),
 )
 
 
-def _query(N: int, A: int, C: int, R: int) -> tuple[OpCase, ...]:
-    def args() -> tuple[Any, ...]:
+def _attend(size: Size) -> OpCase:
+    """Selecting tokens have 0, .. `entries` entries, the last one all of them."""
+
+    def args() -> Args:
         draw = Draw()
-        return draw.normal(N, A, C) + draw.outliers(N, A, C), draw.rotation(N, R), EPS
-
-    def inverse() -> tuple[Any, ...]:
-        return args()[:2]
-
-    name = str((N, A, C, R))
-    return (
-        OpCase(operator="prepare_query", name=name, args=args, by_token=(0, 1)),
-        OpCase(operator="inverse_rope", name=name, args=inverse, by_token=(0, 1)),
-    )
-
-
-def _store(N: int, C: int, R: int, round_nope: bool) -> OpCase:
-    def args() -> tuple[Any, ...]:
-        draw = Draw()
-        kv, norm, rotation = draw.normal(N, C), draw.normal(C), draw.rotation(N, R)
-        rows, slots = draw.normal(50, C), draw.distinct(50, N)
-        return kv, norm, rotation, EPS, round_nope, rows, slots
-
-    name = f"{(N, C, R)} rounded" if round_nope else str((N, C, R))
-    return OpCase(
-        operator="store_window",
-        name=name,
-        args=args,
-        by_token=(0, 2, 6),
-        written=(5,),
-        flips=0.005 if round_nope else 0.0,
-    )
-
-
-def slots(draw: Draw, num_rows: int, valid: list[int], width: int, at_end: bool) -> Tensor:
-    """[N,width]: valid[n] slots at the end or the beginning of row n, -1 elsewhere."""
-    out = torch.full((len(valid), width), -1)
-    for row, count in enumerate(valid):
-        if count:
-            part = slice(width - count, width) if at_end else slice(0, count)
-            out[row, part] = draw.whole(num_rows, count)
-    return out
-
-
-def _attend(N: int, W: int, K: int, A: int, C: int) -> OpCase:
-    """Tokens see 1, 2, .. W rows of the window and 0, .. K entries, the last one all of them."""
-
-    def args() -> tuple[Any, ...]:
-        draw = Draw()
-        rows = draw.normal(300, C)
-        window = [max(1, W * (n + 1) // N) for n in range(N)]
-        entries = [K * n // max(1, N - 1) if N > 1 else K for n in range(N)]
+        tokens = step_tokens(size.chunks)
+        N, A, C = len(tokens.positions), size.heads, size.head_dim
+        table, num_rows = draw.page_table(
+            window_rows(size.chunks, size.window), size.rows_per_page[0]
+        )
         return (
-            draw.normal(N, A, C),
-            rows,
-            slots(draw, 300, window, W, True),
-            draw.normal(300, C) if K else None,
-            slots(draw, 300, entries, K, False) if K else None,
+            strided(draw.normal(N, A, C) + draw.outliers(N, A, C)),
+            draw.rotation(tokens.max_len, size.rope),
+            EPS,
+            tokens,
+            Window(draw.normal(num_rows, C), table, size.window),
+            _entries(draw, size, N),
             draw.normal(A),
             C**-0.5 * 3,
             torch.full((N, A, C), torch.nan),
         )
 
-    by_token = (0, 2, 4, 7) if K else (0, 2, 7)
     return OpCase(
         operator="sparse_attention",
-        name=str((N, W, K, A, C)),
+        name=str(size),
         args=args,
-        by_token=by_token,
-        written=(7,),
+        by_token=(0, 3, 4, 5, 8),
+        written=(8,),
     )
 
 
+def _entries(draw: Draw, size: Size, num_tokens: int) -> Selected | Complete | None:
+    rows_per_page = size.rows_per_page[1]
+    if size.entries is None:
+        return None
+    if isinstance(size.entries, str):
+        table, num_rows = draw.page_table(entry_rows(size.chunks, 128), rows_per_page)
+        return Complete(draw.normal(num_rows, size.head_dim), table, 128)
+    counts = [size.entries * (n + 1) // num_tokens for n in range(num_tokens)]
+    if num_tokens > 1:
+        counts[0] = 0
+    slots = selected_slots(draw, 10 * rows_per_page, counts, size.entries)
+    return Selected(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
+
+
+def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
+    """[N,width] int32: as many random slots as each token has, then -1."""
+    out = torch.full((len(counts), width), -1, dtype=torch.int32)
+    for row, count in enumerate(counts):
+        out[row, :count] = draw.whole(num_rows, count)
+    return out
+
+
+def _prepare(
+    chunks: Chunks, Q: int, C: int, R: int, rows_per_page: int, round_nope: bool
+) -> OpCase:
+    def args() -> Args:
+        draw = Draw()
+        tokens = step_tokens(chunks)
+        N = len(tokens.positions)
+        table, num_rows = draw.page_table(window_rows(chunks, 128), rows_per_page)
+        fused = torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
+        return (
+            fused[:, :Q],
+            draw.normal(Q),
+            fused[:, Q:],
+            draw.normal(C),
+            draw.rotation(tokens.max_len, R),
+            EPS,
+            round_nope,
+            tokens,
+            draw.normal(num_rows, C),
+            table,
+        )
+
+    return OpCase(
+        operator="prepare_qkv",
+        name=f"{chunks} {(Q, C, R)}{' rounded' * round_nope}",
+        args=args,
+        by_token=(0, 2, 7, 9),
+        written=(8,),
+        flips=0.005 if round_nope else 0.0,
+    )
+
+
+# Chunks, Q, C, R, rows a page.
+WRITES: tuple[tuple[Chunks, int, int, int, int], ...] = (
+    ((), 128, 128, 64, 64),
+    (((0, 1),), 128, 128, 64, 64),
+    (((700, 701),), 128, 128, 64, 64),
+    (((0, 3), (63, 66), (20, 21)), 40, 130, 50, 7),
+    (DECODES, 128, 128, 64, 64),
+    (((62, 65),), 1024, 512, 64, 64),
+    (((300, 450),), 64, 64, 32, 64),
+)
 CASES = (
-    *(case for size in HEADS for case in _query(*size)),
-    *(
-        _store(*size, rounded)
-        for size in ((0, 128, 64), (1, 128, 64), (7, 130, 50), (3, 512, 64))
-        for rounded in (False, True)
-    ),
-    *(_attend(*size) for size in KEYS),
+    *(_prepare(*size, rounded) for size in WRITES for rounded in (False, True)),
+    *(_attend(size) for size in SIZES),
 )

@@ -1,96 +1,90 @@
 """Compressors: steps with and without complete entries, first windows, history, every rounding."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
-from finwhale.ops.case import Draw, OpCase
-from finwhale.ops.compressor import CompressorWeight, CompressStep
+from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 
 EPS = 1e-6
-STATE_ROWS = 320
-Rounding = Literal["none", "nope", "whole"]
-# ratio, tokens of each chunk as (start, end), entry width, rope width.
-STEPS: tuple[tuple[Literal[4, 128], tuple[tuple[int, int], ...], int, int], ...] = (
-    (4, ((0, 1),), 128, 64),
-    (4, ((3, 4),), 128, 64),
-    (4, ((0, 4), (7, 8), (5, 7)), 128, 64),
-    (4, ((0, 41), (9, 12)), 130, 34),
-    (4, ((8, 12),), 512, 64),
-    (128, ((126, 127),), 128, 64),
-    (128, ((127, 128),), 128, 64),
-    (128, ((0, 130), (255, 256), (100, 101)), 48, 16),
-    (128, ((200, 384),), 512, 64),
-)
+ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "whole")
+# Once n tokens are read, rows of positions from n // align * align - before on are kept.
 KEPT = {4: (4, 4), 128: (128, 0)}
+PAGES = {4: (8, 64), 128: (128, 2)}  # rows a page of the state and of the entries
+# ratio, tokens of each chunk as (start, end), widths of the parts' entries, rope width.
+STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
+    (4, (), (128,), 64),
+    (4, ((0, 1),), (128,), 64),
+    (4, ((3, 4),), (128,), 64),
+    (4, ((0, 4), (7, 8), (5, 7)), (128, 64), 64),
+    (4, ((0, 41), (9, 12)), (130, 48), 34),
+    (4, ((8, 12),), (512, 128), 64),
+    (4, ((7, 8), (511, 512), (255, 256), (14, 15), (259, 260)), (128, 128), 64),
+    (128, ((126, 127),), (128,), 64),
+    (128, ((127, 128),), (128,), 64),
+    (128, ((0, 130), (255, 256), (100, 101)), (48,), 16),
+    (128, ((200, 384),), (512,), 64),
+    (128, ((511, 512), (130, 131), (767, 769)), (64,), 32),
+)
 
 
-def compress_step(
-    draw: Draw, ratio: Literal[4, 128], chunks: tuple[tuple[int, int], ...]
-) -> CompressStep:
-    """As the engine builds it, from random slots."""
+def first_kept(count: int, ratio: int) -> int:
+    """The first position whose row is kept once `count` tokens are read."""
     align, before = KEPT[ratio]
-    mixed = 2 * ratio if ratio == 4 else ratio
-    history: list[int] = []
-    sources, positions, kept, new = [], [], [], 0
-    starts = []
-    for start, end in chunks:
-        completes = end // ratio > start // ratio
-        first = max(0, start // align * align - before) if completes else start
-        starts.append((len(history), first))
-        history += range(first, start)
-    for (start, end), (at, first) in zip(chunks, starts, strict=True):
-        for entry in range(start // ratio, end // ratio):
-            tokens = range((entry + 1) * ratio - mixed, (entry + 1) * ratio)
-            sources.append(
-                [
-                    -1 if t < 0 else at + t - first if t < start else len(history) + new + t - start
-                    for t in tokens
-                ]
-            )
-            positions.append(entry * ratio)
-        first_kept = max(start, end // align * align - before)
-        kept += [new + t - start for t in range(first_kept, end)]
-        new += end - start
-    slots = draw.distinct(STATE_ROWS, len(history) + len(kept))
-    return CompressStep(
-        history_slots=slots[: len(history)],
-        entry_sources=torch.tensor(sources, dtype=torch.int64).view(-1, mixed),
-        entry_slots=draw.distinct(50, len(positions)),
-        entry_positions=torch.tensor(positions, dtype=torch.int64),
-        state_sources=torch.tensor(kept, dtype=torch.int64),
-        state_slots=slots[len(history) :],
+    return max(0, count // align * align - before)
+
+
+def state_rows(chunks: Chunks, ratio: int) -> list[tuple[range, range]]:
+    """The rows of the state that each chunk finds and those that it leaves."""
+    return [
+        (range(first_kept(start, ratio), start), range(max(start, first_kept(end, ratio)), end))
+        for start, end in chunks
+    ]
+
+
+def compress_args(
+    draw: Draw,
+    ratio: Literal[4, 128],
+    chunks: Chunks,
+    widths: tuple[int, ...],
+    rope: int,
+    roundings: tuple[Rounding, ...],
+) -> Args:
+    """The arguments; all parts are views of one projection, with other columns behind them."""
+    tokens = step_tokens(chunks)
+    mixed, share = (8, 4) if ratio == 4 else (128, 2)
+    columns = [share * width for width in widths]
+    projected = draw.normal(len(tokens.positions), sum(columns) + 16, scale=2.0)
+    states, num_states = draw.page_table(state_rows(chunks, ratio), PAGES[ratio][0])
+    entries, num_entries = draw.page_table(entry_rows(chunks, ratio), PAGES[ratio][1])
+    parts = tuple(
+        CompressPart(
+            part,
+            CompressorWeight(draw.normal(mixed, width), draw.normal(width), ratio),
+            draw.normal(num_states, share * width, scale=2.0),
+            draw.normal(num_entries, width),
+            rounding,
+        )
+        for part, width, rounding in zip(
+            torch.split(projected, [*columns, 16], 1), widths, roundings, strict=False
+        )
     )
+    return parts, tokens, draw.rotation(tokens.max_len, rope), EPS, states, entries
 
 
 def _case(
-    ratio: Literal[4, 128], chunks: tuple[tuple[int, int], ...], C: int, R: int, rounding: Rounding
+    ratio: Literal[4, 128], chunks: Chunks, widths: tuple[int, ...], rope: int, rounding: Rounding
 ) -> OpCase:
-    def args() -> tuple[Any, ...]:
-        draw = Draw()
-        step = compress_step(draw, ratio, chunks)
-        width = 4 * C if ratio == 4 else 2 * C
-        w = CompressorWeight(draw.normal(8 if ratio == 4 else 128, C), draw.normal(C), ratio)
-        return (
-            draw.normal(sum(end - start for start, end in chunks), width, scale=2.0),
-            w,
-            step,
-            draw.rotation(step.entry_slots.shape[0], R),
-            EPS,
-            rounding,
-            draw.normal(STATE_ROWS, width, scale=2.0),
-            draw.normal(50, C),
-        )
-
-    flips = 0.0 if rounding == "none" else 0.005
+    # A layer's second part holds the indexer's keys, which are rounded whole.
+    roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "whole")
     return OpCase(
         operator="compress",
-        name=f"{ratio} {chunks} {(C, R)} {rounding}",
-        args=args,
-        written=(6, 7),
-        flips=flips,
+        name=f"{ratio} {chunks} {(*widths, rope)} {rounding}",
+        args=lambda: compress_args(Draw(), ratio, chunks, widths, rope, roundings),
+        written=(0,),
+        flips=0.0 if rounding == "none" else 0.005,
     )
 
 
-ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "whole")
 CASES = tuple(_case(*step, rounding) for step in STEPS for rounding in ROUNDINGS)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import host
-from finwhale.ops.host import F32, I64, view
+from finwhale.ops.host import F32, I32, I64, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
@@ -33,7 +33,7 @@ def select_entries(
     width = min(topk, padded(longest))
     entry_slots: I64 = view(step.entry_slots)
     num_entries: I64 = view(step.num_entries)
-    out = np.full((q_NIC.shape[0], width), -1, np.int64)
+    out = np.full((q_NIC.shape[0], width), -1, np.int32)
     if longest > topk:
         q: F32 = q_NIC.numpy().copy()
         host.rotate(q, host.turns(tokens.rotation(rotary_LR)))
@@ -58,7 +58,7 @@ def select_entries(
 
 
 def _select(
-    q_NIC: F32, weights_NI: F32, keys_SEC: F32, visible_N: I64, slots_SE: I64, out_NK: I64
+    q_NIC: F32, weights_NI: F32, keys_SEC: F32, visible_N: I64, slots_SE: I64, out_NK: I32
 ) -> None:
     """Fill out with each token's best slots; S is N, or 1 where all tokens share their entries."""
     num_tokens, heads, width = q_NIC.shape
@@ -86,7 +86,7 @@ def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
     return scores.reshape(q_NIC.shape[0], -1)
 
 
-def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I64) -> None:
+def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
     """Slots of the highest scores, in order of position; -1 past a token's entries."""
     num_tokens, num_entries = scores_NE.shape
     visible_N1 = visible_N[:, None]

@@ -27,7 +27,7 @@ def select_entries(
     step = index_step(tokens, table)
     longest = max(step.max_entries, default=0)
     width = min(topk, padded(longest))
-    slots_NK = step.entry_slots.new_full((q_NIC.shape[0], width), -1)
+    slots_NK = step.entry_slots.new_full((q_NIC.shape[0], width), -1, dtype=torch.int32)
     if longest > topk:
         q_NIC = apply_rope(q_NIC, tokens.rotation(rotary_LR))
         q_NIC = round_e4m3(q_NIC, ACTIVATION_GROUP) if round_query else q_NIC

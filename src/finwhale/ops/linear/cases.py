@@ -3,9 +3,9 @@
 Rounded inputs are the same bits in every implementation, so the tolerance is that of sums.
 """
 
-from typing import Any
+from dataclasses import replace
 
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import Args, Draw, OpCase, strided
 from finwhale.ops.linear import LinearWeight
 
 # N, K, M: no rows, the demo model's, odd ones, rows around the sizes where BLAS changes kernels,
@@ -21,12 +21,13 @@ PLAIN = (
     (3, 4096, 512),
     (300, 256, 256),
 )
+STRIDED = ((1, 256, 128), (5, 320, 200), (33, 200, 33))
 # N, G, K, M.
 GROUPED = ((0, 2, 64, 16), (1, 2, 512, 128), (3, 1, 130, 7), (17, 8, 64, 16))
 
 
 def _linear(N: int, K: int, M: int, round_input: bool) -> OpCase:
-    def args() -> tuple[Any, ...]:
+    def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(M, K, scale=K**-0.5), round_input)
         return draw.outliers(N, K), w
@@ -36,7 +37,7 @@ def _linear(N: int, K: int, M: int, round_input: bool) -> OpCase:
 
 
 def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> OpCase:
-    def args() -> tuple[Any, ...]:
+    def args() -> Args:
         draw = Draw()
         w = LinearWeight(draw.normal(G, M, K, scale=K**-0.5), round_input)
         return draw.outliers(N, G, K), w
@@ -45,7 +46,19 @@ def _grouped(N: int, G: int, K: int, M: int, round_input: bool) -> OpCase:
     return OpCase(operator="grouped_linear", name=name, args=args, by_token=(0,))
 
 
+def _strided(N: int, K: int, M: int, round_input: bool) -> OpCase:
+    """Rows that lie in a wider tensor."""
+    case = _linear(N, K, M, round_input)
+
+    def args() -> Args:
+        x, w = case.args()
+        return strided(x), w
+
+    return replace(case, name=f"{case.name} strided", args=args)
+
+
 CASES = (
     *(_linear(*size, rounded) for size in PLAIN for rounded in (False, True)),
+    *(_strided(*size, rounded) for size in STRIDED for rounded in (False, True)),
     *(_grouped(*size, rounded) for size in GROUPED for rounded in (False, True)),
 )

@@ -4,11 +4,9 @@ Both products round what enters them: what enters the second is a result of the 
 its values may fall on another side of a rounding's boundary.
 """
 
-from typing import Any
-
 import torch
 
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import Args, Draw, OpCase
 from finwhale.ops.moe import ExpertWeight
 
 LIMIT = 0.7
@@ -24,26 +22,26 @@ SIZES = (
 
 
 def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noqa: E741
-    def by_score() -> tuple[Any, ...]:
+    def by_score() -> Args:
         draw = Draw()
         x, gate = draw.normal(N, D), draw.normal(E, D, scale=3 * D**-0.5)
-        return x, gate, draw.normal(E), K, 1.5
+        return x, gate, draw.normal(E), K, 1.5, draw.whole(1000, N)
 
-    def by_hash() -> tuple[Any, ...]:
-        x, gate, _, _, scaling = by_score()
+    def by_hash() -> Args:
+        x, gate, _, _, scaling, positions = by_score()
         draw = Draw(1)
         table = torch.stack([draw.distinct(E, K) for _ in range(50)])
-        return x, gate, table, draw.whole(50, N), scaling
+        return x, gate, table, draw.whole(50, N), scaling, positions
 
     name = str((N, D, E, K))
     return (
-        OpCase(operator="route_by_score", name=name, args=by_score, by_token=(0,)),
-        OpCase(operator="route_by_hash", name=name, args=by_hash, by_token=(0, 3)),
+        OpCase(operator="route_by_score", name=name, args=by_score, by_token=(0, 5)),
+        OpCase(operator="route_by_hash", name=name, args=by_hash, by_token=(0, 3, 5)),
     )
 
 
 def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpCase, ...]:  # noqa: E741
-    def experts() -> tuple[Any, ...]:
+    def experts() -> Args:
         draw = Draw()
         w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
         w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
@@ -51,7 +49,10 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
         ids[N // 2 :: 5, 0] = -1
         return draw.outliers(N, D), ids, draw.normal(N, K).abs(), w, LIMIT
 
-    def shared() -> tuple[Any, ...]:
+    def with_shared() -> Args:
+        return *experts(), Draw(1).normal(N, D)
+
+    def shared() -> Args:
         x, _, _, w, limit = experts()
         return x, ExpertWeight(w.w13[0], w.w2[0], rounded), limit
 
@@ -59,6 +60,13 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
     flips = 0.05 if rounded else 0.0
     return (
         OpCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
+        OpCase(
+            operator="experts",
+            name=f"{name} with the shared expert's",
+            args=with_shared,
+            by_token=(0, 1, 2, 5),
+            flips=flips,
+        ),
         OpCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
     )
 
