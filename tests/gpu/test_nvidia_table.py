@@ -1,0 +1,148 @@
+"""The nvidia table with the demo model: its text, captured steps, what a decode may not do.
+
+Kernels sum in other orders than the CPU's table and round activations to bfloat16, so tokens may
+part where the model is undecided; perplexity and most of the greedy tokens must not.
+"""
+
+import random
+
+import pytest
+import torch
+
+from finwhale import LLM, SamplingParams
+from finwhale.engine.scheduler import Chunk
+from finwhale.testing.stepping import Stepper
+
+GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
+PROMPTS = [
+    "Call me Ishmael.",
+    "Once upon a time there was a little girl who",
+    "The whale",
+    "The Union of these States",
+    "In the beginning",
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(device="cuda", max_num_seqs=8, max_model_len=2048, cache_memory_bytes=2**28)
+
+
+def text(seed: int, length: int) -> list[int]:
+    draw = random.Random(f"{seed} {length}")
+    return [draw.randrange(4000) for _ in range(length)]
+
+
+def agreeing(one: list[list[int]], other: list[list[int]]) -> int:
+    """Tokens that are the same at the same place."""
+    pairs = zip(one, other, strict=True)
+    return sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
+
+
+def prefilled(stepper: Stepper, lengths: list[int]) -> list[Chunk]:
+    """Sequences of these lengths of which all but the last token has been read."""
+    chunks = []
+    for seed, length in enumerate(lengths):
+        sequence = stepper.sequence(text(seed, length))
+        stepper.step([(sequence, length - 1)])
+        stepper.pages.grow(sequence.tables, length - 1, length)
+        chunks.append(Chunk(sequence, length - 1, length))
+    return chunks
+
+
+def test_the_table_is_not_the_reference(llm: LLM) -> None:
+    names = dict(llm.engine.runner.ops.implementations())
+    assert llm.engine.runner.ops.packed
+    assert not [name for name, where in names.items() if ".ref." in where and name != "sample"]
+
+
+def test_perplexity_and_greedy_text_are_the_cpu_s(llm: LLM) -> None:
+    cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
+    ids = cpu.encode(
+        "It was the best of times, it was the worst of times, and the old man sat down beside "
+        "the river to tell the children a story about a whale who wanted to see the mountains. " * 8
+    )
+    losses = []
+    for one in (cpu, llm):
+        stepper = Stepper(one.engine)
+        logits = stepper.logits(stepper.read(ids, [100, 333])).cpu().float()
+        losses.append(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item())
+    print(f"loss: CPU {losses[0]:.4f}, GPU {losses[1]:.4f}")
+    assert abs(losses[1] - losses[0]) < 0.02
+    wanted = [r.outputs[0].token_ids for r in cpu.generate(PROMPTS, GREEDY)]
+    found = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, GREEDY)]
+    same = sum(
+        a == b for x, y in zip(wanted, found, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    print(f"greedy tokens that agree: {same} of {32 * len(PROMPTS)}")
+    assert same >= 0.5 * 32 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
+@torch.inference_mode()
+def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
+    runner = llm.engine.runner
+    stepper = Stepper(llm.engine)
+    chunks = prefilled(stepper, [3, 127, 128, 260, 700, 1, 1300, 64][:batch])
+    assert runner.graphs is not None and runner.graphs.fits(chunks)
+    captured = runner.graphs.run(chunks).clone()
+    inputs = runner.graphs._of(batch).static.inputs
+    eager = runner.model.compute_logits(runner.model(inputs, runner.cache, runner.segments))
+    assert captured.isfinite().all()
+    assert torch.equal(captured, eager[:batch])
+    _, streams = runner.forward(chunks)
+    alone = runner.model.compute_logits(streams)
+    assert (alone - captured).abs().max() <= 0.02 * captured.abs().max()
+    for chunk in chunks:
+        stepper.release(chunk.sequence)
+
+
+@torch.inference_mode()
+def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
+    runner = llm.engine.runner
+    stepper = Stepper(llm.engine)
+    for lengths in ([1], [9, 30], [128], [200, 1, 50]):
+        sequences = [stepper.sequence(text(9, n)) for n in lengths]
+        chunks = []
+        for sequence, length in zip(sequences, lengths, strict=True):
+            stepper.pages.grow(sequence.tables, 0, length)
+            chunks.append(Chunk(sequence, 0, length))
+        graphs = runner.prefill_graphs
+        assert graphs is not None and graphs.fits(chunks)
+        captured = graphs.run(chunks).clone()
+        inputs = graphs._of(sum(lengths)).static.fill(chunks)
+        eager = runner.model(inputs, runner.cache, runner.segments)[: sum(lengths)]
+        assert torch.equal(captured, eager)
+        for sequence in sequences:
+            stepper.release(sequence)
+
+
+@torch.inference_mode()
+def test_a_decode_step_neither_allocates_nor_waits(llm: LLM) -> None:
+    """Inputs and replay: no allocation on the device, no host that waits for it."""
+    runner = llm.engine.runner
+    stepper = Stepper(llm.engine)
+    chunks = prefilled(stepper, [300, 20, 5])
+    assert runner.graphs is not None
+    runner.graphs.run(chunks)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        runner.graphs.run(chunks)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    for chunk in chunks:
+        stepper.release(chunk.sequence)
+
+
+def test_requests_in_one_batch_end_as_alone(llm: LLM) -> None:
+    """Batches of other sizes may round otherwise; most tokens must be the same."""
+    together = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, GREEDY)]
+    alone = [llm.generate(prompt, GREEDY)[0].outputs[0].token_ids for prompt in PROMPTS]
+    same = sum(
+        a == b for x, y in zip(together, alone, strict=True) for a, b in zip(x, y, strict=True)
+    )
+    print(f"tokens that agree with the request alone: {same} of {32 * len(PROMPTS)}")
+    assert same >= 0.6 * 32 * len(PROMPTS)
