@@ -241,7 +241,8 @@ def token_groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
     for b, (start, end) in enumerate(pairwise(query_start)):
         if groups and end - start == 1:
             tokens, sequences = groups[-1]
-            if tokens.stop - tokens.start == sequences.stop - sequences.start:
+            count = tokens.stop - tokens.start
+            if count == sequences.stop - sequences.start and sequences.stop == b:
                 groups[-1] = (slice(tokens.start, end), slice(sequences.start, b + 1))
                 continue
         if end > start:

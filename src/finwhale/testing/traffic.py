@@ -1,0 +1,66 @@
+"""Random steps: chunks of sequences at random places, with the pages that an engine gives them."""
+
+import random
+
+import torch
+
+from finwhale.engine.batch import Batch, BatchBuilder
+from finwhale.engine.pages import PageManager
+from finwhale.engine.scheduler import Chunk, Sequence
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.request import SamplingParams
+from finwhale.testing.tiny import tiny_config
+
+
+class Traffic:
+    """Sequences of which some tokens were read in steps before, and the chunks of one more step.
+
+    Args:
+        seed: of the tiny model whose caches the pages belong to.
+        decode: each sequence reads one token.
+    """
+
+    def __init__(
+        self, seed: int, draw: random.Random, num_seqs: int, *, decode: bool = False
+    ) -> None:
+        self.config = ModelConfig.from_dict(tiny_config(seed))
+        self.groups = cache_spec(self.config)
+        self.pages = PageManager(self.groups, {g.name: 2000 for g in self.groups})
+        self.rows_per_page = {g.name: g.rows_per_page for g in self.groups}
+        for pool in self.pages.pools.values():
+            draw.shuffle(pool._free)
+        self.chunks: list[Chunk] = []
+        for i in range(num_seqs):
+            start = draw.choice((0, 1, 3, 4, 5, 127, 128, 129, 255, 256, draw.randint(0, 600)))
+            count = draw.choice((1, 1, 2, 3, 4, 5, 8, 127, 128, 130, draw.randint(1, 300)))
+            count = 1 if decode else count
+            known = start + count + draw.choice((0, 0, 1, 7))
+            token_ids = [draw.randrange(self.config.vocab_size) for _ in range(known)]
+            sequence = Sequence(str(i), str(i), i, token_ids, known, known + 5, SamplingParams())
+            sequence.tables = self.pages.new_tables()
+            at = 0
+            while at < start:
+                end = min(start, at + draw.choice((1, 50, 200)))
+                self.pages.grow(sequence.tables, at, end)
+                self.pages.trim(sequence.tables, end)
+                at = end
+            self.pages.grow(sequence.tables, start, start + count)
+            self.chunks.append(Chunk(sequence, start, start + count))
+
+    def build(self) -> Batch:
+        """The step's inputs on the CPU."""
+        return BatchBuilder(self.groups, torch.device("cpu")).build(self.chunks)
+
+    def slot(self, sequence: Sequence, group: str, row: int) -> int:
+        """Where a row of a sequence lies, by its own page table; its page must be one."""
+        table, per_page = sequence.tables[group], self.rows_per_page[group]
+        number = row // per_page - table.first
+        assert number >= 0
+        page = table.pages[number]
+        assert page
+        return page * per_page + row % per_page
+
+    def tokens(self) -> list[tuple[Chunk, int]]:
+        """(chunk, position) of the step's tokens, in order."""
+        return [(chunk, t) for chunk in self.chunks for t in range(chunk.start, chunk.end)]
