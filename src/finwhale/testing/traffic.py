@@ -7,7 +7,7 @@ import torch
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.pages import PageManager
 from finwhale.engine.scheduler import Chunk, Sequence
-from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.cache_spec import GroupName, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
@@ -52,7 +52,7 @@ class Traffic:
         """The step's inputs on the CPU."""
         return BatchBuilder(self.groups, torch.device("cpu")).build(self.chunks)
 
-    def slot(self, sequence: Sequence, group: str, row: int) -> int:
+    def slot(self, sequence: Sequence, group: GroupName, row: int) -> int:
         """Where a row of a sequence lies, by its own page table; its page must be one."""
         table, per_page = sequence.tables[group], self.rows_per_page[group]
         number = row // per_page - table.first
