@@ -195,10 +195,12 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return []
-        logits = self.runner.logits(chunks)
-        self.scheduler.computed(chunks)
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
-        sampled = self.sampler.sample([s.key for s in complete], logits)
+        keys = [s.key for s in complete]
+        sampling = self.sampler.start(keys, self.runner.logits(chunks))
+        # On a GPU all of this is still running: what the host can do meanwhile comes first.
+        self.scheduler.computed(chunks)
+        sampled = self.sampler.commit(keys, sampling)
         touched: dict[str, RequestOutput] = {}
         for sequence, token in zip(complete, sampled, strict=True):
             self._append(self._streams[sequence.key], token)

@@ -98,10 +98,14 @@ class Sampler:
             keys: S distinct requests.
             logits_SV: [S,V] float32, row i for keys[i]; not changed.
         """
+        return self.commit(keys, self.start(keys, logits_SV))
+
+    def start(self, keys: Sequence[Hashable], logits_SV: Tensor) -> SampledTokens | None:
+        """The first half of `sample`, for `commit`; nothing waits for the device. None: no keys."""
         assert logits_SV.shape[0] == len(keys), "one row of logits for each request"
         if not keys:
-            return []
-        return self.commit(keys, self._sample(logits_SV, self.prepare(keys, logits_SV.device)))
+            return None
+        return self._sample(logits_SV, self.prepare(keys, logits_SV.device))
 
     def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
         """The choices of the requests' next step, on `device`; changes no state."""
@@ -122,8 +126,10 @@ class Sampler:
             logprobs=self._fixed.logprobs,
         )
 
-    def commit(self, keys: Sequence[Hashable], sampled: SampledTokens) -> list[SampledToken]:
+    def commit(self, keys: Sequence[Hashable], sampled: SampledTokens | None) -> list[SampledToken]:
         """Reads the tokens of a step back and counts them as output."""
+        if sampled is None:
+            return []
         ids, valid = sampled.ids_S.tolist(), sampled.valid_S.tolist()
         logprobs = _LogprobLists(sampled) if sampled.logprobs is not None else None
         tokens = []
