@@ -1,109 +1,216 @@
-"""The Triton kernels around sparse attention in the interpreter, against the reference."""
+"""Attention's Triton kernels in the interpreter, over packed pools, against the reference."""
+
+from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
+from torch import Tensor
 
-from finwhale.ops.attention import ref
+from finwhale.ops.attention import Complete, Selected, Window, ref
 from finwhale.ops.attention import triton as kernels
+from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.attention.triton_decode import AttendPlan, attend
+from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
+from finwhale.ops.paging import PageTable, Tokens
 
-from .kernels_support import DTYPES, Inputs, assert_close
+from .kernels_support import assert_close
 
-# (N, A, C, R): no token; one head; Flash's head; widths that are no power of two; rope only.
-HEADS = ((0, 4, 64, 16), (1, 1, 64, 16), (2, 5, 512, 64), (3, 3, 74, 10), (2, 2, 32, 32))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", HEADS, ids=str)
-def test_query_and_inverse_rope(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    tokens, heads, width, rope = size
-    inputs = Inputs()
-    q = inputs.outliers(tokens, heads, width, dtype=dtype)
-    rotation = inputs.rotation(tokens, rope)
-    wanted = ref.prepare_query(q, rotation, 1e-6)
-    assert_close(kernels.prepare_query(q.clone(), rotation, 1e-6), wanted)
-    assert_close(kernels.inverse_rope(q.clone(), rotation), ref.inverse_rope(q, rotation))
+EPS = 1e-6
+Entries = Literal["none", "selected", "complete"]
 
 
-def test_the_inverse_touches_the_rope_part_only_and_works_in_place() -> None:
-    inputs = Inputs()
-    o, rotation = inputs.normal(2, 3, 74), inputs.rotation(2, 10)
-    before = o.clone()
-    assert kernels.inverse_rope(o, rotation) is o
-    assert torch.equal(o[..., :64], before[..., :64])
-    assert not torch.equal(o[..., 64:], before[..., 64:])
+def packed_rows(draw: Draw, table: tuple[PageTable, int], width: int, rope: int) -> Tensor:
+    """A packed pool for a table from Draw.page_table."""
+    rows = draw.normal(table[1], width).to(torch.bfloat16)
+    return pack_rows(rows, table[0].rows_per_page, rope)
 
 
-def test_heads_inside_a_larger_tensor() -> None:
-    inputs = Inputs()
-    whole, rotation = inputs.normal(2, 6, 48), inputs.rotation(2, 16)
-    wanted = ref.prepare_query(whole[:, 1:5, 8:40], rotation, 1e-6)
-    untouched = whole[:, 5].clone()
-    assert_close(kernels.prepare_query(whole[:, 1:5, 8:40], rotation, 1e-6).clone(), wanted)
-    assert_close(whole[:, 1:5, 8:40].clone(), wanted)
-    assert torch.equal(whole[:, 5], untouched)
+def padded(tokens: Tokens) -> Tokens:
+    """The same with one token of padding behind."""
+    return replace(
+        tokens,
+        positions=torch.cat((tokens.positions, torch.tensor([-1]))),
+        sequence=torch.cat((tokens.sequence, torch.zeros(1, dtype=torch.int32))),
+        memo={},
+    )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(0, 64, 16), (1, 32, 8), (3, 512, 64), (2, 150, 10)], ids=str)
-def test_window_rows(size: tuple[int, int, int], dtype: torch.dtype) -> None:
-    tokens, width, rope = size
-    inputs = Inputs()
-    kv = inputs.outliers(tokens, width, dtype=dtype)
-    norm, rotation = inputs.normal(width), inputs.rotation(tokens, rope)
-    slots = torch.randperm(9, generator=inputs.generator)[:tokens]
-    found, wanted = torch.full((9, width), 7.0, dtype=dtype), torch.full((9, width), 7.0).to(dtype)
-    kernels.store_window(kv, norm, rotation, 1e-6, False, found, slots)
-    ref.store_window(kv, norm, rotation, 1e-6, False, wanted, slots)
-    assert_close(found, wanted)
-    others = [row for row in range(9) if row not in slots.tolist()]
-    assert (found[others] == 7).all()
+class Case:
+    """The arguments of sparse_attention over packed pools, and the same over dense ones."""
+
+    def __init__(
+        self, chunks: Chunks, heads: int, width: int, rope: int, W: int, kind: Entries, K: int = 0
+    ) -> None:
+        draw = Draw()
+        self.tokens = tokens = step_tokens(chunks)
+        num_tokens = tokens.positions.shape[0]
+        self.q = strided(draw.normal(num_tokens, heads, width).to(torch.bfloat16))
+        self.rotary = draw.rotation(max(end for _, end in chunks), rope)
+        self.sink, self.scale = draw.normal(heads), width**-0.5 * 3
+        table = draw.page_table(window_rows(chunks, W), 8)
+        pool = packed_rows(draw, table, width, rope)
+        self.window = Window(pool, table[0], W)
+        self.entries: Selected | Complete | None = None
+        if kind != "none":
+            rows = 8 if kind == "selected" else 2
+            table = draw.page_table(entry_rows(chunks, 4 if kind == "selected" else 128), rows)
+            pool = packed_rows(draw, table, width, rope)
+            self.entries = Complete(pool, table[0], 128)
+            if kind == "selected":
+                slots = torch.full((num_tokens, K), -1, dtype=torch.int32)
+                for n, count in enumerate((tokens.positions + 1) // 4):
+                    seen = min(K, int(count))
+                    slots[n, :seen] = draw.distinct(table[1], seen).sort().values.int()
+                self.entries = Selected(pool, slots, rows)
+        self.width, self.rope = width, rope
+
+    def dense(self, part: Window | Selected | Complete) -> Tensor:
+        rows = part.rows_per_page if isinstance(part, Selected) else part.table.rows_per_page
+        return unpack_rows(part.pool, rows, self.width, self.rope)
+
+    def wanted(self) -> Tensor:
+        window = replace(self.window, pool=self.dense(self.window))
+        entries = self.entries
+        if entries is not None:
+            entries = replace(entries, pool=self.dense(entries))
+        q = ref.prepare_query(self.q, self.tokens.rotation(self.rotary), EPS)
+        out = torch.empty(q.shape)
+        # The kernel rounds the prepared query to bfloat16, as the reference does for such a query.
+        ref_attend(q.float(), self, window, entries, out)
+        return out
+
+    def found(self, plan: AttendPlan | None = None, tokens: Tokens | None = None) -> Tensor:
+        out = strided(torch.full(self.q.shape, torch.nan).to(torch.bfloat16))
+        head = (self.q, self.rotary, EPS, tokens or self.tokens, self.window, self.entries)
+        if plan is None:
+            kernels.sparse_attention(*head, self.sink, self.scale, out)
+        else:
+            attend(*head, self.sink, self.scale, out, plan)
+        return out.float()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width, rope", [(512, 64), (150, 10), (64, 64)])
-def test_rounded_window_rows_bit_for_bit(width: int, rope: int, dtype: torch.dtype) -> None:
-    """Values of +-1 without eps have a norm of exactly 1, and angle 0 leaves them as they are, so
-    that the norm's weights arrive at the rounding exactly, whatever the order of the sum.
-    """
-    inputs = Inputs()
-    kv = inputs.normal(4, width).sign().to(dtype)
-    norm = inputs.outliers(width) * torch.logspace(-12, 6, width)
-    norm[:2] = torch.tensor([0.0, 2.0**-30])
-    rotation = torch.tensor([1.0, 0.0]).repeat(4, rope // 2, 1)
-    slots = torch.tensor([3, 0, 5, 1])
-    found, wanted = torch.zeros(6, width, dtype=dtype), torch.zeros(6, width, dtype=dtype)
-    kernels.store_window(kv, norm, rotation, 0.0, True, found, slots)
-    ref.store_window(kv, norm, rotation, 0.0, True, wanted, slots)
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+def ref_attend(
+    q: Tensor, case: Case, window: Window, entries: Selected | Complete | None, out: Tensor
+) -> None:
+    """The reference behind the query's preparation."""
+    slots = [(window.pool, ref.window_slots(case.tokens, window.table, window.size))]
+    seen = ref.visible_slots(case.tokens, entries)
+    if entries is not None and seen is not None:
+        slots.append((entries.pool, seen))
+    ref._attend(q * case.scale, slots, case.sink, out)
+    rotation = case.tokens.rotation(case.rotary)
+    out.copy_(ref.apply_rope(out, rotation, inverse=True))
 
 
-def test_rounded_window_rows_of_any_norm() -> None:
-    """A last bit of the norm may carry a value over to the next E4M3 one: few, and by one step."""
-    inputs = Inputs()
-    kv, norm, rotation = inputs.outliers(4, 512), inputs.normal(512), inputs.rotation(4, 64)
-    found, wanted = torch.zeros(4, 512), torch.zeros(4, 512)
-    slots = torch.arange(4)
-    kernels.store_window(kv, norm, rotation, 1e-6, True, found, slots)
-    ref.store_window(kv, norm, rotation, 1e-6, True, wanted, slots)
-    assert (found[:, :448] != wanted[:, :448]).sum() <= 2
+def check(found: Tensor, wanted: Tensor) -> None:
+    """Weights and outputs are rounded to bfloat16: 2^-9 of the largest term each."""
+    assert found.isfinite().all()
+    worst = (found - wanted).abs().amax() / wanted.abs().amax()
+    assert worst < 2.0**-7, worst.item()
+
+
+def plan(block_h: int, block_k: int, splits: int) -> AttendPlan:
+    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=4, stages=1)
+
+
+DECODE = ((4, 5), (0, 1), (70, 71), (299, 300))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", ["none", "selected", "complete"])
+def test_decode(kind: Entries, splits: int) -> None:
+    case = Case(DECODE, 8, 128, 64, 32, kind, 40)
+    check(case.found(plan(16, 16, splits)), case.wanted())
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_head_of_flash(splits: int) -> None:
+    case = Case(((259, 260),), 20, 512, 64, 32, "selected", 40)
+    check(case.found(plan(16, 32, splits)), case.wanted())
+
+
+def test_chunks_of_a_prefill() -> None:
+    case = Case(((3, 9), (126, 132)), 4, 128, 64, 32, "complete")
+    check(case.found(plan(16, 32, 1)), case.wanted())
+
+
+def test_widths_that_are_no_power_of_two() -> None:
+    case = Case(((5, 8),), 3, 96, 16, 16, "selected", 5)
+    check(case.found(plan(16, 16, 2)), case.wanted())
+
+
+def test_the_plan_of_a_real_step() -> None:
+    case = Case(((20, 21),), 8, 128, 64, 32, "selected", 8)
+    check(case.found(), case.wanted())
+
+
+def test_padding_sees_no_row_and_gives_finite_values() -> None:
+    case = Case(((20, 21),), 2, 128, 64, 32, "selected", 8)
+    alone = case.found(plan(16, 16, 2))
+    case.q = torch.cat((case.q, case.q))
+    assert isinstance(case.entries, Selected)
+    case.entries = replace(case.entries, slots=torch.cat((case.entries.slots,) * 2))
+    found = case.found(plan(16, 16, 2), padded(case.tokens))
+    assert torch.equal(found[:1], alone)
+    assert not found[1].any()
+
+
+def test_scales_of_any_size() -> None:
+    """Rows of 2^-40 to 2^60 and zero."""
+    case = Case(((30, 31),), 2, 128, 64, 32, "none")
+    rows = torch.zeros(case.window.pool.shape[0] * 8, 128)
+    rows[:, :64] = Draw().normal(len(rows), 64) * torch.logspace(-40, 60, len(rows), 2.0)[:, None]
+    rows[3] = 0
+    case.window = replace(case.window, pool=pack_rows(rows, 8, 64))
+    case.scale = 0.0
+    check(case.found(plan(16, 16, 1)), case.wanted())
+
+
+@pytest.mark.parametrize("size", [(512, 64, 1024), (128, 64, 128), (80, 16, 96)], ids=str)
+def test_rows_are_stored_and_latents_normalised(size: tuple[int, int, int]) -> None:
+    width, rope, latent = size
+    draw = Draw()
+    chunks = ((5, 9), (30, 31))
+    tokens = step_tokens(chunks)
+    both = strided(draw.outliers(5, latent + width).to(torch.bfloat16))
+    q_lora, kv = both.split((latent, width), 1)
+    q_norm, kv_norm, rotary = draw.normal(latent), draw.normal(width), draw.rotation(40, rope)
+    table, num_rows = draw.page_table(window_rows(chunks, 16), 8)
+    dense = torch.zeros(num_rows, width)
+    pool = pack_rows(dense, 8, rope)
+    args = (q_lora, q_norm, kv, kv_norm, rotary, EPS, True)
+    wanted = ref.prepare_qkv(*args, tokens, dense, table)
+    assert_close(kernels.prepare_qkv(*args, tokens, pool, table), wanted)
+    found = unpack_rows(pool, 8, width, rope)
+    # A last bit of the norm may carry a value over to the next E4M3 one.
+    wanted = unpack_rows(pack_rows(dense, 8, rope), 8, width, rope)
+    assert (found != wanted).sum() <= 8
     assert ((found - wanted).abs() <= 2.0**-3 * wanted.abs() + 1e-5).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_s_bits_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
-    inputs = Inputs()
-    q, rotation = inputs.outliers(5, 3, 96, dtype=dtype), inputs.rotation(5, 32)
-    together = kernels.prepare_query(q.clone(), rotation, 1e-6)
-    alone = kernels.prepare_query(q[3:4].clone(), rotation[3:4], 1e-6)
-    assert torch.equal(together[3:4], alone)
+def test_padding_stores_nothing() -> None:
+    draw = Draw()
+    tokens = padded(step_tokens(((3, 4),)))
+    table, num_rows = draw.page_table([(range(8),)], 8)
+    pool = pack_rows(torch.zeros(num_rows, 128), 8, 64)
+    kv = draw.normal(2, 128).to(torch.bfloat16)
+    args = (kv, draw.normal(128), kv, draw.normal(128), draw.rotation(8, 64), EPS, True)
+    kernels.prepare_qkv(*args, tokens, pool, table)
+    rows = unpack_rows(pool, 8, 128, 64)
+    stored = int(table.pages[0, 0]) * 8 + 3
+    assert rows[stored].any()
+    rows[stored] = 0
+    assert not rows.any()
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
-    inputs = Inputs()
-    rotation = inputs.rotation(1, 8)
-    with pytest.raises(ValueError, match=r"even number .* got 33 and 8"):
-        kernels.prepare_query(inputs.normal(1, 2, 33), rotation, 1e-6)
-    with pytest.raises(ValueError, match="lie together"):
-        kernels.inverse_rope(inputs.normal(1, 32, 2).mT, rotation)
-    with pytest.raises(ValueError, match="rotation must be contiguous"):
-        kernels.inverse_rope(inputs.normal(1, 2, 32), rotation.expand(1, 4, 2).mT.mT[:, ::2])
+    draw = Draw()
+    tokens = step_tokens(((0, 1),))
+    table, _ = draw.page_table([(range(1),)], 8)
+    kv, norm, rotary = draw.normal(1, 128), draw.normal(128), draw.rotation(8, 64)
+    dense, pool = torch.zeros(64, 128), pack_rows(torch.zeros(64, 128), 8, 64)
+    with pytest.raises(ValueError, match=r"must be uint8 \[num_pages, 1600\]"):
+        kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, True, tokens, dense, table)
+    with pytest.raises(ValueError, match="rows are rounded"):
+        kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, False, tokens, pool, table)

@@ -1,20 +1,27 @@
-"""What stands around sparse attention, as Triton kernels: query, window row, inverse rope.
+"""Attention's public kernels: the latents and the stored row, then attention itself.
 
-Bytes a token, with values of 2 bytes, A heads of C values, R of them rope: `prepare_query` 4 A C,
-`inverse_rope` 4 A R (it touches nothing else), `store_window` 4 C. Floors of 8192 tokens at 4.39
-TB/s, Flash (A 64, C 512, R 64) and Pro (A 128), in microseconds: 245 and 489, 31 and 61, 4 and 4;
-those of a few tokens are the launch.
+`prepare_qkv` normalises the query's latent, and normalises, rotates, rounds and stores kv as a
+packed row, in one launch; `sparse_attention` is in triton_decode.py.
+
+Bytes a token with values of 2 bytes: 4 Q for the latent, 2 C + the row's bytes for kv. Floors of
+8192 tokens at 4.39 TB/s, Flash (Q 1024, C 512): 8 + 3 us; those of a few tokens are the launch.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
+from finwhale.ops.attention.triton_decode import AttendPlan, attend, check_pool, max_keys
+from finwhale.ops.paging import PageTable, Tokens
 
-VALUES_PER_PROGRAM = 2048
 MAX_HEAD_DIM = 4096
+VALUES_PER_WARP = 512
 
 
 @triton.jit
@@ -51,82 +58,76 @@ def round_e4m3(x):
 
 
 @triton.jit
-def _prepare_query_kernel(
+def _prepare_qkv_kernel(
     q_ptr,
-    rotation_ptr,
-    A,
-    C,
-    R,
-    stride_n,
-    stride_a,
-    eps,
-    BLOCK_A: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
-    columns = tl.arange(0, BLOCK_C)
-    mask = (heads < A)[:, None] & (columns < C)[None, :]
-    place = q_ptr + token * stride_n + heads[:, None] * stride_a + columns[None, :]
-    q = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    q *= tl.rsqrt(tl.sum(q * q, axis=1) / C + eps)[:, None]
-    q = rotate(q, rotation_ptr + token * R, C, R, 1.0, BLOCK_A, BLOCK_C)
-    tl.store(place, q.to(q_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _inverse_rope_kernel(
-    o_ptr,
-    rotation_ptr,
-    A,
-    C,
-    R,
-    stride_n,
-    stride_a,
-    BLOCK_A: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * BLOCK_A + tl.arange(0, BLOCK_A)
-    columns = tl.arange(0, BLOCK_R)
-    mask = (heads < A)[:, None] & (columns < R)[None, :]
-    place = o_ptr + token * stride_n + heads[:, None] * stride_a + (C - R) + columns[None, :]
-    o = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    o = rotate(o, rotation_ptr + token * R, R, R, -1.0, BLOCK_A, BLOCK_R)
-    tl.store(place, o.to(o_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _store_window_kernel(
+    q_norm_ptr,
+    q_out_ptr,
     kv_ptr,
-    norm_ptr,
-    rotation_ptr,
-    rows_ptr,
-    slots_ptr,
+    kv_norm_ptr,
+    rotary_ptr,
+    positions_ptr,
+    sequence_ptr,
+    pool_ptr,
+    pages_ptr,
+    first_ptr,
+    stride_q,
+    stride_kv,
+    stride_pages,
+    Q,
     C,
     R,
-    stride_kv,
-    stride_rows,
+    GROUPS,
     eps,
-    ROUND: tl.constexpr,
+    PAGE_BYTES: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if tl.program_id(1) == 1:
+        place = tl.arange(0, BLOCK_Q)
+        mask = place < Q
+        q = tl.load(q_ptr + token * stride_q + place, mask=mask, other=0.0).to(tl.float32)
+        norm = tl.load(q_norm_ptr + place, mask=mask, other=0.0)
+        q = q * tl.rsqrt(tl.sum(q * q) / Q + eps) * norm
+        tl.store(q_out_ptr + token * Q + place, q.to(q_out_ptr.dtype.element_ty), mask=mask)
+        return
+
+    position = tl.load(positions_ptr + token)
+    if position < 0:
+        return
+    sequence = tl.load(sequence_ptr + token).to(tl.int64)
     columns = tl.arange(0, BLOCK_C)
     mask = columns < C
     kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + columns, mask=mask, other=0.0)
+    norm = tl.load(kv_norm_ptr + columns, mask=mask, other=0.0)
+    place = position // ROWS - tl.load(first_ptr + sequence)
+    page = tl.load(pages_ptr + sequence * stride_pages + place).to(tl.int64)
     row = kv * tl.rsqrt(tl.sum(kv * kv) / C + eps) * norm
-    row = tl.reshape(
-        rotate(row[None, :], rotation_ptr + token * R, C, R, 1.0, 1, BLOCK_C), [BLOCK_C]
-    )
-    if ROUND:
-        is_nope = columns < C - R
-        nope = tl.reshape(tl.where(is_nope, row, 0.0), [BLOCK_C // GROUP, GROUP])
-        row = tl.where(is_nope, tl.reshape(round_e4m3(nope), [BLOCK_C]), row)
-    tl.store(rows_ptr + slot * stride_rows + columns, row.to(rows_ptr.dtype.element_ty), mask=mask)
+    row = rotate(row[None, :], rotary_ptr + position * R, C, R, 1.0, 1, BLOCK_C)
+    row = tl.reshape(row, [BLOCK_C])
+
+    is_nope = columns < C - R
+    nope = tl.reshape(tl.where(is_nope, row, 0.0), [BLOCK_C // GROUP, GROUP])
+    amax = tl.maximum(tl.max(tl.abs(nope), axis=1), 1e-4)
+    bits = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    rounded = tl.reshape(nope * inverse[:, None], [BLOCK_C]).to(tl.float8e4nv)
+    page_ptr = pool_ptr + page * PAGE_BYTES
+    row_ptr = page_ptr + (position % ROWS) * VALUE_BYTES
+    tl.store(row_ptr + columns, rounded.to(tl.uint8, bitcast=True), mask=is_nope)
+    rope_ptr = (row_ptr + (C - R)).to(tl.pointer_type(tl.bfloat16)) - (C - R)
+    tl.store(rope_ptr + columns, row.to(tl.bfloat16), mask=mask & (columns >= C - R))
+    group = tl.arange(0, BLOCK_C // GROUP)
+    scale_ptr = page_ptr + ROWS * VALUE_BYTES + (position % ROWS) * SCALE_BYTES
+    tl.store(scale_ptr + group, (bits >> 23).to(tl.uint8), mask=group < GROUPS)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -145,82 +146,89 @@ def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
         raise ValueError(f"rotation must be contiguous, got strides {rotation_NR.stride()}")
 
 
-def prepare_query(q_NAC: Tensor, rotation_NR: Tensor, eps: float) -> Tensor:
-    """In place: returns q."""
-    check_heads(q_NAC, rotation_NR)
-    num_tokens, heads, width = q_NAC.shape
-    if q_NAC.numel() == 0:
-        return q_NAC
-    block_c = triton.next_power_of_2(width)
-    block_a = max(1, VALUES_PER_PROGRAM // block_c)
-    _prepare_query_kernel[(num_tokens, triton.cdiv(heads, block_a))](
-        q_NAC,
-        rotation_NR,
-        heads,
-        width,
-        2 * rotation_NR.shape[1],
-        q_NAC.stride(0),
-        q_NAC.stride(1),
-        eps,
-        BLOCK_A=block_a,
-        BLOCK_C=block_c,
-        num_warps=4,
-    )
-    return q_NAC
-
-
-def inverse_rope(o_NAC: Tensor, rotation_NR: Tensor) -> Tensor:
-    """In place: returns o."""
-    check_heads(o_NAC, rotation_NR)
-    num_tokens, heads, width = o_NAC.shape
-    rope = 2 * rotation_NR.shape[1]
-    if o_NAC.numel() == 0 or rope == 0:
-        return o_NAC
-    block_r = triton.next_power_of_2(rope)
-    block_a = max(1, VALUES_PER_PROGRAM // block_r)
-    _inverse_rope_kernel[(num_tokens, triton.cdiv(heads, block_a))](
-        o_NAC,
-        rotation_NR,
-        heads,
-        width,
-        rope,
-        o_NAC.stride(0),
-        o_NAC.stride(1),
-        BLOCK_A=block_a,
-        BLOCK_R=block_r,
-        num_warps=4,
-    )
-    return o_NAC
-
-
-def store_window(
+def prepare_qkv(
+    q_lora_NQ: Tensor,
+    q_norm_Q: Tensor,
     kv_NC: Tensor,
-    norm_C: Tensor,
-    rotation_NR: Tensor,
+    kv_norm_C: Tensor,
+    rotary_LR: Tensor,
     eps: float,
     round_nope: bool,
-    rows_PC: Tensor,
-    slots_N: Tensor,
-) -> None:
-    check_heads(kv_NC, rotation_NR)
-    check_heads(rows_PC, rotation_NR)
+    tokens: Tokens,
+    pool: Tensor,
+    table: PageTable,
+) -> Tensor:
+    """Packed pools only, which are always rounded."""
+    check_heads(kv_NC, rotary_LR)
     num_tokens, width = kv_NC.shape
+    rope = 2 * rotary_LR.shape[1]
+    check_pool(pool, table.rows_per_page, width, rope)
+    if not round_nope:
+        raise ValueError("a packed pool's rows are rounded; round_nope=False needs a dense pool")
+    if q_lora_NQ.stride(1) != 1:
+        raise ValueError(f"a latent's values must lie together, got {q_lora_NQ.stride()}")
+    q_width = q_lora_NQ.shape[1]
+    q_out_NQ = torch.empty_like(q_lora_NQ, memory_format=torch.contiguous_format)
     if num_tokens == 0:
-        return
+        return q_out_NQ
+    block_q = triton.next_power_of_2(q_width)
     block_c = max(NOPE_GROUP, triton.next_power_of_2(width))
-    _store_window_kernel[(num_tokens,)](
+    early = kv_NC.device.type == "cuda" and torch.version.hip is None
+    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+    _prepare_qkv_kernel[(num_tokens, 2)](
+        q_lora_NQ,
+        q_norm_Q,
+        q_out_NQ,
         kv_NC,
-        norm_C,
-        rotation_NR,
-        rows_PC,
-        slots_N,
-        width,
-        2 * rotation_NR.shape[1],
+        kv_norm_C,
+        rotary_LR,
+        tokens.positions,
+        tokens.sequence,
+        pool,
+        table.pages,
+        table.first,
+        q_lora_NQ.stride(0),
         kv_NC.stride(0),
-        rows_PC.stride(0),
+        table.pages.stride(0),
+        q_width,
+        width,
+        rope,
+        num_groups(width, rope),
         eps,
-        ROUND=round_nope,
+        PAGE_BYTES=pool.stride(0),
+        ROWS=table.rows_per_page,
+        VALUE_BYTES=value_bytes(width, rope),
+        SCALE_BYTES=scale_bytes(width, rope),
         GROUP=NOPE_GROUP,
+        BLOCK_Q=block_q,
         BLOCK_C=block_c,
-        num_warps=max(1, block_c // 512),
+        PDL=early,
+        num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
+        **launch,
     )
+    return q_out_NQ
+
+
+def sparse_attention(
+    q_NAC: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+) -> None:
+    """Packed pools only."""
+    check_heads(q_NAC, rotary_LR)
+    check_heads(out_NAC, rotary_LR)
+    num_tokens, heads, width = q_NAC.shape
+    rope = 2 * rotary_LR.shape[1]
+    check_pool(window.pool, window.table.rows_per_page, width, rope)
+    if isinstance(entries, Selected):
+        check_pool(entries.pool, entries.rows_per_page, width, rope)
+    elif entries is not None:
+        check_pool(entries.pool, entries.table.rows_per_page, width, rope)
+    plan = AttendPlan.of(num_tokens, heads, width, max_keys(tokens, window, entries))
+    attend(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, out_NAC, plan)

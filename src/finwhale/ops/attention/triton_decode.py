@@ -1,0 +1,523 @@
+"""Sparse attention over packed rows as Triton kernels: one pass over the keys, query to output.
+
+A program takes one token, BLOCK_H heads and a share of the token's keys: it normalises and rotates
+the query, and for every tile of BLOCK_K keys finds the rows through the page table, turns E4M3
+into bfloat16 in registers, and uses the tile as K and as V. The share is everything for many
+tokens, and then the program also rotates the output back; for few tokens the keys are split, and
+`_combine_kernel` adds the parts in order (no atomics).
+
+Keys are numbered window first (W of them, whatever the position), then entries. All lengths are
+read on the device; the grid follows from the number of tokens and from host bounds alone.
+
+The rows' nope part is kept 2^-64 too small: an E4M3 byte shifted to bfloat16's place is its value
+times 2^-120, so that one multiplication by a bfloat16 power of two applies the scale of any row.
+The query carries the 2^64, exactly, and so does the output.
+
+A token's bits depend on the plan (BLOCK_K and the number of splits), so on the number of tokens of
+its step, and not on the other tokens' values.
+
+State: bytes, 584 a key and token, and 4 A C for query and output; 4 A C products a key. At 4.39
+TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4 us at 32.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
+from finwhale.ops.paging import Tokens
+
+MULTIPROCESSORS = 132
+LOG2_E = 1.4426950408889634
+NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
+# Of one step of the combining kernel.
+BLOCK_SPLITS = 8
+
+
+@triton.jit
+def rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
+    """Rotate the columns >= C - R of x [H,X], which holds columns FIRST .. of heads of C."""
+    even, odd = tl.split(tl.reshape(x, [H, X // 2, 2]))
+    pair = tl.arange(0, X // 2) + (FIRST - (C - R)) // 2
+    is_rope = (pair >= 0) & (pair < R // 2)
+    cos = tl.load(rotary_ptr + 2 * pair, mask=is_rope, other=1.0)[None, :]
+    sin = SIGN * tl.load(rotary_ptr + 2 * pair + 1, mask=is_rope, other=0.0)[None, :]
+    return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [H, X])
+
+
+@triton.jit
+def dequantise(x, word, GROUP0: tl.constexpr, K: tl.constexpr, X: tl.constexpr, ASM: tl.constexpr):
+    """E4M3 bytes x [K,X] as bfloat16, 2^-64 of their values.
+
+    word [K] int64: the exponent bytes of each row; x begins at group GROUP0.
+    """
+    G: tl.constexpr = (X + 63) // 64
+    SIZE: tl.constexpr = X // G
+    group = GROUP0 + tl.arange(0, G)
+    # 2^(byte - 127) * 2^120 * 2^-64, as the bits of a bfloat16.
+    exponent = (word[:, None] >> (8 * group)[None, :]).to(tl.int32) & 255
+    factor = ((exponent + 56) << 7)[:, :, None]
+    x = tl.reshape(x, [K, G, SIZE])
+    if ASM:
+        factor = (factor << 16) | factor
+        x, factor = tl.broadcast(x, factor)
+        y = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $2, 0, 0x1404;
+            prmt.b32 b, $2, 0, 0x3424;
+            shr.u32 c, a, 4;
+            shr.u32 d, b, 4;
+            and.b32 c, c, 0x07f007f0;
+            and.b32 d, d, 0x07f007f0;
+            lop3.b32 a, a, 0x80008000, c, 0xea;
+            lop3.b32 b, b, 0x80008000, d, 0xea;
+            mul.rn.bf16x2 $0, a, $3;
+            mul.rn.bf16x2 $1, b, $3;
+            }
+            """,
+            "=r,=r,r,r,r,r,r",
+            [x, factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        bits = x.to(tl.int32)
+        value = (((bits & 128) << 24) | ((bits & 127) << 20)).to(tl.float32, bitcast=True)
+        y = (value * (factor << 16).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    return tl.reshape(y, [K, X])
+
+
+@triton.jit
+def load_rows(
+    row_ptr,
+    word,
+    valid,
+    FIRST: tl.constexpr,
+    NOPE: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    X: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Columns FIRST .. FIRST + X - 1 of K packed rows at row_ptr [K], bfloat16 [K,X]."""
+    column = FIRST + tl.arange(0, X)
+    if FIRST + X <= NOPE:
+        x = tl.load(row_ptr[:, None] + column[None, :], mask=valid[:, None], other=0)
+        return dequantise(x, word, FIRST // 64, K, X, ASM)
+    if FIRST < NOPE:
+        is_nope = valid[:, None] & (column < NOPE)[None, :]
+        x = tl.load(row_ptr[:, None] + column[None, :], mask=is_nope, other=0)
+        y = dequantise(x, word, FIRST // 64, K, X, ASM)
+    else:
+        y = tl.zeros([K, X], tl.bfloat16)
+    rope_ptr = (row_ptr + NOPE).to(tl.pointer_type(tl.bfloat16))
+    is_rope = valid[:, None] & ((column >= NOPE) & (column < C))[None, :]
+    rope = tl.load(rope_ptr[:, None] + (column - NOPE)[None, :], mask=is_rope, other=0.0)
+    return tl.where((column >= NOPE)[None, :], rope, y)
+
+
+@triton.jit
+def _attend_kernel(
+    q_ptr,
+    rotary_ptr,
+    positions_ptr,
+    sequence_ptr,
+    window_ptr,
+    window_pages_ptr,
+    window_first_ptr,
+    entry_ptr,
+    entry_rows_ptr,  # slots of the selected entries, or the pages of complete ones
+    entry_first_ptr,
+    sink_ptr,
+    out_ptr,
+    part_ptr,
+    stats_ptr,
+    A,
+    eps,
+    scale_log2,
+    stride_qn,
+    stride_qa,
+    stride_on,
+    stride_oa,
+    stride_window,
+    stride_entry,
+    NUM_SLOTS,
+    WINDOW_PAGE: tl.constexpr,
+    ENTRY_PAGE: tl.constexpr,
+    W: tl.constexpr,
+    WINDOW_ROWS: tl.constexpr,
+    ENTRY_ROWS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    RATIO: tl.constexpr,
+    VALUE_BYTES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    FIRST: tl.constexpr,
+    REST: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ASM: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Columns are held as two tiles: FIRST of them (0: none), all nope, and REST with the rope."""
+    token = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
+    NOPE: tl.constexpr = C - R
+    WINDOW_TILES: tl.constexpr = (W + BLOCK_K - 1) // BLOCK_K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = tl.load(positions_ptr + token).to(tl.int32)
+    sequence = tl.load(sequence_ptr + token).to(tl.int64)
+    window_pages_ptr += sequence * stride_window
+    window_first = tl.load(window_first_ptr + sequence)
+    entry_first = 0
+    if ENTRIES == 2:
+        entry_rows_ptr += sequence * stride_entry
+        entry_first = tl.load(entry_first_ptr + sequence)
+    else:
+        entry_rows_ptr += token * stride_entry
+
+    num_entries = 0
+    if ENTRIES == 1:
+        place = tl.arange(0, BLOCK_S)
+        slots = tl.load(entry_rows_ptr + place, mask=place < NUM_SLOTS, other=-1)
+        num_entries = tl.sum((slots >= 0).to(tl.int32))
+    if ENTRIES == 2:
+        num_entries = (position + 1) // RATIO
+    tiles = WINDOW_TILES + tl.cdiv(num_entries, BLOCK_K)
+    tiles = tl.where(position >= 0, tiles, 0)
+    share = tl.cdiv(tiles, SPLITS)
+    begin = split * share
+    end = tl.minimum(begin + share, tiles)
+
+    is_head = head < A
+    stats = stats_ptr + (token * SPLITS + split) * 2 * A + head
+    if SPLITS > 1 and begin >= end and split > 0:
+        tl.store(stats, tl.full([BLOCK_H], -1e30, tl.float32), mask=is_head)
+        tl.store(stats + A, tl.zeros([BLOCK_H], tl.float32), mask=is_head)
+        return
+
+    # The query: RMSNorm a head without weight, then rope; its nope part times 2^64.
+    column = FIRST + tl.arange(0, REST)
+    q_row = q_ptr + token * stride_qn + head[:, None] * stride_qa
+    rest_mask = is_head[:, None] & (column < C)[None, :]
+    q_rest = tl.load(q_row + column[None, :], mask=rest_mask, other=0.0).to(tl.float32)
+    squares = tl.sum(q_rest * q_rest, axis=1)
+    if FIRST > 0:
+        first_column = tl.arange(0, FIRST)
+        q_first = tl.load(q_row + first_column[None, :], mask=is_head[:, None], other=0.0)
+        q_first = q_first.to(tl.float32)
+        squares += tl.sum(q_first * q_first, axis=1)
+        rstd = tl.rsqrt(squares / C + eps)
+        q_first = (q_first * (rstd * 18446744073709551616.0)[:, None]).to(tl.bfloat16)
+    else:
+        rstd = tl.rsqrt(squares / C + eps)
+    lift = tl.where(column < NOPE, 18446744073709551616.0, 1.0)[None, :]
+    rotary = rotary_ptr + tl.maximum(position, 0).to(tl.int64) * R
+    q_rest = rope_tail(q_rest * rstd[:, None], rotary, FIRST, C, R, 1.0, BLOCK_H, REST)
+    q_rest = (q_rest * lift).to(tl.bfloat16)
+
+    # The sink is one more key, of split 0, that adds nothing to the output.
+    sink = tl.load(sink_ptr + head, mask=is_head, other=0.0) * 1.4426950408889634
+    maximum = tl.where(split == 0, sink, -1e30)
+    total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([BLOCK_H], tl.float32)
+    out_rest = tl.zeros([BLOCK_H, REST], tl.float32)
+    if FIRST > 0:
+        out_first = tl.zeros([BLOCK_H, FIRST], tl.float32)
+
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        in_window = tile < WINDOW_TILES
+        key = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+        row = position - (W - 1) + key
+        valid = in_window & (row >= 0) & (key < W)
+        page = tl.load(
+            window_pages_ptr + row // WINDOW_ROWS - window_first, mask=valid, other=0
+        ).to(tl.int64)
+        offset = row % WINDOW_ROWS
+        page_at = page * WINDOW_PAGE
+        scale_at = WINDOW_ROWS * VALUE_BYTES
+        if ENTRIES > 0:
+            row = key - WINDOW_TILES * BLOCK_K
+            visible = (row >= 0) & (row < num_entries)
+            if ENTRIES == 1:
+                slot = tl.load(entry_rows_ptr + row, mask=visible, other=0)
+                visible = visible & (slot >= 0)
+                page = (slot // ENTRY_ROWS).to(tl.int64)
+                entry_offset = slot % ENTRY_ROWS
+            else:
+                entry_offset = row % ENTRY_ROWS
+                page = tl.load(
+                    entry_rows_ptr + row // ENTRY_ROWS - entry_first, mask=visible, other=0
+                ).to(tl.int64)
+            valid = valid | visible
+            offset = tl.where(in_window, offset, entry_offset)
+            page_at = tl.where(in_window, page_at, page * ENTRY_PAGE)
+            scale_at = tl.where(in_window, scale_at, ENTRY_ROWS * VALUE_BYTES)
+            pool_ptr = tl.where(in_window, window_ptr, entry_ptr)
+        else:
+            pool_ptr = window_ptr
+        page_ptr = pool_ptr + page_at
+        row_ptr = page_ptr + offset * VALUE_BYTES
+        word_ptr = (page_ptr + scale_at + offset * SCALE_BYTES).to(tl.pointer_type(tl.int64))
+        word = tl.load(word_ptr, mask=valid, other=0)
+        rest = load_rows(row_ptr, word, valid, FIRST, NOPE, C, BLOCK_K, REST, ASM)
+        scores = tl.dot(q_rest, tl.trans(rest))
+        if FIRST > 0:
+            first = load_rows(row_ptr, word, valid, 0, NOPE, C, BLOCK_K, FIRST, ASM)
+            scores = tl.dot(q_first, tl.trans(first), scores)
+        scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
+        higher = tl.maximum(maximum, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(maximum - higher)
+        maximum = higher
+        total = total * fade + tl.sum(weight, axis=1)
+        weight = weight.to(tl.bfloat16)
+        out_rest = tl.dot(weight, rest, out_rest * fade[:, None])
+        if FIRST > 0:
+            out_first = tl.dot(weight, first, out_first * fade[:, None])
+
+    out_rest *= lift
+    if SPLITS == 1:
+        out_rest = out_rest / total[:, None]
+        out_rest = rope_tail(out_rest, rotary, FIRST, C, R, -1.0, BLOCK_H, REST)
+        out = out_ptr + token * stride_on + head[:, None] * stride_oa
+    else:
+        out = part_ptr + ((token * SPLITS + split) * A + head[:, None]) * C
+        tl.store(stats, maximum, mask=is_head)
+        tl.store(stats + A, total, mask=is_head)
+    tl.store(out + column[None, :], out_rest.to(out.dtype.element_ty), mask=rest_mask)
+    if FIRST > 0:
+        out_first *= 18446744073709551616.0
+        if SPLITS == 1:
+            out_first = out_first / total[:, None]
+        out_first = out_first.to(out.dtype.element_ty)
+        tl.store(out + first_column[None, :], out_first, mask=is_head[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    part_ptr,
+    stats_ptr,
+    positions_ptr,
+    rotary_ptr,
+    out_ptr,
+    A,
+    stride_on,
+    stride_oa,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    ALL_SPLITS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token's head and BLOCK_C of its columns: the parts by their weight, rotated back."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask = column < C
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    position = tl.maximum(tl.load(positions_ptr + token), 0)
+    split = tl.arange(0, ALL_SPLITS)
+    stats_ptr += token * SPLITS * 2 * A + head
+    maximum = tl.load(stats_ptr + split * 2 * A, mask=split < SPLITS, other=-1e30)
+    total = tl.load(stats_ptr + split * 2 * A + A, mask=split < SPLITS, other=0.0)
+    highest = tl.max(maximum)
+    total = tl.sum(total * tl.exp2(maximum - highest))
+    out = tl.zeros([BLOCK_C], tl.float32)
+    part_ptr += (token * SPLITS * A + head) * C
+    for begin in tl.static_range(0, SPLITS, BLOCK_SPLITS):
+        split = begin + tl.arange(0, BLOCK_SPLITS)
+        maximum = tl.load(stats_ptr + split * 2 * A, mask=split < SPLITS, other=-1e30)
+        weight = tl.exp2(maximum - highest) / total
+        part = tl.load(
+            part_ptr + split[:, None].to(tl.int64) * A * C + column[None, :],
+            mask=(maximum > -1e29)[:, None] & mask[None, :],
+            other=0.0,
+        )
+        out += tl.sum(part * weight[:, None], axis=0)
+    first = tl.program_id(2) * BLOCK_C
+    out = tl.reshape(out, [1, BLOCK_C])
+    out = rope_tail(out, rotary_ptr + position * R, first, C, R, -1.0, 1, BLOCK_C)
+    out = tl.reshape(out, [BLOCK_C])
+    place = out_ptr + token * stride_on + head * stride_oa + column
+    tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+# --- Plan and launch ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendPlan:
+    """block_h heads and block_k keys a tile; the keys of a token in `splits` shares."""
+
+    block_h: int
+    block_k: int
+    splits: int
+    num_warps: int
+    stages: int
+
+    @classmethod
+    def of(cls, num_tokens: int, heads: int, head_dim: int, max_keys: int) -> "AttendPlan":
+        """For num_tokens with at most max_keys keys each (a host bound)."""
+        block_h, block_k, warps = 16, 32, 4
+        if heads >= 64 and num_tokens > 8:
+            block_h, block_k, warps = 64, 64, 8
+        tiles = triton.cdiv(max_keys, block_k)
+        programs = num_tokens * triton.cdiv(heads, block_h)
+        splits = max(1, min(tiles, 2 * MULTIPROCESSORS // programs, 64))
+        return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=warps, stages=1)
+
+
+def _columns(head_dim: int, rope: int) -> tuple[int, int]:
+    """(FIRST, REST): two tiles of half the columns where the first then has no rope."""
+    half = head_dim // 2
+    if head_dim >= 256 and half & (half - 1) == 0 and rope <= half:
+        return half, half
+    return 0, triton.next_power_of_2(head_dim)
+
+
+def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None) -> int:
+    """A host bound of the keys that any token of the step sees."""
+    if entries is None:
+        return window.size
+    if isinstance(entries, Selected):
+        return window.size + entries.slots.shape[1]
+    return window.size + tokens.max_len // entries.ratio
+
+
+def attend(
+    q_NAC: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+    plan: AttendPlan,
+) -> None:
+    """`sparse_attention` by a given plan."""
+    num_tokens, heads, width = q_NAC.shape
+    rope = 2 * rotary_LR.shape[1]
+    if num_tokens == 0:
+        return
+    first, rest = _columns(width, rope)
+    entry_pool, entry_rows, entry_first, kind = window.pool, window.table.pages, window.table, 0
+    entry_rpp, num_slots, ratio = window.table.rows_per_page, 0, 1
+    if isinstance(entries, Selected) and entries.slots.shape[1]:
+        kind, entry_pool, entry_rows = SELECTED, entries.pool, entries.slots
+        entry_rpp, num_slots = entries.rows_per_page, entries.slots.shape[1]
+    elif isinstance(entries, Complete) and tokens.max_len >= entries.ratio:
+        kind, entry_pool, entry_rows = COMPLETE, entries.pool, entries.table.pages
+        entry_first, entry_rpp, ratio = entries.table, entries.table.rows_per_page, entries.ratio
+    on_device = q_NAC.device.type == "cuda"
+    early = on_device and torch.version.hip is None
+    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
+    part = stats = sink_A
+    if plan.splits > 1:
+        shape = (num_tokens, plan.splits, heads, width)
+        part = torch.empty(shape, dtype=torch.float32, device=q_NAC.device)
+        shape = (num_tokens, plan.splits, 2, heads)
+        stats = torch.empty(shape, dtype=torch.float32, device=q_NAC.device)
+    _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
+        q_NAC,
+        rotary_LR,
+        tokens.positions,
+        tokens.sequence,
+        window.pool,
+        window.table.pages,
+        window.table.first,
+        entry_pool,
+        entry_rows,
+        entry_first.first,
+        sink_A,
+        out_NAC,
+        part,
+        stats,
+        heads,
+        eps,
+        scale * LOG2_E,
+        q_NAC.stride(0),
+        q_NAC.stride(1),
+        out_NAC.stride(0),
+        out_NAC.stride(1),
+        window.table.pages.stride(0),
+        entry_rows.stride(0),
+        num_slots,
+        WINDOW_PAGE=window.pool.stride(0),
+        ENTRY_PAGE=entry_pool.stride(0),
+        W=window.size,
+        WINDOW_ROWS=window.table.rows_per_page,
+        ENTRY_ROWS=entry_rpp,
+        ENTRIES=kind,
+        RATIO=ratio,
+        VALUE_BYTES=value_bytes(width, rope),
+        SCALE_BYTES=scale_bytes(width, rope),
+        C=width,
+        R=rope,
+        FIRST=first,
+        REST=rest,
+        SPLITS=plan.splits,
+        BLOCK_H=plan.block_h,
+        BLOCK_K=plan.block_k,
+        BLOCK_S=triton.next_power_of_2(max(1, num_slots)),
+        ASM=early,
+        PDL=early,
+        STAGES=plan.stages,
+        num_warps=plan.num_warps,
+        **launch,
+    )
+    if plan.splits == 1:
+        return
+    block_c = min(256, triton.next_power_of_2(width))
+    _combine_kernel[(num_tokens, heads, triton.cdiv(width, block_c))](
+        part,
+        stats,
+        tokens.positions,
+        rotary_LR,
+        out_NAC,
+        heads,
+        out_NAC.stride(0),
+        out_NAC.stride(1),
+        C=width,
+        R=rope,
+        SPLITS=plan.splits,
+        BLOCK_SPLITS=BLOCK_SPLITS,
+        ALL_SPLITS=triton.next_power_of_2(plan.splits),
+        BLOCK_C=block_c,
+        PDL=early,
+        num_warps=4,
+        **launch,
+    )
+
+
+def check_pool(pool: Tensor, rows_per_page: int, head_dim: int, rope: int) -> None:
+    """Raise ValueError unless pool is packed, with pages of the layout's size."""
+    wanted = page_bytes(rows_per_page, head_dim, rope)
+    if pool.dtype != torch.uint8 or pool.dim() != 2 or pool.shape[1] != wanted:
+        raise ValueError(
+            f"a packed pool must be uint8 [num_pages, {wanted}] for {rows_per_page} rows a page "
+            f"of head_dim {head_dim} and rope {rope}, got {pool.dtype} {list(pool.shape)}"
+        )
+    if pool.stride(1) != 1 or pool.stride(0) % 16:
+        raise ValueError(f"a pool's pages must begin at multiples of 16, got {pool.stride()}")
