@@ -171,7 +171,7 @@ def test_page_zero_holds_numbers() -> None:
         for f in g.fields:
             assert tuple(cache.pools[f.name]) == f.layers
             for layer in f.layers:
-                rows = cache.rows(f.name, layer)
+                rows = cache.pool(f.name, layer)
                 assert rows.shape == (plan.num_pages[g.name] * g.rows_per_page, f.width)
                 assert rows[: g.rows_per_page].eq(0).all()
 
