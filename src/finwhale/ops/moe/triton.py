@@ -1,50 +1,46 @@
 """The router as Triton kernels.
 
-By score: products with the gate in parts of CHUNK values of D, then a token a program adds them in
-order and chooses. By hash: a token a program, which reads its K rows of the gate alone. A token's
-bits never depend on the others or on how many there are.
+By score: products with the gate in parts of D, then a token a program adds them in order and
+chooses. By hash: a token a program, which reads its K rows of the gate alone; many tokens take the
+whole product, as by score, and pick from it. A token's bits depend neither on the others nor, up to
+FEW_TOKENS and again beyond, on how many there are.
 
-Bytes: the gate once, 4 E D, and 2 D a token: at least, in microseconds at 4.39 TB/s for 1, 128 and
-8192 tokens, Flash (E 256, D 4096) 1.0, 1.2, 16; Pro (384, 7168) 2.5, 2.9, 29. Many tokens are bound
-by arithmetic instead: the gate in float32 takes two TF32 products, 34 GFLOP for 8192 tokens of
-Flash, 90 us at the 0.39 PFLOP/s that half of bf16's measured rate is; a gate in bfloat16 takes one
-bf16 product, 22 us.
+Bytes: the gate once, 2 E D in bfloat16, and 2 D a token: at least, in microseconds at 4.39 TB/s for
+1, 128 and 8192 tokens, Flash (E 256, D 4096) 0.5, 0.7, 16; Pro (384, 7168) 1.3, 1.7, 28. Many
+tokens are bound by arithmetic: 17 GFLOP for 8192 of Flash, 22 us at 0.79 PFLOP/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
-
-from typing import Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_D = 64
-CHUNK = 256
 # Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
-FEW_TOKENS = 256
+FEW_TOKENS = 128
+BLOCK_E = 32
+CHUNK = 256
+FEW_WARPS = 4
+# Of many tokens' products in bfloat16: tokens, experts, values of D, warps.
+MANY_TILE = (128, 128, 64, 8)
+# Products of float32 go through the ordinary units, where large tiles would not fit.
+MANY_TILE_FLOAT32 = (64, 64, 32, 8)
+HASH_BLOCK_D = 2048
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
 
 
 @triton.jit
-def _product(x, gate, total, PRECISION: tl.constexpr):
-    """total + x gate^T. "bf16": both are; "split": x is exact in tf32, the gate is two of them."""
-    if PRECISION == "bf16":
-        return tl.dot(x, tl.trans(gate), total)
-    elif PRECISION == "split":
-        x = x.to(tl.float32)
-        gate = gate.to(tl.float32)
-        high = (gate.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        total = tl.dot(x, tl.trans(gate - high), total, input_precision="tf32")
-        return tl.dot(x, tl.trans(high), total, input_precision="tf32")
+def _dot(a, b, total):
+    """total + a b: bfloat16 on tensor cores, everything else in float32."""
+    if a.dtype == tl.bfloat16 and b.dtype == tl.bfloat16:
+        return tl.dot(a, b, total)
     else:
-        x = x.to(tl.float32)
-        return tl.dot(x, tl.trans(gate.to(tl.float32)), total, input_precision=PRECISION)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
 
 
 @triton.jit
-def _gate_kernel(
+def _gate_few_kernel(
     x_ptr,
     gate_ptr,
     parts_ptr,
@@ -52,37 +48,65 @@ def _gate_kernel(
     D,
     E,
     stride_x,
-    steps,
-    PRECISION: tl.constexpr,
-    STEPS_PER_CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
-    slot = tl.program_id(2)
+    """Experts along the tile's rows: tensor cores take 16 of those, but 8 tokens at a time."""
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    slot = tl.program_id(1)
+    token = tl.program_id(2).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = slot * BLOCK_D + tl.arange(0, BLOCK_D)
+    gate = tl.load(
+        gate_ptr + expert[:, None] * D + d[None, :],
+        mask=(expert < E)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    x = tl.load(
+        x_ptr + token[:, None] * stride_x + d[None, :],
+        mask=(token < N)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    z = _dot(gate, tl.trans(x), tl.zeros([BLOCK_E, BLOCK_N], tl.float32))
+    target = parts_ptr + ((token * tl.num_programs(1) + slot) * E)[None, :] + expert[:, None]
+    tl.store(target, z, mask=(expert < E)[:, None] & (token < N)[None, :])
+
+
+@triton.jit
+def _gate_many_kernel(
+    x_ptr,
+    gate_ptr,
+    parts_ptr,
+    N,
+    D,
+    E,
+    stride_x,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Two products share an accumulator of their own: tensor cores cut its last bits, and over all
+    of D that would add up.
+    """
+    token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    chunk = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
-    for step in tl.range(steps):
-        d = (slot * steps + step) * BLOCK_D + tl.arange(0, BLOCK_D)
-        x = tl.load(
-            x_ptr + token[:, None] * stride_x + d[None, :],
-            mask=(token < N)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        gate = tl.load(
-            gate_ptr + expert[:, None] * D + d[None, :],
-            mask=(expert < E)[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        chunk = _product(x, gate, chunk, PRECISION)
-        ends = step % STEPS_PER_CHUNK == STEPS_PER_CHUNK - 1
-        total += tl.where(ends, chunk, 0.0)
-        chunk = tl.where(ends, 0.0, chunk)
-    total += chunk
-    target = parts_ptr + ((token * tl.num_programs(2) + slot) * E)[:, None] + expert[None, :]
-    tl.store(target, total, mask=(token < N)[:, None] & (expert < E)[None, :])
+    part = tl.arange(0, BLOCK_D)
+    is_token = (token < N)[:, None]
+    is_expert = (expert < E)[:, None]
+    x_ptr += token[:, None] * stride_x
+    gate_ptr += expert[:, None] * D
+    for start in tl.range(0, D, 2 * BLOCK_D):
+        d = start + part[None, :]
+        x = tl.load(x_ptr + d, mask=is_token & (d < D), other=0.0)
+        gate = tl.load(gate_ptr + d, mask=is_expert & (d < D), other=0.0)
+        chunk = _dot(x, tl.trans(gate), tl.zeros([BLOCK_N, BLOCK_E], tl.float32))
+        d += BLOCK_D
+        x = tl.load(x_ptr + d, mask=is_token & (d < D), other=0.0)
+        gate = tl.load(gate_ptr + d, mask=is_expert & (d < D), other=0.0)
+        total += _dot(x, tl.trans(gate), chunk)
+    target = parts_ptr + (token * E)[:, None] + expert[None, :]
+    tl.store(target, total, mask=is_token & (expert < E)[None, :])
 
 
 @triton.jit
@@ -105,6 +129,7 @@ def _score(z):
 def _choose_kernel(
     parts_ptr,
     bias_ptr,
+    positions_ptr,
     ids_ptr,
     weights_ptr,
     E,
@@ -112,79 +137,80 @@ def _choose_kernel(
     SLOTS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E
+    bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    is_token = tl.load(positions_ptr + token) >= 0
     z = tl.zeros([BLOCK_E], tl.float32)
     for slot in tl.static_range(SLOTS):
         part = parts_ptr + (token * SLOTS + slot) * E + expert
         z += tl.load(part, mask=is_expert, other=0.0)
     score = _score(z)
-    # One integer a candidate that orders as its value, then as the inverted index, so that equal
-    # values go to the lowest expert and no input, NaN included, chooses what is none.
-    value = (score + tl.load(bias_ptr + expert, mask=is_expert, other=0.0)) + 0.0
+    # An integer that orders as the value does, so that no input, NaN included, chooses what is no
+    # expert or one expert twice.
+    value = (score + bias) + 0.0
     bits = value.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-    lowest = tl.full([BLOCK_E], -0x8000000000000000, tl.int64)
-    key = tl.where(is_expert, (order << 32) | (BLOCK_E - 1 - expert).to(tl.int64), lowest)
-    place = tl.arange(0, BLOCK_K)
-    ids = tl.zeros([BLOCK_K], tl.int64)
-    chosen = tl.zeros([BLOCK_K], tl.float32)
-    total = 0.0
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(value != value, 0x7FFFFFFF, order)
+    order = tl.where(is_expert, order, -0x80000000)
+    place = tl.full([BLOCK_E], K, tl.int32)
     for k in tl.static_range(K):
-        best = BLOCK_E - 1 - (tl.max(key) & (BLOCK_E - 1))
-        weight = tl.sum(tl.where(expert == best, score, 0.0))
-        key = tl.where(expert == best, lowest, key)
-        ids = tl.where(place == k, best, ids)
-        chosen = tl.where(place == k, weight, chosen)
-        total += weight
-    tl.store(ids_ptr + token * K + place, ids, mask=place < K)
-    tl.store(weights_ptr + token * K + place, chosen / (total + 1e-20) * scaling, mask=place < K)
+        best = tl.min(tl.where(order == tl.max(order, axis=0), expert, BLOCK_E), axis=0)
+        order = tl.where(expert == best, -0x80000000, order)
+        place = tl.where(expert == best, k, place)
+    is_chosen = place < K
+    total = tl.sum(tl.where(is_chosen, score, 0.0), axis=0)
+    weights = tl.where(is_token, score / (total + 1e-20) * scaling, 0.0)
+    tl.store(ids_ptr + token * K + place, tl.where(is_token, expert, -1), mask=is_chosen)
+    tl.store(weights_ptr + token * K + place, weights, mask=is_chosen)
 
 
 @triton.jit
 def _hash_kernel(
     x_ptr,
     gate_ptr,
+    parts_ptr,
     table_ptr,
     token_ids_ptr,
+    positions_ptr,
     ids_ptr,
     weights_ptr,
     D,
+    E,
     K,
     stride_x,
     scaling,
+    MULTIPLY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    """MULTIPLY: takes the products itself, else from the parts."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
     is_place = place < K
-    ids = tl.load(table_ptr + tl.load(token_ids_ptr + token) * K + place, mask=is_place, other=0)
-    sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    for start in tl.range(0, D, BLOCK_D, num_stages=3):
-        d = start + tl.arange(0, BLOCK_D)
-        x = tl.load(x_ptr + token * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
-        rows = gate_ptr + ids[:, None] * D + d[None, :]
-        gate = tl.load(rows, mask=is_place[:, None] & (d < D)[None, :], other=0.0)
-        sums += x[None, :] * gate.to(tl.float32)
-    score = tl.where(is_place, _score(tl.sum(sums, axis=1)), 0.0)
-    weights = score / (tl.sum(score) + 1e-20) * scaling
-    tl.store(ids_ptr + token * K + place, ids, mask=is_place)
+    is_token = tl.load(positions_ptr + token) >= 0
+    token_id = tl.load(token_ids_ptr + token)
+    ids = tl.load(table_ptr + token_id * K + place, mask=is_place & is_token, other=0)
+    if MULTIPLY:
+        sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        for start in tl.range(0, D, BLOCK_D):
+            d = start + tl.arange(0, BLOCK_D)
+            x = tl.load(x_ptr + token * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
+            rows = gate_ptr + ids[:, None] * D + d[None, :]
+            gate = tl.load(rows, mask=is_place[:, None] & (d < D)[None, :], other=0.0)
+            sums += x[None, :] * gate.to(tl.float32)
+        z = tl.sum(sums, axis=1)
+    else:
+        z = tl.load(parts_ptr + token * E + ids, mask=is_place, other=0.0)
+    score = tl.where(is_place & is_token, _score(z), 0.0)
+    weights = score / (tl.sum(score, axis=0) + 1e-20) * scaling
+    tl.store(ids_ptr + token * K + place, tl.where(is_token, ids, -1), mask=is_place)
     tl.store(weights_ptr + token * K + place, weights, mask=is_place)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
-
-
-def _precision(x: Tensor, gate: Tensor) -> Literal["bf16", "split", "tf32x3", "ieee"]:
-    if x.dtype == gate.dtype == torch.bfloat16:
-        return "bf16"
-    if torch.version.hip is not None:
-        return "ieee"
-    return "split" if x.dtype == torch.bfloat16 else "tf32x3"
 
 
 def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
@@ -204,82 +230,117 @@ def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
 def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     shape = (x_ND.shape[0], topk)
     return (
-        torch.empty(shape, dtype=torch.int64, device=x_ND.device),
+        torch.empty(shape, dtype=torch.int32, device=x_ND.device),
         torch.empty(shape, dtype=torch.float32, device=x_ND.device),
     )
 
 
-def route_by_score(
-    x_ND: Tensor, gate_ED: Tensor, bias_E: Tensor, topk: int, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """The gate may be float32 or bfloat16."""
-    _check(x_ND, topk, gate=gate_ED, bias=bias_E)
+def _multiply(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+    """x gate^T in parts [N,S,E] float32."""
     num_tokens, width = x_ND.shape
+    experts = gate_ED.shape[0]
+    few = num_tokens <= FEW_TOKENS
+    slots = triton.cdiv(width, CHUNK) if few else 1
+    parts = torch.empty((num_tokens, slots, experts), dtype=torch.float32, device=x_ND.device)
+    tensors = (x_ND, gate_ED, parts)
+    sizes = (num_tokens, width, experts, x_ND.stride(0))
+    if few:
+        block_n = 16 if num_tokens <= 16 else 32
+        _gate_few_kernel[(triton.cdiv(experts, BLOCK_E), slots, triton.cdiv(num_tokens, block_n))](
+            *tensors,
+            *sizes,
+            BLOCK_N=block_n,
+            BLOCK_E=BLOCK_E,
+            BLOCK_D=CHUNK,
+            num_warps=FEW_WARPS,
+        )
+        return parts
+    is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
+    block_n, block_e, block_d, num_warps = MANY_TILE if is_narrow else MANY_TILE_FLOAT32
+    _gate_many_kernel[(triton.cdiv(experts, block_e), triton.cdiv(num_tokens, block_n))](
+        *tensors,
+        *sizes,
+        BLOCK_N=block_n,
+        BLOCK_E=block_e,
+        BLOCK_D=block_d,
+        num_warps=num_warps,
+        num_stages=3 if is_narrow else 2,
+    )
+    return parts
+
+
+def route_by_score(
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    bias_E: Tensor,
+    topk: int,
+    scaling: float,
+    positions_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
+    _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
+    num_tokens = x_ND.shape[0]
     experts = gate_ED.shape[0]
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    few = num_tokens <= FEW_TOKENS
-    steps = triton.cdiv(width, BLOCK_D)
-    steps_per_chunk = CHUNK // BLOCK_D
-    slots = triton.cdiv(steps, steps_per_chunk) if few else 1
-    block_n, block_e = (64, 32) if few else (128, 64)
-    parts = torch.empty((num_tokens, slots, experts), dtype=torch.float32, device=x_ND.device)
-    _gate_kernel[(triton.cdiv(num_tokens, block_n), triton.cdiv(experts, block_e), slots)](
-        x_ND,
-        gate_ED,
-        parts,
-        num_tokens,
-        width,
-        experts,
-        x_ND.stride(0),
-        steps_per_chunk if few else steps,
-        PRECISION=_precision(x_ND, gate_ED),
-        STEPS_PER_CHUNK=steps_per_chunk,
-        BLOCK_N=block_n,
-        BLOCK_E=block_e,
-        BLOCK_D=BLOCK_D,
-        num_warps=4 if few else 8,
-    )
+    parts = _multiply(x_ND, gate_ED)
     _choose_kernel[(num_tokens,)](
         parts,
         bias_E,
+        positions_N,
         ids,
         weights,
         experts,
         scaling,
-        SLOTS=slots,
+        SLOTS=parts.shape[1],
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=4 if few else 1,
+        num_warps=1,
     )
     return ids, weights
 
 
 def route_by_hash(
-    x_ND: Tensor, gate_ED: Tensor, tid2eid_VK: Tensor, token_ids_N: Tensor, scaling: float
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    tid2eid_VK: Tensor,
+    token_ids_N: Tensor,
+    scaling: float,
+    positions_N: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gate may be float32 or bfloat16."""
+    """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
-    _check(x_ND, topk, gate=gate_ED, tid2eid=tid2eid_VK, token_ids=token_ids_N)
+    _check(
+        x_ND,
+        topk,
+        gate=gate_ED,
+        tid2eid=tid2eid_VK,
+        token_ids=token_ids_N,
+        positions=positions_N,
+    )
     num_tokens, width = x_ND.shape
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
+    few = num_tokens <= FEW_TOKENS
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
+        x_ND if few else _multiply(x_ND, gate_ED),
         tid2eid_VK,
         token_ids_N,
+        positions_N,
         ids,
         weights,
         width,
+        gate_ED.shape[0],
         topk,
         x_ND.stride(0),
         scaling,
-        BLOCK_D=512,
+        MULTIPLY=few,
+        BLOCK_D=min(HASH_BLOCK_D, triton.next_power_of_2(width)),
         BLOCK_K=triton.next_power_of_2(topk),
-        num_warps=8,
+        num_warps=8 if few else 1,
     )
     return ids, weights
