@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
@@ -85,61 +86,78 @@ def _code_times(code, steps_down):
 
 @triton.jit
 def _fold_kernel(
-    w_ptr, scale_ptr, unit_ptr, changed_ptr, K, BLOCK_G: tl.constexpr, SPREAD: tl.constexpr
+    w_ptr,
+    scale_ptr,
+    folded_ptr,
+    steps_ptr,
+    unit_ptr,
+    changed_ptr,
+    K,
+    rows,
+    PAIRED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
-    """One row of K values: what is raw on entry is folded on return, in place."""
-    row = tl.program_id(0).to(tl.int64)
+    """BLOCK_R rows of an expert, K values each; see `finish` for the layout."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     group = tl.arange(0, BLOCK_G)
-    is_group = group < K // 32
-    scale = tl.load(scale_ptr + row * (K // 32) + group, mask=is_group, other=0).to(tl.int32)
-    byte = tl.arange(0, 16)
-    row_ptr = w_ptr + row * (K // 2)
-    raw = tl.load(
-        row_ptr + group[:, None] * 16 + byte[None, :], mask=is_group[:, None], other=0
-    ).to(tl.int32)
-    used = tl.max(raw & 0x77, axis=1) > 0
-    largest = tl.max(tl.where(used, scale, 0))
-    below = tl.where(used, largest - scale, 0)
-    excess = tl.maximum(below - SPREAD, 0)
-    steps = 8 * (SPREAD - (below - excess))
-    # Bytes 64 b + 4 i + t of the result: block b of 128 values, word i, byte t.
-    target = group[:, None] * 16 + byte[None, :]
-    start = target & -64
-    i = (target >> 2) & 15
+    is_group = (group < K // 32)[None, :]
+    mask = (group < K // 32)[None, :, None]
+    scale_ptrs = scale_ptr + row[:, None] * (K // 32)
+    row_ptrs = w_ptr + row[:, None, None] * (K // 2)
+    scale = tl.load(scale_ptrs + group[None, :], mask=is_group, other=0).to(tl.int32)
+    target = (group[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    raw = tl.load(row_ptrs + target, mask=mask, other=0).to(tl.int32)
+    used = (tl.max(raw & 0x77, axis=2) > 0) & is_group
+    largest = tl.max(tl.where(used, scale, 0), axis=1)
+    below = largest[:, None] - scale
+    steps = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
+    # Byte 64 b + 4 i + t of the row: block b of 128 values, word i, byte t.
     t = target & 3
-    magnitudes = start + 2 * i + tl.where(t < 2, t, t + 30)
-    signs = start + 2 * i + (t >> 1)
-    mask = is_group[:, None]
-    both = tl.load(row_ptr + magnitudes, mask=mask, other=0).to(tl.int32) & 0x77
+    start = (target & -64) + ((target >> 1) & 30)
+    magnitudes = start + tl.where(t < 2, t, t + 30)
+    signs = start + (t >> 1)
     shift = 4 * (t & 1) + 3
-    first = (tl.load(row_ptr + signs, mask=mask, other=0).to(tl.int32) >> shift) & 1
-    second = (tl.load(row_ptr + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
+    both = tl.load(row_ptrs + magnitudes, mask=mask, other=0).to(tl.int32) & 0x77
+    first = (tl.load(row_ptrs + signs, mask=mask, other=0).to(tl.int32) >> shift) & 1
+    second = (tl.load(row_ptrs + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
     # Values too small beside their row's largest are rounded to what the table can say.
-    from_scale = tl.load(
-        scale_ptr + row * (K // 32) + magnitudes // 16, mask=mask & (both > 0), other=0
-    ).to(tl.int32)
-    down = tl.where(both > 0, tl.maximum(largest - from_scale - SPREAD, 0), 0)
+    exponent = tl.load(scale_ptrs[:, :, None] + magnitudes // 16, mask=mask, other=0).to(tl.int32)
+    down = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
+    down = tl.where(both > 0, down, 0)
     low, high = both & 7, both >> 4
-    new_low = tl.where(down > 0, _code_times(low, down), low)
-    new_high = tl.where(down > 0, _code_times(high, down), high)
-    changed = tl.sum(tl.sum(tl.where(down > 0, 1, 0) * ((low > 0) + (high > 0)), axis=1))
-    result = new_low | (new_high << 4) | (first << 7) | (second << 3)
-    tl.debug_barrier()
-    tl.store(row_ptr + target, result.to(tl.uint8), mask=mask)
-    tl.store(scale_ptr + row * (K // 32) + group, steps.to(tl.uint8), mask=is_group)
+    changed = tl.where(down > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
+    low = tl.where(down > 0, _code_times(low, down), low)
+    high = tl.where(down > 0, _code_times(high, down), high)
+    folded = low | (high << 4) | (first << 7) | (second << 3)
+    if PAIRED:
+        half = rows // 2
+        i = row % half
+        tile = i // 32
+        place = (i % 32) // 8 * 16 + row // half * 8 + i % 8
+    else:
+        tile = row // 64
+        place = row % 64
+    chunk = (tile * (K // 128))[:, None, None] + target // 64
+    folded_ptrs = folded_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
+    tl.store(folded_ptrs, folded.to(tl.uint8), mask=mask)
+    chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
+    step_ptrs = steps_ptr + (chunk * 64 + place[:, None]) * 4 + group[None, :] % 4
+    tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
     bits = tl.where(largest == 255, 0x7FC00000, tl.maximum(largest - 6, 1) << 23)
-    tl.store(unit_ptr + row, bits.to(tl.float32, bitcast=True))
-    tl.store(changed_ptr + row, changed)
+    tl.store(unit_ptr + tile * 64 + place, bits.to(tl.float32, bitcast=True))
+    tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
 
 
 @triton.jit
-def _decode(w_ptrs, steps, k_byte, ROWS: tl.constexpr, ASM: tl.constexpr):
-    """128 values of each row as two [ROWS,64]; w_ptrs [ROWS,2,32], steps [ROWS] of four bytes."""
+def _decode(w, steps, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """128 values of each row, in two halves [ROWS,64]; w uint8 [ROWS,64], steps [ROWS] of four."""
     half = tl.arange(0, 2)
     first = (steps[:, None] >> (8 * half)[None, :]) & 0xFF
     second = (steps[:, None] >> (16 + 8 * half)[None, :]) & 0xFF
     if ASM:
-        w = tl.load(w_ptrs + k_byte)
+        w = tl.reshape(w, [ROWS, 2, 32])
         first_low, _ = tl.broadcast((0x14100800 + first * 0x01010100)[:, :, None], w)
         first_high, _ = tl.broadcast((0x24201C18 + first * 0x01010101)[:, :, None], w)
         second_low, _ = tl.broadcast((0x14100800 + second * 0x01010100)[:, :, None], w)
@@ -155,51 +173,59 @@ def _decode(w_ptrs, steps, k_byte, ROWS: tl.constexpr, ASM: tl.constexpr):
         a = tl.reshape(a, [ROWS, 64]).to(tl.float8e4nv, bitcast=True)
         b = tl.reshape(b, [ROWS, 64]).to(tl.float8e4nv, bitcast=True)
     else:
-        t = (tl.arange(0, 32) & 3)[None, None, :]
-        place = w_ptrs + k_byte - t + (t >> 1)
-        shift = 4 * (t & 1)
-        signs = tl.load(w_ptrs + k_byte).to(tl.int32)
-        a = _value((tl.load(place) >> shift) & 7, first[:, :, None], signs >> 7)
-        b = _value((tl.load(place + 2) >> shift) & 7, second[:, :, None], signs >> 3)
-        a = tl.reshape(a, [ROWS, 64])
-        b = tl.reshape(b, [ROWS, 64])
+        w = w.to(tl.int32)
+        words = tl.permute(tl.reshape(w, [ROWS, 16, 2, 2]), (0, 1, 3, 2))
+        low, high = tl.split(words)
+        a = _values(tl.join(low & 7, (low >> 4) & 7), first, w >> 7, ROWS)
+        b = _values(tl.join(high & 7, (high >> 4) & 7), second, w >> 3, ROWS)
     return a, b
 
 
 @triton.jit
-def _value(code, steps, sign):
-    """What the decoder's E4M3 byte stands for, in bfloat16."""
-    code = code.to(tl.int32)
-    byte = tl.where(code == 1, 8, 8 + 4 * code) + steps
-    bits = tl.where(code == 0, 0, ((byte << 4) + (120 << 7)) | ((sign & 1) << 15))
+def _values(codes, steps, signs, ROWS: tl.constexpr):
+    """What the decoder's E4M3 bytes stand for, in bfloat16 [ROWS,64]."""
+    codes = tl.reshape(codes, [ROWS, 2, 32])
+    byte = tl.where(codes == 1, 8, 8 + 4 * codes) + steps[:, :, None]
+    bits = tl.where(codes == 0, 0, (byte << 4) + (120 << 7))
+    bits = tl.reshape(bits, [ROWS, 64]) | ((signs & 1) << 15)
     return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def _product(
-    x_ptrs,
-    x_scale_ptrs,
-    w_ptrs,
-    steps_ptrs,
+    x_desc,
+    x_scale_ptr,
+    w_desc,
+    steps_ptr,
+    first,
+    tile,
     blocks,
+    P,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """w x^T [ROWS,COLUMNS] in units of the rows: sums over 128 values, then over these."""
+    """w x^T [ROWS,COLUMNS] in units of the rows: sums over 128 values, then over these.
+
+    Rows from 64 tile on; columns are the pairs from `first` on.
+    """
+    row = tl.arange(0, ROWS)
+    steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
+    scale_ptrs = x_scale_ptr + tl.minimum(first + tl.arange(0, COLUMNS), P - 1)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.range(0, blocks, num_stages=STAGES):
-        a, b = _decode(w_ptrs, tl.load(steps_ptrs + k), k * 64, ROWS, ASM)
-        first = tl.load(x_ptrs + k * 128)
-        second = tl.load(x_ptrs + k * 128 + 64)
-        scale = tl.load(x_scale_ptrs + k)
+        w = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
+        a, b = _decode(w, tl.load(steps_ptrs + k * 64), ROWS, ASM)
+        x0 = x_desc.load([first, k * 128])
+        x1 = x_desc.load([first, k * 128 + 64])
+        scale = tl.load(scale_ptrs + k * P)
         if ASM:
-            part = tl.dot(a, tl.trans(first))
-            part = tl.dot(b, tl.trans(second), part)
+            part = tl.dot(a, tl.trans(x0))
+            part = tl.dot(b, tl.trans(x1), part)
         else:
-            part = tl.dot(a, tl.trans(first.to(tl.bfloat16)))
-            part = tl.dot(b, tl.trans(second.to(tl.bfloat16)), part)
+            part = tl.dot(a, tl.trans(x0.to(tl.bfloat16)))
+            part = tl.dot(b, tl.trans(x1.to(tl.bfloat16)), part)
         total += part * scale[None, :]
     return total
 
@@ -219,158 +245,123 @@ def _round(x, AXIS: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_AMAX: tl.constexpr
 
 
 @triton.jit
-def _round_rows(
+def _round_rows_kernel(
     x_ptr,
+    place_ptr,
     values_ptr,
     scale_ptr,
-    program,
-    N,
+    P,
     D,
     stride_x,
+    K: tl.constexpr,
     BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
 ):
-    """BLOCK groups of 128 values; groups are counted along the rows."""
-    group = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    per_row = D // 128
-    mask = (group < N * per_row)[:, None]
-    k = tl.arange(0, 128)[None, :]
-    place = (group // per_row * stride_x + group % per_row * 128)[:, None] + k
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    """Row n of x, BLOCK groups of it, to rows place[n K ..] of values [P,D] and scale [D/128,P].
+
+    A place of -1 is none; without place_ptr K is 1 and a row keeps its number.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_group = group < D // 128
+    d = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + token * stride_x + d, mask=is_group[:, None], other=0.0).to(tl.float32)
     values, scale = _round(x, 1, E4M3_MAX, MIN_AMAX)
-    tl.store(values_ptr + group[:, None] * 128 + k, values, mask=mask)
-    tl.store(scale_ptr + group, scale, mask=group < N * per_row)
-
-
-@triton.jit
-def _round_kernel(
-    x_ptr,
-    values_ptr,
-    scale_ptr,
-    N,
-    D,
-    stride_x,
-    BLOCK: tl.constexpr,
-    E4M3_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
-):
-    _round_rows(
-        x_ptr,
-        values_ptr,
-        scale_ptr,
-        tl.program_id(0),
-        N,
-        D,
-        stride_x,
-        BLOCK,
-        E4M3_MAX,
-        MIN_AMAX,
-    )
+    for k in tl.static_range(K):
+        place = token
+        if place_ptr is not None:
+            place = tl.load(place_ptr + token * K + k).to(tl.int64)
+        used = is_group & (place >= 0)
+        tl.store(values_ptr + place * D + d, values, mask=used[:, None])
+        tl.store(scale_ptr + group * P + place, scale, mask=used)
 
 
 @triton.jit
 def _order_kernel(
-    x_ptr,
     ids_ptr,
-    values_ptr,
-    scale_ptr,
     order_ptr,
+    place_ptr,
     blocks_ptr,
-    N,
-    D,
     P,
     E,
     slots,
-    stride_x,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     ONE_CHUNK: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK: tl.constexpr,
-    E4M3_MAX: tl.constexpr,
-    MIN_AMAX: tl.constexpr,
 ):
-    """The first E programs order an expert's pairs each, the others round x.
+    """Order one expert's pairs, and write its blocks (expert, first, end) of up to BLOCK_N pairs.
 
-    Blocks (expert, first, end) of up to BLOCK_N pairs, expert -1 where there is none. In one chunk
-    they are numbered without gaps; else expert e's from first // BLOCK_N + e, where there is room
-    for all of them.
+    Blocks without pairs have expert -1. In one chunk blocks are numbered without gaps; else expert
+    e's from first // BLOCK_N + e on, where there is room for all of them.
     """
     expert = tl.program_id(0)
-    if expert >= E:
-        _round_rows(
-            x_ptr,
-            values_ptr,
-            scale_ptr,
-            expert - E,
-            N,
-            D,
-            stride_x,
-            BLOCK,
-            E4M3_MAX,
-            MIN_AMAX,
-        )
+    pair = tl.arange(0, CHUNK)
+    slot = tl.arange(0, BLOCK_S)
+    first = 0
+    count = 0
+    base = 0
+    room = 0
+    used = 0
+    if ONE_CHUNK:
+        ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
+        counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
+        each = tl.arange(0, BLOCK_E)
+        before = tl.where(each < expert, counts, 0)
+        first = tl.sum(before)
+        count = tl.sum(tl.where(each == expert, counts, 0))
+        is_expert = ids == expert
+        rank = first + tl.cumsum(is_expert.to(tl.int32), 0) - 1
+        tl.store(order_ptr + rank, pair, mask=is_expert)
+        tl.store(place_ptr + pair, rank, mask=is_expert)
+        if expert == 0:
+            tl.store(place_ptr + pair, -1, mask=(ids < 0) & (pair < P))
+        base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
+        used = (count + BLOCK_N - 1) // BLOCK_N
+        room = tl.where(expert == E - 1, slots - base, used)
     else:
-        pair = tl.arange(0, CHUNK)
-        slot = tl.arange(0, BLOCK_S)
-        if ONE_CHUNK:
-            ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
-            counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
-            each = tl.arange(0, BLOCK_E)
-            before = tl.where(each < expert, counts, 0)
-            first = tl.sum(before)
-            count = tl.sum(tl.where(each == expert, counts, 0))
-            base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
-            used = (count + BLOCK_N - 1) // BLOCK_N
-            room = tl.where(expert == E - 1, slots - base, used)
+        for start in tl.range(0, P, CHUNK):
+            ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
+            first += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32))
+            count += tl.sum((ids == expert).to(tl.int32))
+        done = first
+        for start in tl.range(0, P, CHUNK):
+            ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
             is_expert = ids == expert
-            rank = tl.cumsum(is_expert.to(tl.int32), 0) - 1
-            tl.store(order_ptr + first + rank, pair, mask=is_expert)
-        else:
-            first = 0
-            count = 0
-            for start in tl.range(0, P, CHUNK):
-                ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
-                first += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32))
-                count += tl.sum((ids == expert).to(tl.int32))
-            place = first
-            for start in tl.range(0, P, CHUNK):
-                ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
-                is_expert = ids == expert
-                rank = tl.cumsum(is_expert.to(tl.int32), 0) - 1
-                tl.store(order_ptr + place + rank, start + pair, mask=is_expert)
-                place += tl.sum(is_expert.to(tl.int32))
-            base = first // BLOCK_N + expert
-            used = (count + BLOCK_N - 1) // BLOCK_N
-            end = tl.where(expert == E - 1, slots, (first + count) // BLOCK_N + expert + 1)
-            room = end - base
-        for start in tl.range(0, room, BLOCK_S):
-            block = start + slot
-            entry = blocks_ptr + (base + block) * 3
-            tl.store(entry, tl.where(block < used, expert, -1), mask=block < room)
-            tl.store(entry + 1, first + block * BLOCK_N, mask=block < room)
-            tl.store(entry + 2, first + count + 0 * block, mask=block < room)
+            rank = done + tl.cumsum(is_expert.to(tl.int32), 0) - 1
+            tl.store(order_ptr + rank, start + pair, mask=is_expert)
+            tl.store(place_ptr + start + pair, rank, mask=is_expert)
+            if expert == 0:
+                tl.store(place_ptr + start + pair, -1, mask=(ids < 0) & (start + pair < P))
+            done += tl.sum(is_expert.to(tl.int32))
+        base = first // BLOCK_N + expert
+        used = (count + BLOCK_N - 1) // BLOCK_N
+        end = tl.where(expert == E - 1, slots, (first + count) // BLOCK_N + expert + 1)
+        room = end - base
+    for start in tl.range(0, room, BLOCK_S):
+        block = start + slot
+        entry = blocks_ptr + (base + block) * 3
+        tl.store(entry, tl.where(block < used, expert, -1), mask=block < room)
+        tl.store(entry + 1, first + block * BLOCK_N, mask=block < room)
+        tl.store(entry + 2, first + count + 0 * block, mask=block < room)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr,
+    x_desc,
     x_scale_ptr,
-    order_ptr,
     blocks_ptr,
-    w_ptr,
+    w_desc,
     steps_ptr,
     unit_ptr,
     hidden_ptr,
     hidden_scale_ptr,
+    P,
     D,
     I,  # noqa: E741
-    row_bytes,
-    row_steps,
     limit,
-    K: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -386,62 +377,56 @@ def _gate_up_kernel(
     entry = blocks_ptr + tl.program_id(1) * 3
     expert = tl.load(entry)
     if expert >= 0:
+        first = tl.load(entry + 1)
         end = tl.load(entry + 2)
-        place = tl.load(entry + 1) + tl.arange(0, BLOCK_N)
-        token = tl.load(order_ptr + tl.minimum(place, end - 1)).to(tl.int64) // K
-        tile = tl.program_id(0)
-        r = tl.arange(0, 2 * BLOCK_I)
-        row = tile * BLOCK_I + (r // 16) * 8 + r % 8 + (r // 8) % 2 * I
-        w_ptrs = (
-            w_ptr
-            + expert.to(tl.int64) * 2 * I * row_bytes
-            + row[:, None, None] * row_bytes
-            + (tl.arange(0, 2) * 32)[None, :, None]
-            + tl.arange(0, 32)[None, None, :]
-        )
+        tile = expert * (I // 32) + tl.program_id(0) * (BLOCK_I // 32)
         total = _product(
-            x_ptr + token[:, None] * D + tl.arange(0, 64)[None, :],
-            x_scale_ptr + token * (D // 128),
-            w_ptrs,
-            steps_ptr + expert.to(tl.int64) * 2 * I * row_steps + row * row_steps,
+            x_desc,
+            x_scale_ptr,
+            w_desc,
+            steps_ptr,
+            first,
+            tile,
             D // 128,
+            P,
             2 * BLOCK_I,
             BLOCK_N,
             STAGES,
             ASM,
         )
-        total = total * tl.load(unit_ptr + expert * 2 * I + row)[:, None]
+        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
         both = tl.reshape(total, [BLOCK_I // 8, 2, 8, BLOCK_N])
         gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden = tl.trans(tl.reshape(hidden, [BLOCK_I, BLOCK_N]))
-        target = hidden_ptr + place.to(tl.int64)[:, None] * I + tile * BLOCK_I
-        target += tl.arange(0, BLOCK_I)[None, :]
+        place = first + tl.arange(0, BLOCK_N)
+        i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+        target = hidden_ptr + place.to(tl.int64)[:, None] * I + i[None, :]
         if BLOCK_I == 128:
             values, scale = _round(hidden, 1, E4M3_MAX, MIN_AMAX)
             tl.store(target, values, mask=(place < end)[:, None])
-            tl.store(hidden_scale_ptr + place * (I // 128) + tile, scale, mask=place < end)
+            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * P + place
+            tl.store(scale_ptrs, scale, mask=place < end)
         else:
-            tl.store(target, hidden.to(tl.bfloat16), mask=(place < end)[:, None])
+            tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[:, None])
 
 
 @triton.jit
 def _down_kernel(
-    hidden_ptr,
+    hidden_desc,
     hidden_scale_ptr,
     order_ptr,
     blocks_ptr,
-    w_ptr,
+    w_desc,
     steps_ptr,
     unit_ptr,
     weights_ptr,
     out_ptr,
+    P,
     D,
     I,  # noqa: E741
-    row_bytes,
-    row_steps,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
@@ -451,33 +436,33 @@ def _down_kernel(
     entry = blocks_ptr + tl.program_id(1) * 3
     expert = tl.load(entry)
     if expert >= 0:
+        first = tl.load(entry + 1)
         end = tl.load(entry + 2)
-        place = tl.load(entry + 1) + tl.arange(0, BLOCK_N)
-        row_of = tl.minimum(place, end - 1).to(tl.int64)
-        row = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-        w_ptrs = (
-            w_ptr
-            + expert.to(tl.int64) * D * row_bytes
-            + row[:, None, None] * row_bytes
-            + (tl.arange(0, 2) * 32)[None, :, None]
-            + tl.arange(0, 32)[None, None, :]
-        )
+        tile = expert * (D // 64) + tl.program_id(0) * (BLOCK_D // 64)
         total = _product(
-            hidden_ptr + row_of[:, None] * I + tl.arange(0, 64)[None, :],
-            hidden_scale_ptr + row_of * (I // 128),
-            w_ptrs,
-            steps_ptr + expert.to(tl.int64) * D * row_steps + row * row_steps,
+            hidden_desc,
+            hidden_scale_ptr,
+            w_desc,
+            steps_ptr,
+            first,
+            tile,
             I // 128,
+            P,
             BLOCK_D,
             BLOCK_N,
             STAGES,
             ASM,
         )
-        pair = tl.load(order_ptr + row_of).to(tl.int64)
-        total = total * tl.load(unit_ptr + expert * D + row)[:, None]
+        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
+        place = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
         total = tl.trans(total) * tl.load(weights_ptr + pair)[:, None]
-        target = out_ptr + pair[:, None] * D + row[None, :]
-        tl.store(target, total.to(tl.bfloat16), mask=(place < end)[:, None])
+        d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(
+            out_ptr + pair[:, None] * D + d[None, :],
+            total.to(tl.bfloat16),
+            mask=(place < end)[:, None],
+        )
 
 
 @triton.jit
@@ -536,32 +521,54 @@ def finish(w: ExpertWeight) -> tuple[FoldedExperts, Tensor]:
     """Weights as the checkpoint has them to weights as these kernels read them: once, in place.
 
     Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
-    contiguous, D and I multiples of 128. A row's groups keep every value exactly while their
-    exponents lie at most 11 below the row's largest (groups of zeros do not count); values further
-    below are rounded to a step of 2^-12 of the largest group's. Returns the weights and how many
-    values that may have changed, an int64 scalar on the device.
+    contiguous, D and I multiples of 128. Shapes stay; what lies in an expert's memory is tiles of
+    64 rows, in a tile blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
+    [tiles, blocks, 64, 4 groups], so that a program reads memory in order. A tile of w13 has eight
+    rows of w1, then the same eight of w3, and so on. In a word of four bytes the magnitudes of
+    values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 of the block are bits 0-2, 4-6, .. of the
+    word; signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
+
+    A row's groups keep every value exactly while their exponents lie at most 11 below the row's
+    largest (groups of zeros do not count); values further below are rounded to a step of 2^-12 of
+    the largest group's. Returns the weights and how many values were, an int64 on the device.
     """
-    unit13, changed13 = _fold(w.w13, w.scale13)
-    unit2, changed2 = _fold(w.w2, w.scale2)
+    unit13, changed13 = _fold(w.w13, w.scale13, paired=True)
+    unit2, changed2 = _fold(w.w2, w.scale2, paired=False)
     folded = FoldedExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
     return folded, changed13 + changed2
 
 
-def _fold(w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
     experts, rows, row_bytes = w.shape
     if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
         raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
-    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 64:
+    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 64 or rows % 128:
         raise ValueError(
-            f"weights must be contiguous with rows of a multiple of 128 values, got {w.shape}, "
-            f"strides {w.stride()} and {scale.stride()}"
+            f"weights must be contiguous, rows and values in a row multiples of 128, got {w.shape}"
         )
     unit = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
     changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
-    groups = triton.next_power_of_2(row_bytes // 16)
-    _fold_kernel[(experts * rows,)](
-        w, scale, unit, changed, row_bytes * 2, BLOCK_G=groups, SPREAD=SPREAD, num_warps=4
-    )
+    folded, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
+    block_g = triton.next_power_of_2(row_bytes // 16)
+    block_r = max(1, min(128, 256 // block_g))
+    for e in range(experts):
+        _fold_kernel[(rows // block_r,)](
+            w[e],
+            scale[e],
+            folded,
+            steps,
+            unit[e],
+            changed[e],
+            row_bytes * 2,
+            rows,
+            PAIRED=paired,
+            BLOCK_R=block_r,
+            BLOCK_G=block_g,
+            SPREAD=SPREAD,
+            num_warps=4,
+        )
+        w[e] = folded
+        scale[e] = steps
     return unit, changed.sum()
 
 
@@ -592,10 +599,16 @@ def experts(
     scale for each 128. Returns bfloat16 [N,D].
     """
     _check(x_ND, ids_NK, weights_NK, w)
-    num_tokens, topk = ids_NK.shape
-    if num_tokens == 0:
+    if len(x_ND) == 0:
         return torch.empty_like(x_ND)
     return _launch(x_ND, ids_NK, weights_NK, w, limit, shared, plan(ids_NK.numel(), len(w.w2)))
+
+
+def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
+    """w uint8 [E,M,K/2] as [tiles,blocks,64,64], read `rows` at a time."""
+    experts, height, row_bytes = w.shape
+    tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
+    return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])
 
 
 def _launch(
@@ -619,53 +632,65 @@ def _launch(
         return torch.empty(shape, dtype=dtype, device=device)
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
-    x, x_scale = empty(num_tokens, width, dtype=fp8), empty(num_tokens, width // GROUP, dtype=f32)
-    order, blocks = empty(pairs, dtype=i32), empty(slots, 3, dtype=i32)
-    groups = 8
-    _order_kernel[(num_experts + triton.cdiv(num_tokens * width, groups * GROUP),)](
-        x_ND,
+    order, place, blocks = (
+        empty(pairs, dtype=i32),
+        empty(pairs, dtype=i32),
+        empty(slots, 3, dtype=i32),
+    )
+    _order_kernel[(num_experts,)](
         ids_NK,
-        x,
-        x_scale,
         order,
+        place,
         blocks,
-        num_tokens,
-        width,
         pairs,
         num_experts,
         slots,
-        x_ND.stride(0),
         BLOCK_N=plan.block_n,
         CHUNK=chunk,
         ONE_CHUNK=pairs <= chunk,
         BLOCK_E=triton.next_power_of_2(num_experts + 1),
         BLOCK_S=min(1024, triton.next_power_of_2(slots)),
-        BLOCK=groups,
-        E4M3_MAX=E4M3_MAX,
-        MIN_AMAX=MIN_AMAX,
-        num_warps=4,
+        num_warps=4 if pairs <= chunk else 8,
     )
 
-    hidden, hidden_scale = empty(pairs, inner, dtype=fp8), empty(pairs, inner // GROUP, dtype=f32)
+    def rounded(x: Tensor, place: Tensor | None, topk: int) -> tuple[Tensor, Tensor]:
+        rows, row_width = x.shape
+        values = empty(pairs, row_width, dtype=fp8)
+        scale = empty(row_width // GROUP, pairs, dtype=f32)
+        groups = 8 if rows <= 256 else 32
+        _round_rows_kernel[(rows, triton.cdiv(row_width, groups * GROUP))](
+            x,
+            place,
+            values,
+            scale,
+            pairs,
+            row_width,
+            x.stride(0),
+            K=topk,
+            BLOCK=groups,
+            E4M3_MAX=E4M3_MAX,
+            MIN_AMAX=MIN_AMAX,
+            num_warps=4,
+        )
+        return values, scale
+
+    x, x_scale = rounded(x_ND, place, topk)
     block_i, stages, warps = plan.gate_up
-    rounds = block_i == GROUP
-    unrounded = hidden if rounds else empty(pairs, inner)
+    hidden = empty(pairs, inner, dtype=fp8 if block_i == GROUP else f32)
+    hidden_scale = empty(inner // GROUP, pairs, dtype=f32)
     _gate_up_kernel[(inner // block_i, slots)](
-        x,
+        TensorDescriptor.from_tensor(x, [plan.block_n, 64]),
         x_scale,
-        order,
         blocks,
-        w.w13,
+        _tiles(w.w13, 2 * block_i),
         w.scale13.view(i32),
         w.unit13,
-        unrounded,
+        hidden,
         hidden_scale,
+        pairs,
         width,
         inner,
-        width // 2,
-        width // 128,
         limit,
-        K=topk,
         BLOCK_I=block_i,
         BLOCK_N=plan.block_n,
         STAGES=stages,
@@ -674,36 +699,24 @@ def _launch(
         MIN_AMAX=MIN_AMAX,
         num_warps=warps,
     )
-    if not rounds:
-        _round_kernel[(triton.cdiv(pairs * inner, 32 * GROUP),)](
-            unrounded,
-            hidden,
-            hidden_scale,
-            pairs,
-            inner,
-            inner,
-            BLOCK=32,
-            E4M3_MAX=E4M3_MAX,
-            MIN_AMAX=MIN_AMAX,
-            num_warps=4,
-        )
+    if block_i != GROUP:
+        hidden, hidden_scale = rounded(hidden, None, 1)
 
     block_d, stages, warps = plan.down
     each = empty(pairs, width)
-    _down_kernel[(triton.cdiv(width, block_d), slots)](
-        hidden,
+    _down_kernel[(width // block_d, slots)](
+        TensorDescriptor.from_tensor(hidden, [plan.block_n, 64]),
         hidden_scale,
         order,
         blocks,
-        w.w2,
+        _tiles(w.w2, block_d),
         w.scale2.view(i32),
         w.unit2,
         weights_NK,
         each,
+        pairs,
         width,
         inner,
-        inner // 2,
-        inner // 128,
         BLOCK_D=block_d,
         BLOCK_N=plan.block_n,
         STAGES=stages,
