@@ -12,7 +12,14 @@ from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import SelectEntries
 from finwhale.ops.linear import GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
-from finwhale.ops.moe import Experts, PrepareExperts, RouteByHash, RouteByScore, SwigluMlp
+from finwhale.ops.moe import (
+    Experts,
+    FinishExperts,
+    PrepareExperts,
+    RouteByHash,
+    RouteByScore,
+    SwigluMlp,
+)
 from finwhale.ops.norm import RmsNorm
 from finwhale.ops.sampling import Sample
 from finwhale.platform import Platform
@@ -29,6 +36,7 @@ class Ops:
     packed: bool
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
+    finish_experts: FinishExperts
     rms_norm: RmsNorm
     linear: Linear
     grouped_linear: GroupedLinear

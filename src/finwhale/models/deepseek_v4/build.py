@@ -6,6 +6,7 @@ get the stored FP8 and FP4 codes and their scales; the others get values.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import torch
@@ -406,4 +407,19 @@ def load_weights(
         setter(stored)
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
-    return builder.weights
+    return _finish(builder.weights, ops)
+
+
+def _finish(weights: ModelWeights, ops: Ops) -> ModelWeights:
+    """The loaded weights with their routed experts as the table reads them."""
+
+    def finish(layer: LayerWeights) -> LayerWeights:
+        experts = ops.finish_experts(layer.ffn.experts)
+        return replace(layer, ffn=replace(layer.ffn, experts=experts))
+
+    mtp = weights.mtp
+    return replace(
+        weights,
+        layers=tuple(finish(layer) for layer in weights.layers),
+        mtp=None if mtp is None else replace(mtp, layer=finish(mtp.layer)),
+    )

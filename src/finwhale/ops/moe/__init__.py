@@ -38,6 +38,14 @@ class PrepareExperts(Protocol):
         ...
 
 
+class FinishExperts(Protocol):
+    """Turn loaded routed experts into what `experts` reads: once, in place."""
+
+    def __call__(self, w: ExpertWeight) -> ExpertWeight:
+        """Returns the weights to use from now on; `w` must not be used any more."""
+        ...
+
+
 class RouteByScore(Protocol):
     """The K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
 

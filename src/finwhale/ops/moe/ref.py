@@ -13,6 +13,10 @@ def prepare_experts(w: ExpertWeight) -> ExpertWeight:
     return w
 
 
+def finish_experts(w: ExpertWeight) -> ExpertWeight:
+    return w
+
+
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
     """sqrt(softplus(x gate^T)) in float32; softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
     z = matmul_rows(x_ND.float(), gate_ED.float())

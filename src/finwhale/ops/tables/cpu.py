@@ -13,6 +13,7 @@ from finwhale.ops.moe.cpu import (
     route_by_score,
     swiglu_mlp,
 )
+from finwhale.ops.moe.ref import finish_experts
 from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.cpu import sample
 
@@ -20,6 +21,7 @@ OPS = Ops(
     packed=False,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
+    finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
     grouped_linear=grouped_linear,

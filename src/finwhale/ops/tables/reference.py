@@ -8,6 +8,7 @@ from finwhale.ops.linear.ref import grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.ref import (
     experts,
+    finish_experts,
     prepare_experts,
     route_by_hash,
     route_by_score,
@@ -20,6 +21,7 @@ OPS = Ops(
     packed=False,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
+    finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
     grouped_linear=grouped_linear,
