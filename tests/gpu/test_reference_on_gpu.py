@@ -149,10 +149,12 @@ def test_side_streams_are_three_and_shared(tiny: Path, monkeypatch: pytest.Monke
     llm = load(tiny, "cuda", "bfloat16")
     llm.generate([[5, 6, 7]], GREEDY)
     model = llm.engine.runner.model
-    assert len(made) == 3
-    assert model.side_streams is not None and list(model.side_streams) == made
-    assert model.mtp is not None and model.mtp.side_streams is model.side_streams
-    assert load(tiny, "cpu", "float32").engine.runner.model.side_streams is None
+    streams = model.side_streams
+    assert len(made) == 3 and list(streams.streams) == made
+    assert model.mtp is not None
+    for layer in (*model.layers, *model.mtp.layers):
+        assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
+    assert load(tiny, "cpu", "float32").engine.runner.model.side_streams.streams == ()
     assert len(made) == 3
 
 

@@ -177,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    record = stamp(("finwhale", "torch"))
+    record = stamp(("torch",))
     record["command"] = shlex.join(["finwhale", "bench", "accuracy", *argv])
     record |= run(args)
     table = Table(title=f"{args.config}, {args.layers} layers, {args.tokens} tokens")

@@ -359,7 +359,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 100
-    record = stamp(("finwhale", "torch", "transformers"))
+    record = stamp(("torch", "transformers"))
     record["command"] = shlex.join(["finwhale", "bench", "cpu", *argv])
     record |= run(args, console)
     if args.record:

@@ -344,7 +344,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    record = stamp(("finwhale", "torch"))
+    record = stamp(("torch",))
     record["command"] = shlex.join(["finwhale", "bench", "offline", *argv])
     record |= run(args, console)
     if args.record:

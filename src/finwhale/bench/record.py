@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+import finwhale
+
 RESULTS = Path("bench/results")
 
 
@@ -30,7 +32,7 @@ def stamp(packages: Sequence[str]) -> dict[str, Any]:
             "load_1min": round(os.getloadavg()[0], 2),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
-        "versions": {"python": platform.python_version()}
+        "versions": {"python": platform.python_version(), "finwhale": finwhale.__version__}
         | {name: importlib.metadata.version(name) for name in packages},
     }
 
