@@ -1,49 +1,135 @@
-"""The Triton kernel of the indexer's query in the interpreter, against the reference."""
+"""The indexer's Triton kernels in the interpreter, against the reference on dense keys.
+
+Scores of the shared cases are small whole numbers, exact in any order of summation and full of
+ties, so that selections are compared exactly. E4M3 holds the keys, and the queries after rounding,
+as they are; the reference gets what the packed keys stand for.
+"""
 
 import pytest
 import torch
+from torch import Tensor
 
-from finwhale.ops.indexer import ref
+from finwhale.ops.case import Args, Draw, OpCase
+from finwhale.ops.indexer import ref, triton_topk
 from finwhale.ops.indexer import triton as kernels
+from finwhale.ops.indexer.cases import CASES
+from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import round_e4m3
 
-from .kernels_support import DTYPES, Inputs, assert_close
+from . import kernels_support as kernels_support
 
-# (N, I, C, R): no token; the model's head; a short group; groups of 128 with a rest.
-SIZES = ((0, 4, 128, 64), (1, 1, 128, 64), (2, 17, 128, 64), (3, 2, 50, 10), (2, 3, 300, 20))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_without_rounding(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    tokens, heads, width, rope = size
-    inputs = Inputs()
-    q, rotation = inputs.outliers(tokens, heads, width, dtype=dtype), inputs.rotation(tokens, rope)
-    before = q.clone()
-    wanted = ref.prepare_index_query(q, rotation, False)
-    assert_close(kernels.prepare_index_query(q, rotation, False), wanted)
-    assert torch.equal(q, before)
+WIDTHS = (32, 64, 128)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_rounding_bit_for_bit(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    """With angle 0 both round the same values: normal and subnormal E4M3, ties, zeros, signs."""
-    tokens, heads, width, rope = size
-    inputs = Inputs()
-    q = inputs.outliers(tokens, heads, width) * torch.logspace(-8, 2, width)
-    ties = torch.tensor([448.0, 17.0, 19.0, -21.0, 2**-7 + 2**-10, -(2.0**-10), 3 * 2**-10, -0.0])
-    q[..., : len(ties)] = ties
-    q = q.to(dtype)
-    rotation = torch.tensor([1.0, 0.0]).repeat(tokens, rope // 2, 1)
-    found = kernels.prepare_index_query(q, rotation, True)
-    wanted = ref.prepare_index_query(q, rotation, True)
-    assert found.dtype == wanted.dtype
-    # Rope turns -0 into +0 in the reference; the kernel leaves what it does not rotate alone.
-    assert torch.equal(found, wanted)
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are split between some programs, not between those that fill a GPU."""
+    monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 6)
+    monkeypatch.setattr(kernels, "PREFILL_PROGRAMS", 6)
+    monkeypatch.setattr(triton_topk, "MIN_BLOCK", 256)
 
 
-def test_tiny_values_round_with_the_smallest_scale() -> None:
-    q = torch.tensor([1e-30, -1e-9, 1e-7, 0.0]).repeat(1, 1, 8)
-    rotation = torch.tensor([1.0, 0.0]).repeat(1, 4, 1)
-    found = kernels.prepare_index_query(q, rotation, True)
-    assert torch.equal(found, ref.prepare_index_query(q, rotation, True))
+def selected(args: Args) -> tuple[Tensor, Tensor]:
+    """What the kernels select, and the reference."""
+    q, weights, keys, rotary, tokens, table, topk, scale, round_query = args
+    pool = pack_keys(keys, table.rows_per_page)
+    dense = unpack_keys(pool, table.rows_per_page, keys.shape[1])
+    rest = (rotary, tokens, table, topk, scale, round_query)
+    found = kernels.select_entries(q.clone(), weights, pool, *rest)
+    return found, ref.select_entries(q, weights, dense, *rest)
+
+
+def agree(found: Tensor, wanted: Tensor) -> bool:
+    width = min(found.shape[1], wanted.shape[1])
+    rest = torch.cat((found[:, width:], wanted[:, width:]), 1)
+    return torch.equal(found[:, :width].long(), wanted[:, :width].long()) and bool(
+        (rest == -1).all()
+    )
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS], ids=str
+)
+def test_shared_cases(case: OpCase) -> None:
+    assert agree(*selected(case.args()))
+
+
+def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of few entries: whole ones, a last one of less than topk, rows of one chunk."""
+    monkeypatch.setattr(triton_topk, "MAX_BLOCK", 32)
+    monkeypatch.setattr(triton_topk, "MIN_BLOCK", 16)
+    cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
+    assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
+
+
+@pytest.mark.parametrize("kind", ("equal", "zero", "negative", "wide", "few"))
+def test_thresholds(kind: str) -> None:
+    """Scores alone: ties everywhere, both zeros, every exponent."""
+    length, topk = 700, 100
+    draw = Draw()
+    scores = {
+        "equal": torch.full((1, length), -3.25),
+        "zero": torch.where(draw.whole(2, 1, length) > 0, 0.0, -0.0),
+        "negative": -draw.normal(1, length).abs() - 1,
+        "wide": draw.normal(1, length) * 10.0 ** draw.whole(39, 1, length, low=-38),
+        "few": draw.whole(3, 1, length).float(),
+    }[kind]
+    tokens, table = one_row(4 * length)
+    out = torch.full((1, topk), -7, dtype=torch.int32)
+    triton_topk.select_topk(scores, out, tokens, table, 0, topk, length, 4)
+    best = (-(scores[0] + 0.0)).argsort(stable=True)[:topk].sort().values
+    assert torch.equal(out[0].long(), best)
+
+
+def one_row(length: int) -> tuple[Tokens, PageTable]:
+    pages = torch.arange(length // 256 + 1, dtype=torch.int32)[None]
+    tokens = Tokens(
+        positions=torch.tensor([length - 1]),
+        sequence=torch.zeros(1, dtype=torch.int32),
+        query_start=torch.tensor([0, 1], dtype=torch.int32),
+        max_len=length,
+        max_query=1,
+    )
+    return tokens, PageTable(pages, torch.zeros(1, dtype=torch.int32), 64)
+
+
+def test_padding_and_wide_bounds_of_a_captured_batch() -> None:
+    case = next(c for c in CASES if len(c.args()[4].positions) == 12)
+    q, weights, keys, rotary, tokens, table, topk, scale, _ = case.args()
+    positions = tokens.positions.clone()
+    positions[[3, 11]] = -1
+    wide = Tokens(positions, tokens.sequence, tokens.query_start, 2**13, 1)
+    pool = pack_keys(keys, table.rows_per_page)
+    found = kernels.select_entries(q, weights, pool, rotary, wide, table, topk, scale, True)
+    plain = kernels.select_entries(q, weights, pool, rotary, tokens, table, topk, scale, True)
+    plain[[3, 11]] = -1
+    assert torch.equal(found, plain)
+
+
+def test_random_queries_select_what_the_reference_does() -> None:
+    """Scores in another order of summation differ by 2^-20: near-ties may change, not more."""
+    draw = Draw()
+    heads, width, topk, length = 16, 128, 64, 1200
+    tokens, table = one_row(length)
+    keys = round_e4m3(draw.normal(table.pages.shape[1] * 64, width), 128)
+    args = (
+        draw.normal(1, heads, width).bfloat16(),
+        draw.normal(1, heads),
+        keys,
+        draw.rotation(length, 64),
+        tokens,
+        table,
+        topk,
+        0.1,
+        True,
+    )
+    found, wanted = selected(args)
+    both = set(found[0].tolist()) & set(wanted[0].tolist())
+    assert len(both) >= topk - 1
+
+
+def test_what_it_cannot_read_raises() -> None:
+    q, weights, keys, *rest = next(c for c in CASES if c.args()[0].shape[2] == 128).args()
+    with pytest.raises(ValueError, match="packed keys"):
+        kernels.select_entries(q, weights, keys, *rest)

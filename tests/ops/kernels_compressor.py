@@ -1,0 +1,151 @@
+"""The compressors' Triton kernel in the interpreter, against the reference on dense pools.
+
+The kernel writes packed pools. Entries are compared as the values that they stand for: E4M3 values
+differ by a step where a sum in another order falls on the other side of a boundary, in at most one
+value of 200; state rows are copies and must be equal; what is not written must not change.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.case import Chunks, Draw
+from finwhale.ops.compressor import CompressPart, Rounding, ref
+from finwhale.ops.compressor import triton as kernels
+from finwhale.ops.compressor.cases import EPS, compress_args
+from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.paging import PageTable, Tokens
+
+from . import kernels_support as kernels_support
+
+FLIPS = 0.005
+# ratio, chunks, widths of the parts' entries, rope width.
+STEPS: tuple[tuple[int, Chunks, tuple[int, ...], int], ...] = (
+    (4, ((0, 1),), (128,), 64),
+    (4, ((0, 4), (7, 8), (5, 7)), (128, 64), 64),
+    (4, ((0, 41), (9, 12)), (144, 48), 32),
+    (4, ((8, 12),), (512, 128), 64),
+    (4, ((7, 8), (511, 512), (255, 256), (14, 15), (259, 260)), (128, 128), 64),
+    (128, ((126, 127),), (128,), 64),
+    (128, ((0, 130), (255, 256), (100, 101)), (48,), 16),
+    (128, ((200, 384),), (512,), 64),
+    (128, ((511, 512), (130, 131), (767, 769)), (64,), 32),
+)
+
+
+def packed(part: CompressPart, rope: int, entry_rows: int) -> CompressPart:
+    if part.rounding == "whole":
+        pool = pack_keys(part.entry_pool, entry_rows)
+    else:
+        pool = pack_rows(part.entry_pool, entry_rows, rope)
+    return replace(part, entry_pool=pool, state_pool=part.state_pool.clone())
+
+
+def dense(part: CompressPart, rope: int, entry_rows: int) -> Tensor:
+    width = part.weight.norm.shape[0]
+    if part.rounding == "whole":
+        return unpack_keys(part.entry_pool, entry_rows, width)
+    return unpack_rows(part.entry_pool, entry_rows, width, rope)
+
+
+def check(
+    parts: tuple[CompressPart, ...],
+    tokens: Tokens,
+    rotary: Tensor,
+    states: PageTable,
+    entries: PageTable,
+    run: Tokens | None = None,
+) -> None:
+    """`run`: the tokens that the kernel gets, if not those that the reference gets."""
+    rope, rows = 2 * rotary.shape[1], entries.rows_per_page
+    found = tuple(packed(part, rope, rows) for part in parts)
+    before = [dense(part, rope, rows) for part in found]
+    wanted = tuple(
+        replace(part, entry_pool=values.clone(), state_pool=part.state_pool.clone())
+        for part, values in zip(parts, before, strict=True)
+    )
+    kernels.compress(found, run or tokens, rotary, EPS, states, entries)
+    count = tokens.positions.shape[0]
+    cut = tuple(replace(part, projected=part.projected[:count]) for part in wanted)
+    ref.compress(cut, tokens, rotary, EPS, states, entries)
+    for one, other, old in zip(found, wanted, before, strict=True):
+        assert torch.equal(one.state_pool, other.state_pool)
+        values = dense(one, rope, rows)
+        written = (other.entry_pool != old).any(1)
+        assert torch.equal(values[~written], old[~written])
+        if written.any():
+            values, wanted_values = values[written], other.entry_pool[written]
+            error = (values - wanted_values).abs()
+            allowed = 2.0**-7 * wanted_values.abs() + 8e-6 * wanted_values.abs().amax()
+            assert (error > allowed).float().mean() <= FLIPS
+            assert (error <= 2.0**-3 * wanted_values.abs().amax()).all()
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -> None:
+    ratio, chunks, widths, rope = step
+    roundings: tuple[Rounding, ...] = ("nope", "whole")
+    args = compress_args(Draw(), ratio, chunks, widths, rope, roundings)  # type: ignore[arg-type]
+    parts, tokens, rotary, _, states, entries = args
+    check(parts, tokens, rotary, states, entries)
+
+
+@pytest.mark.parametrize("ratio", (4, 128))
+def test_padding_of_a_captured_batch(ratio: int) -> None:
+    chunks = ((ratio - 1, ratio), (10, 11))
+    args = compress_args(Draw(), ratio, chunks, (64,), 16, ("nope",))  # type: ignore[arg-type]
+    parts, tokens, rotary, _, states, entries = args
+    more = torch.full((3,), -1)
+    run = Tokens(
+        positions=torch.cat((tokens.positions, more)),
+        sequence=torch.cat((tokens.sequence, torch.tensor([0, 1, 1], dtype=torch.int32))),
+        query_start=tokens.query_start,
+        max_len=2**20,
+        max_query=1,
+    )
+    wide = torch.cat((parts[0].projected, torch.full((3, parts[0].projected.shape[1]), torch.nan)))
+    check((replace(parts[0], projected=wide),), tokens, rotary, states, entries, run)
+
+
+def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
+    for ratio, start in ((4, 5), (128, 300)):
+        end = start // ratio * ratio + ratio
+        args = compress_args(
+            Draw(),
+            ratio,  # type: ignore[arg-type]
+            ((0, end),),
+            (64,),
+            16,
+            ("nope",),
+        )
+        (part,), tokens, rotary, _, _, entries = args
+        rows = entries.rows_per_page
+        pages = torch.arange(end // 8 + 1, dtype=torch.int32)[None]
+        states = PageTable(pages, torch.zeros(1, dtype=torch.int32), 8)
+        state_pool = torch.zeros(8 * pages.shape[1], part.projected.shape[1])
+        state_pool[: end - 1] = part.projected[: end - 1]
+        whole = packed(replace(part, state_pool=torch.zeros_like(state_pool)), 16, rows)
+        kernels.compress((whole,), tokens, rotary, EPS, states, entries)
+        alone = packed(
+            replace(part, state_pool=state_pool, projected=part.projected[-1:]), 16, rows
+        )
+        last = Tokens(
+            positions=tokens.positions[-1:],
+            sequence=tokens.sequence[-1:],
+            query_start=torch.tensor([0, 1], dtype=torch.int32),
+            max_len=end,
+            max_query=1,
+        )
+        kernels.compress((alone,), last, rotary, EPS, states, entries)
+        slot = entries.slots(last.host_sequence, last.host_positions // ratio)
+        assert torch.equal(dense(alone, 16, rows)[slot], dense(whole, 16, rows)[slot])
+
+
+def test_what_it_cannot_write_raises() -> None:
+    args = compress_args(Draw(), 4, ((0, 4),), (64,), 16, ("none",))
+    parts, tokens, rotary, eps, states, entries = args
+    with pytest.raises(ValueError, match="packed entries"):
+        kernels.compress(parts, tokens, rotary, eps, states, entries)
