@@ -44,7 +44,8 @@ def prefilled(stepper: Stepper, lengths: list[int]) -> list[Chunk]:
     chunks = []
     for seed, length in enumerate(lengths):
         sequence = stepper.sequence(text(seed, length))
-        stepper.step([(sequence, length - 1)])
+        if length > 1:
+            stepper.step([(sequence, length - 1)])
         stepper.pages.grow(sequence.tables, length - 1, length)
         chunks.append(Chunk(sequence, length - 1, length))
     return chunks

@@ -261,6 +261,7 @@ class Graphs:
             len(chunks) <= self.num_seqs and sum(c.end - c.start for c in chunks) <= self.sizes[-1]
         )
 
+    @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> Tensor:
         """What forward gives for the chunks' tokens; valid until the next run of any graph."""
         num_tokens = sum(c.end - c.start for c in chunks)
