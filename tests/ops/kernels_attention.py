@@ -10,7 +10,7 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window, ref
 from finwhale.ops.attention import triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.attention.triton_decode import AttendPlan, attend
+from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -82,11 +82,22 @@ class Case:
 
     def found(self, plan: AttendPlan | None = None, tokens: Tokens | None = None) -> Tensor:
         out = strided(torch.full(self.q.shape, torch.nan).to(torch.bfloat16))
-        head = (self.q, self.rotary, EPS, tokens or self.tokens, self.window, self.entries)
+        problem = Problem(
+            q=self.q,
+            rotary=self.rotary,
+            eps=EPS,
+            tokens=tokens or self.tokens,
+            window=self.window,
+            entries=self.entries,
+            sink=self.sink,
+            scale=self.scale,
+            out=out,
+        )
         if plan is None:
+            head = (self.q, self.rotary, EPS, problem.tokens, self.window, self.entries)
             kernels.sparse_attention(*head, self.sink, self.scale, out)
         else:
-            attend(*head, self.sink, self.scale, out, plan)
+            attend(problem, plan)
         return out.float()
 
 

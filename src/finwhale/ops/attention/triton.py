@@ -17,7 +17,13 @@ from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
-from finwhale.ops.attention.triton_decode import AttendPlan, attend, check_pool, max_keys
+from finwhale.ops.attention.triton_decode import (
+    AttendPlan,
+    Problem,
+    attend,
+    check_pool,
+    max_keys,
+)
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_HEAD_DIM = 4096
@@ -230,5 +236,18 @@ def sparse_attention(
         check_pool(entries.pool, entries.rows_per_page, width, rope)
     elif entries is not None:
         check_pool(entries.pool, entries.table.rows_per_page, width, rope)
-    plan = AttendPlan.of(num_tokens, heads, width, max_keys(tokens, window, entries))
-    attend(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, out_NAC, plan)
+    if num_tokens == 0:
+        return
+    problem = Problem(
+        q=q_NAC,
+        rotary=rotary_LR,
+        eps=eps,
+        tokens=tokens,
+        window=window,
+        entries=entries,
+        sink=sink_A,
+        scale=scale,
+        out=out_NAC,
+    )
+    keys = max_keys(tokens, window, entries)
+    attend(problem, AttendPlan.of(num_tokens, heads, width, keys))

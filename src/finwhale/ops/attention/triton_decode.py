@@ -37,7 +37,7 @@ MULTIPROCESSORS = 132
 LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
 # Of one step of the combining kernel.
-BLOCK_SPLITS = 8
+BLOCK_SPLITS, COMBINE_COLUMNS = 8, 256
 
 
 @triton.jit
@@ -404,110 +404,145 @@ def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None
     return window.size + tokens.max_len // entries.ratio
 
 
-def attend(
-    q_NAC: Tensor,
-    rotary_LR: Tensor,
-    eps: float,
-    tokens: Tokens,
-    window: Window,
-    entries: Selected | Complete | None,
-    sink_A: Tensor,
-    scale: float,
-    out_NAC: Tensor,
-    plan: AttendPlan,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """A call of `sparse_attention`; what is read off it is the same for every kernel."""
+
+    q: Tensor
+    rotary: Tensor
+    eps: float
+    tokens: Tokens
+    window: Window
+    entries: Selected | Complete | None
+    sink: Tensor
+    scale: float
+    out: Tensor
+
+    @property
+    def rope(self) -> int:
+        return 2 * self.rotary.shape[1]
+
+    @property
+    def early(self) -> bool:
+        """Whether the kernels may start while the one before ends."""
+        return self.q.device.type == "cuda" and torch.version.hip is None
+
+    @property
+    def launch(self) -> dict[str, Any]:
+        return {"launch_pdl": True} if self.early else {}
+
+    @property
+    def kind(self) -> int:
+        if isinstance(self.entries, Selected) and self.entries.slots.shape[1]:
+            return SELECTED
+        if isinstance(self.entries, Complete) and self.tokens.max_len >= self.entries.ratio:
+            return COMPLETE
+        return NO_ENTRIES
+
+    def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
+        """Outputs [N,S,A,C] of parts, and their (maximum, sum) [N,S,2,A]; float32."""
+        if splits == 1:
+            return self.sink, self.sink
+        num_tokens, heads, width = self.q.shape
+        shapes = (num_tokens, splits, heads, width), (num_tokens, splits, 2, heads)
+        device = self.q.device
+        part, stats = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
+        return part, stats
+
+    def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
+        """What the attending kernels share."""
+        window, entries, q, out = self.window, self.entries, self.q, self.out
+        pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
+        num_slots, ratio = 0, 1
+        if isinstance(entries, Selected) and self.kind == SELECTED:
+            pool, rows, rows_per_page = entries.pool, entries.slots, entries.rows_per_page
+            num_slots = rows.shape[1]
+        elif isinstance(entries, Complete) and self.kind == COMPLETE:
+            pool, rows, table = entries.pool, entries.table.pages, entries.table
+            rows_per_page, ratio = table.rows_per_page, entries.ratio
+        return {
+            "q_ptr": q,
+            "rotary_ptr": self.rotary,
+            "positions_ptr": self.tokens.positions,
+            "sequence_ptr": self.tokens.sequence,
+            "window_ptr": window.pool,
+            "window_pages_ptr": window.table.pages,
+            "window_first_ptr": window.table.first,
+            "entry_ptr": pool,
+            "entry_rows_ptr": rows,
+            "entry_first_ptr": table.first,
+            "sink_ptr": self.sink,
+            "out_ptr": out,
+            "part_ptr": part,
+            "stats_ptr": stats,
+            "A": q.shape[1],
+            "eps": self.eps,
+            "scale_log2": self.scale * LOG2_E,
+            "stride_qn": q.stride(0),
+            "stride_qa": q.stride(1),
+            "stride_on": out.stride(0),
+            "stride_oa": out.stride(1),
+            "stride_window": window.table.pages.stride(0),
+            "stride_entry": rows.stride(0),
+            "NUM_SLOTS": num_slots,
+            "WINDOW_PAGE": window.pool.stride(0),
+            "ENTRY_PAGE": pool.stride(0),
+            "W": window.size,
+            "WINDOW_ROWS": window.table.rows_per_page,
+            "ENTRY_ROWS": rows_per_page,
+            "ENTRIES": self.kind,
+            "RATIO": ratio,
+            "BLOCK_S": triton.next_power_of_2(max(1, num_slots)),
+            "PDL": self.early,
+            **self.launch,
+        }
+
+
+def attend(p: Problem, plan: AttendPlan) -> None:
     """`sparse_attention` by a given plan."""
-    num_tokens, heads, width = q_NAC.shape
-    rope = 2 * rotary_LR.shape[1]
-    if num_tokens == 0:
-        return
-    first, rest = _columns(width, rope)
-    entry_pool, entry_rows, entry_first, kind = window.pool, window.table.pages, window.table, 0
-    entry_rpp, num_slots, ratio = window.table.rows_per_page, 0, 1
-    if isinstance(entries, Selected) and entries.slots.shape[1]:
-        kind, entry_pool, entry_rows = SELECTED, entries.pool, entries.slots
-        entry_rpp, num_slots = entries.rows_per_page, entries.slots.shape[1]
-    elif isinstance(entries, Complete) and tokens.max_len >= entries.ratio:
-        kind, entry_pool, entry_rows = COMPLETE, entries.pool, entries.table.pages
-        entry_first, entry_rpp, ratio = entries.table, entries.table.rows_per_page, entries.ratio
-    on_device = q_NAC.device.type == "cuda"
-    early = on_device and torch.version.hip is None
-    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
-    part = stats = sink_A
-    if plan.splits > 1:
-        shape = (num_tokens, plan.splits, heads, width)
-        part = torch.empty(shape, dtype=torch.float32, device=q_NAC.device)
-        shape = (num_tokens, plan.splits, 2, heads)
-        stats = torch.empty(shape, dtype=torch.float32, device=q_NAC.device)
+    num_tokens, heads, width = p.q.shape
+    first, rest = _columns(width, p.rope)
+    part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
-        q_NAC,
-        rotary_LR,
-        tokens.positions,
-        tokens.sequence,
-        window.pool,
-        window.table.pages,
-        window.table.first,
-        entry_pool,
-        entry_rows,
-        entry_first.first,
-        sink_A,
-        out_NAC,
-        part,
-        stats,
-        heads,
-        eps,
-        scale * LOG2_E,
-        q_NAC.stride(0),
-        q_NAC.stride(1),
-        out_NAC.stride(0),
-        out_NAC.stride(1),
-        window.table.pages.stride(0),
-        entry_rows.stride(0),
-        num_slots,
-        WINDOW_PAGE=window.pool.stride(0),
-        ENTRY_PAGE=entry_pool.stride(0),
-        W=window.size,
-        WINDOW_ROWS=window.table.rows_per_page,
-        ENTRY_ROWS=entry_rpp,
-        ENTRIES=kind,
-        RATIO=ratio,
-        VALUE_BYTES=value_bytes(width, rope),
-        SCALE_BYTES=scale_bytes(width, rope),
+        **p.arguments(part, stats),
+        VALUE_BYTES=value_bytes(width, p.rope),
+        SCALE_BYTES=scale_bytes(width, p.rope),
         C=width,
-        R=rope,
+        R=p.rope,
         FIRST=first,
         REST=rest,
         SPLITS=plan.splits,
         BLOCK_H=plan.block_h,
         BLOCK_K=plan.block_k,
-        BLOCK_S=triton.next_power_of_2(max(1, num_slots)),
-        ASM=early,
-        PDL=early,
+        ASM=p.early,
         STAGES=plan.stages,
         num_warps=plan.num_warps,
-        **launch,
     )
-    if plan.splits == 1:
-        return
-    block_c = min(256, triton.next_power_of_2(width))
+    if plan.splits > 1:
+        combine(p, plan.splits, part, stats)
+
+
+def combine(p: Problem, splits: int, part: Tensor, stats: Tensor) -> None:
+    num_tokens, heads, width = p.q.shape
+    block_c = min(COMBINE_COLUMNS, triton.next_power_of_2(width))
     _combine_kernel[(num_tokens, heads, triton.cdiv(width, block_c))](
         part,
         stats,
-        tokens.positions,
-        rotary_LR,
-        out_NAC,
+        p.tokens.positions,
+        p.rotary,
+        p.out,
         heads,
-        out_NAC.stride(0),
-        out_NAC.stride(1),
+        p.out.stride(0),
+        p.out.stride(1),
         C=width,
-        R=rope,
-        SPLITS=plan.splits,
+        R=p.rope,
+        SPLITS=splits,
         BLOCK_SPLITS=BLOCK_SPLITS,
-        ALL_SPLITS=triton.next_power_of_2(plan.splits),
+        ALL_SPLITS=triton.next_power_of_2(splits),
         BLOCK_C=block_c,
-        PDL=early,
+        PDL=p.early,
         num_warps=4,
-        **launch,
+        **p.launch,
     )
 
 
