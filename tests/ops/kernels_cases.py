@@ -16,7 +16,7 @@ from finwhale.platform import Platform
 from .kernels_support import assert_close
 
 MAX_TOKENS = 9
-FAMILIES = ("attention", "indexer", "mhc", "moe", "norm")
+FAMILIES = ("attention", "indexer", "linear", "mhc", "moe", "norm")
 REFERENCE: Ops = load_ops(Platform.cpu(), reference=True)
 
 

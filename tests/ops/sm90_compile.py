@@ -20,8 +20,11 @@ from triton.runtime.jit import JITFunction
 
 from finwhale.ops.attention import triton as attention
 from finwhale.ops.indexer import triton as indexer
+from finwhale.ops.linear import LinearWeight, quantise
+from finwhale.ops.linear import triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton as moe
 from finwhale.ops.norm import triton as norm
 
@@ -29,6 +32,7 @@ TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
     torch.bfloat16: "*bf16",
+    torch.float8_e4m3fn: "*fp8e4nv",
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -119,11 +123,36 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         moe.route_by_hash(meta(N, D), gate, meta(129280, 6, dtype=torch.int64), slots, 1.5)
 
 
+def e4m3(*shape: int) -> LinearWeight:
+    blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    return LinearWeight(meta(*shape, dtype=torch.float8_e4m3fn), True, f32(*blocks))
+
+
+def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
+    """The linear layers of one model, for N tokens."""
+    groups = A // 8
+    for rows, width in ((Q + 512, D), (A * 512 + 8192, Q), (D, groups * 1024)):
+        linear.linear(meta(N, width), e4m3(rows, width))
+    linear.grouped_linear(meta(N, groups, 4096), e4m3(groups, 1024, 4096))
+    w13, w2 = e4m3(2 * I, D), e4m3(D, I)
+    shared = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    linear.swiglu_mlp(meta(N, D), shared, 10.0)
+    for rounded in (False, True):
+        w = LinearWeight(meta(2624, D), rounded, out_dtype=torch.float32)
+        linear.linear(meta(N, D), w)
+    quantise.swiglu_quantise(meta(N, 2 * I), 10.0)
+    if N <= 64:
+        w = LinearWeight(meta(129280, D), out_dtype=torch.float32)
+        linear.linear(meta(N, D), w)
+
+
 def main() -> None:
     JITFunction.run = compile_launch
     for D, A, Q, E in MODELS.values():
         for tokens in (8, 8192):
             call_all(D, A, Q, E, tokens)
+        for tokens in (1, 8, 64, 8192):
+            call_linear(D, A, Q, 2048 if D == 4096 else 3072, tokens)
 
 
 if __name__ == "__main__":

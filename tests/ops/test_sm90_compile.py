@@ -25,6 +25,10 @@ KERNELS = {
     "_gate_kernel",
     "_choose_kernel",
     "_hash_kernel",
+    "_quantise_kernel",
+    "row_kernel",
+    "tile_kernel",
+    "sum_kernel",
 }
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 

@@ -1,56 +1,78 @@
-"""Linear layers of many tokens by DeepGEMM, of few by the Triton kernels.
+"""Linear layers with E4M3 weights by DeepGEMM (Hopper and later), all others by our kernels.
 
-DeepGEMM compiles a kernel with nvcc at the first call of a shape; inputs are rounded by our kernel
-in the layout that it reads. A token's bits do not depend on how many there are past SPLIT_TOKENS.
+One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
+DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
+the same bits. So a token's bits depend neither on the others nor, from 2 on, on how many they are.
+
+DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
 """
 
-import deep_gemm
+import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight
+from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear import triton as kernels
 from finwhale.ops.linear.quantise import quantise, swiglu_quantise
 from finwhale.ops.moe import ExpertWeight
 
 __all__ = ["grouped_linear", "linear", "swiglu_mlp"]
 
+MANY_TOKENS = 256
 
-def _suits(num_tokens: int, w: LinearWeight) -> bool:
-    """Whether DeepGEMM takes it: many tokens, E4M3 weights, bfloat16 results."""
-    return (
-        num_tokens > kernels.SPLIT_TOKENS
-        and w.scale is not None
-        and w.out_dtype in (None, torch.bfloat16)
-    )
+# Its kernels start while ours before them end: worth 1 us each. Only a setting: nothing starts.
+deep_gemm.set_pdl(True)
 
 
-def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor) -> Tensor:
-    """x [N, K] and its scales as `quantise` returns them; bfloat16 [N, M]."""
-    out = torch.empty((x[0].shape[0], weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
+def _suits(x: Tensor, scale: Tensor | None, out_dtype: torch.dtype | None) -> bool:
+    """Whether DeepGEMM takes it: more than one token, scales, bfloat16 results."""
+    width = x.shape[-1]
+    many = x.shape[0] > 1 or (x.shape[0] == 1 and width > kernels.MAX_ROW)
+    return many and scale is not None and out_dtype in (None, torch.bfloat16)
+
+
+def _rows(num_tokens: int) -> int:
+    """The rows to give DeepGEMM, which is up to 40% slower with numbers in between."""
+    if num_tokens > MANY_TOKENS:
+        return num_tokens
+    return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)
+
+
+def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int) -> Tensor:
+    """x [rows, K] and its scales as `quantise` returns them; bfloat16 [num_tokens, M]."""
+    rows, width = x[0].shape
+    if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
+        return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale)
+    out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
     deep_gemm.fp8_gemm_nt(x, (weight, scale), out, disable_ue8m0_cast=True)
-    return out
+    return out[:num_tokens]
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NK.shape[0], w):
+    if w.scale is None or not _suits(x_NK, w.scale, w.out_dtype):
         return kernels.linear(x_NK, w)
-    return _product(quantise(x_NK), w.weight, w.scale)
+    num_tokens = x_NK.shape[0]
+    x = quantise(x_NK, num_rows=_rows(num_tokens))
+    return _product(x, w.weight, w.scale, num_tokens)
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NGK.shape[0], w):
+    if w.scale is None or not _suits(x_NGK, w.scale, w.out_dtype):
         return kernels.grouped_linear(x_NGK, w)
     num_tokens, groups, _ = x_NGK.shape
-    shape = (num_tokens, groups, w.weight.shape[1])
+    rows = _rows(num_tokens)
+    shape = (rows, groups, w.weight.shape[1])
     out = torch.empty(shape, dtype=torch.bfloat16, device=x_NGK.device)
-    deep_gemm.fp8_einsum("bhr,hdr->bhd", quantise(x_NGK), (w.weight, w.scale), out)
-    return out
+    x = quantise(x_NGK, num_rows=rows)
+    deep_gemm.fp8_einsum("bhr,hdr->bhd", x, (w.weight, w.scale), out)
+    return out[:num_tokens]
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    """As `triton.swiglu_mlp`."""
-    if x_ND.shape[0] <= kernels.SPLIT_TOKENS or w.scale13 is None or w.scale2 is None:
+    """As `triton.swiglu_mlp`; from 2 tokens on gate and up are rounded to bfloat16 in between."""
+    if w.scale13 is None or w.scale2 is None or not _suits(x_ND, w.scale13, x_ND.dtype):
         return kernels.swiglu_mlp(x_ND, w, limit)
-    gate_up = _product(quantise(x_ND), w.w13, w.scale13)
-    return _product(swiglu_quantise(gate_up, limit), w.w2, w.scale2)
+    num_tokens = x_ND.shape[0]
+    rows = _rows(num_tokens)
+    gate_up = _product(quantise(x_ND, num_rows=rows), w.w13, w.scale13, rows)
+    return _product(swiglu_quantise(gate_up, limit), w.w2, w.scale2, num_tokens)

@@ -1,11 +1,13 @@
 """Rounding activations to E4M3 as Triton kernels: alone, and fused with the clamped SwiGLU.
 
 A group is 128 values of a row; its scale is amax / 448 rounded up to a power of two, amax at least
-1e-4, as in `ops/rounding.py`: the same bits. Legend: N tokens, G groups of a grouped linear, K width.
+1e-4, as in `ops/rounding.py`: the same bits. Legend: N tokens, G groups, K width.
 
 State: bound by bytes, 3 a value (5 with SwiGLU); 8192 rows of 4096 are 23 us at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
 
 import torch
 import triton
@@ -14,8 +16,16 @@ from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP
 
+EARLY_PROGRAMS = 256  # from where a kernel that starts early only takes room from this one
 GROUPS_PER_PROGRAM = 32
 SCALE_ALIGNMENT = 4  # float32 values in the 16 bytes that a bulk copy of scales must start at
+
+
+def early_launch(x: Tensor, pays: bool = True) -> dict[str, Any]:
+    """Launch options: start while the kernel before ends, where the GPU can (Hopper and later)."""
+    if x.device.type != "cuda" or torch.version.hip or not pays:
+        return {"PDL": False}
+    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit
@@ -59,8 +69,12 @@ def _quantise_kernel(
     GATED: tl.constexpr,
     DEQUANTISE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """y [N, G, K] from x: BLOCK_N rows and GROUPS groups of 128 a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     g = tl.program_id(2)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -86,7 +100,8 @@ def _quantise_kernel(
 def _launch(
     x_NGK: Tensor, y: Tensor, scale: Tensor, limit: float | None, dequantise: bool = False
 ) -> None:
-    num_tokens, num_groups, width = y.shape
+    num_tokens, num_groups, _ = x_NGK.shape
+    width = y.shape[2]
     if x_NGK.stride(2) != 1:
         raise ValueError(f"a row's values must lie together, got strides {x_NGK.stride()}")
     if num_tokens == 0:
@@ -95,6 +110,7 @@ def _launch(
     groups = min(GROUPS_PER_PROGRAM, triton.next_power_of_2(total))
     block_n = max(1, 8 // groups) if num_tokens >= 8 else 1
     grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(total, groups), num_groups)
+    few = grid[0] * grid[1] * grid[2] < EARLY_PROGRAMS
     _quantise_kernel[grid](
         x_NGK,
         y,
@@ -113,46 +129,46 @@ def _launch(
         DEQUANTISE=dequantise,
         BLOCK_N=block_n,
         num_warps=max(1, min(8, groups * block_n // 4)),
+        **early_launch(x_NGK, few),
     )
 
 
-def _empty_scales(num_tokens: int, num_groups: int, width: int, like: Tensor) -> Tensor:
-    """[N, G, ceil(K/128)] float32, tokens contiguous, rows of tokens padded to 16 bytes."""
-    total = -(-width // ACTIVATION_GROUP)
-    aligned = -(-num_tokens // SCALE_ALIGNMENT) * SCALE_ALIGNMENT
-    shape = (num_groups, total, aligned)
+def _empty(
+    num_tokens: int, num_groups: int, width: int, token_major: bool, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)], as `quantise` returns them."""
+    shape = (num_tokens, num_groups, width)
+    y = torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
+    total = triton.cdiv(width, ACTIVATION_GROUP)
+    shape = (num_groups, total, triton.cdiv(num_tokens, SCALE_ALIGNMENT) * SCALE_ALIGNMENT)
+    if token_major:
+        shape = (num_tokens, num_groups, total)
     scales = torch.empty(shape, dtype=torch.float32, device=like.device)
-    return scales.permute(2, 0, 1)[:num_tokens]
+    return y, scales if token_major else scales.permute(2, 0, 1)[:num_tokens]
 
 
-def quantise(x_NK: Tensor, token_major: bool = False) -> tuple[Tensor, Tensor]:
+def quantise(
+    x_NK: Tensor, token_major: bool = False, num_rows: int | None = None
+) -> tuple[Tensor, Tensor]:
     """x [N, K] or [N, G, K] -> (E4M3 of the same shape, float32 scales [.., ceil(K/128)]).
 
     The scales' tokens lie together, each row of them starting at a multiple of 16 bytes, as
-    DeepGEMM reads them; with `token_major`, a token's scales lie together instead.
+    DeepGEMM reads them; with `token_major`, a token's scales lie together instead. With `num_rows`,
+    at least N, the results have that many rows: those past N are not written.
     """
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
-    shape = tuple(x_NGK.shape)
-    y = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x_NK.device)
-    scale = _empty_scales(*shape, like=x_NK)
-    if token_major:
-        scale = torch.empty(scale.shape, dtype=torch.float32, device=x_NK.device)
+    y, scale = _empty(num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK)
     _launch(x_NGK, y, scale, None)
     return (y.squeeze(1), scale.squeeze(1)) if x_NK.dim() == 2 else (y, scale)
 
 
-def swiglu_quantise(
-    gate_up: Tensor, limit: float, token_major: bool = False
-) -> tuple[Tensor, Tensor]:
+def swiglu_quantise(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     """gate_up [N, 2I] -> (E4M3 [N, I], scales [N, ceil(I/128)] as `quantise` lays them out).
 
     Of silu(min(gate, limit)) * clamp(up, -limit, limit), rounded to gate_up's dtype in between.
     """
     num_tokens, double = gate_up.shape
-    y = torch.empty((num_tokens, 1, double // 2), dtype=torch.float8_e4m3fn, device=gate_up.device)
-    scale = _empty_scales(num_tokens, 1, double // 2, like=gate_up)
-    if token_major:
-        scale = torch.empty(scale.shape, dtype=torch.float32, device=gate_up.device)
+    y, scale = _empty(num_tokens, 1, double // 2, False, gate_up)
     _launch(gate_up.unsqueeze(1), y, scale, limit)
     return y.squeeze(1), scale.squeeze(1)
 

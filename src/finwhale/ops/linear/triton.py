@@ -1,237 +1,47 @@
 """Linear layers as Triton kernels. Legend: N tokens, K input width, M output width, G groups.
 
-1. `_row_kernel`, up to ROW_TOKENS tokens: a program takes whole rows of the weight, asks for all of
-   their bytes at once, rounds the tokens meanwhile, and sums in float32 without tensor cores.
-2. `_tile_kernel` on tensor cores: tiles of the weight times all tokens (BLOCK_N of them), rounded on
-   the way in; split over K into parts which `_sum_kernel` adds in order (no atomics).
+1. `row_kernel`, one token: a program takes whole rows of the weight, asks for their bytes before
+   anything else, rounds the token meanwhile, and sums in float32 without tensor cores.
+2. `tile_kernel` on tensor cores, more tokens: tiles of the weight times BLOCK_N tokens. Up to
+   ROUNDED_TOKENS are rounded on the way in, more by a kernel before. Up to SPLIT_TOKENS it is split
+   over K into parts, which `sum_kernel` adds in order; beyond, plain weights are torch's.
 
-A token's bits do not depend on the other tokens. They do not depend on how many there are within
-1..ROW_TOKENS, nor within ROW_TOKENS+1.. : the split and the order over K follow from K and M alone.
+A token's bits do not depend on the other tokens, and not on how many there are within 1, within
+2..SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
 
-FP8 weights have a float32 scale a block of 128x128; products within 128 values of K add up before
-the scales are applied (tensor cores) or after (rows). Scales are powers of two, so that both are exact.
+FP8 weights have a float32 scale for each block of 128x128, a power of two, as the tokens' scales
+are: they are exact wherever they are applied.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
-from finwhale.ops.linear.quantise import (
-    clamped_swiglu,
-    e4m3_scale,
-    quantise,
-    round_groups,
-    round_input,
-)
+from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
+from finwhale.ops.linear.quantise import early_launch, quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
-ROW_TOKENS = 4
+NUM_PROCESSORS = 132  # of an H100 or H200
+# row_kernel. Programs that a weight should occupy at least, and at most for several blocks each;
+# rows and bytes of the weight that a program holds at a time; bytes of a row from where rounding
+# the token costs so much that a program takes several blocks, and from where it no longer pays.
+MIN_PROGRAMS = 256
+MAX_PROGRAMS = 2048
+MIN_ROWS = 4
+HELD_BYTES = 16384
+MAX_HELD_BYTES = 32768
+LONG_ROW = 4096
+MAX_ROW = 8192
+# tile_kernel: the tokens up to which it is split over K, those that each program rounds itself,
+# and the steps up to which K is too short for that.
 SPLIT_TOKENS = 64
+ROUNDED_TOKENS = 16
+SHORT_STEPS = 12
+MANY_ROWS = 16384  # of a plain weight, from where 64 tokens take tiles of 128 rows
 SUM_ROWS = 32
-EARLY_LAUNCH = True
-MIN_PROGRAMS = 2 * 132  # two for each multiprocessor
-ROW_BYTES = 32768  # of the weight that a program of `_row_kernel` holds in registers
-
-
-@triton.jit
-def _row_kernel(
-    x_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    M,
-    stride_xn,
-    stride_xg,
-    stride_on,
-    limit,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    SCALED: tl.constexpr,
-    ROUND: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """out[n, g, m] for BLOCK_M rows m; GATED: of gate rows m and up rows M + m, the SwiGLU."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    g = tl.program_id(1)
-    k = tl.arange(0, BLOCK_K)
-    is_row = row < M
-    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    HALVES: tl.constexpr = 2 if GATED else 1
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    base = weight_ptr + (g * HALVES * M + row).to(tl.int64)[:, None] * K + k[None, :]
-    gate = ()
-    up = ()
-    for i in tl.static_range(CHUNKS):
-        mask = is_row[:, None] & (i * BLOCK_K + k < K)[None, :]
-        gate += (tl.load(base + i * BLOCK_K, mask=mask, other=0.0),)
-        if GATED:
-            second = base + tl.cast(M, tl.int64) * K
-            up += (tl.load(second + i * BLOCK_K, mask=mask, other=0.0),)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    COLUMNS: tl.constexpr = (K + 127) // 128
-    block = tl.program_id(0) * BLOCK_M // 128
-    scales = scale_ptr + (g * HALVES * ((M + 127) // 128) + block) * COLUMNS
-    for n in tl.static_range(TOKENS):
-        total = tl.zeros([BLOCK_M], tl.float32)
-        total_up = tl.zeros([BLOCK_M], tl.float32)
-        for i in tl.static_range(CHUNKS):
-            source = x_ptr + n * stride_xn + g * stride_xg + i * BLOCK_K + k
-            x = tl.load(source, mask=i * BLOCK_K + k < K, other=0.0).to(tl.float32)
-            x_up = x
-            if ROUND:
-                quantised, factor = round_groups(x, BLOCK_K)
-                grouped = quantised.to(tl.float32)
-            else:
-                grouped = tl.reshape(x, [BLOCK_K // 128, 128])
-                factor = tl.full([BLOCK_K // 128], 1.0, tl.float32)
-            if SCALED:
-                column = i * (BLOCK_K // 128) + tl.arange(0, BLOCK_K // 128)
-                known = column < COLUMNS
-                if GATED:
-                    second = scales + (M // 128) * COLUMNS
-                    other = factor * tl.load(second + column, mask=known, other=0.0)
-                    x_up = tl.reshape(grouped * other[:, None], [BLOCK_K])
-                factor = factor * tl.load(scales + column, mask=known, other=0.0)
-            x = tl.reshape(grouped * factor[:, None], [BLOCK_K])
-            if GATED and not SCALED:
-                x_up = x
-            total += tl.sum(gate[i].to(tl.float32) * x[None, :], axis=1)
-            if GATED:
-                total_up += tl.sum(up[i].to(tl.float32) * x_up[None, :], axis=1)
-        if GATED:
-            total = clamped_swiglu(total, total_up, limit)
-        target = out_ptr + n * stride_on + g * M + row
-        tl.store(target, total.to(out_ptr.dtype.element_ty), mask=is_row)
-
-
-@triton.jit
-def _tile_kernel(
-    x_ptr,
-    x_scale_ptr,
-    weight_ptr,
-    scale_ptr,
-    out_ptr,
-    N,
-    M,
-    K,
-    stride_xn,
-    stride_xg,
-    stride_sn,
-    stride_sg,
-    stride_sk,
-    steps,
-    SCALED: tl.constexpr,
-    ROUND: tl.constexpr,
-    QUANTISED: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """PARTS: float32 parts [split, G, M, ceil(N)]; else out [N, G, M]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    tiles = tl.cdiv(M, BLOCK_M)
-    row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(1)
-    g = tl.program_id(2)
-    is_row = row < M
-    is_token = token < N
-    weights = weight_ptr + (g.to(tl.int64) * M + row)[:, None] * K
-    tokens = x_ptr + token.to(tl.int64)[:, None] * stride_xn + g * stride_xg
-    columns = (K + 127) // 128
-    block = tl.program_id(0) % tiles * BLOCK_M // 128
-    scales = scale_ptr + (g * ((M + 127) // 128) + block) * columns
-    token_scales = x_scale_ptr + token.to(tl.int64) * stride_sn + g * stride_sg
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    last = tl.minimum((part + 1) * steps, tl.cdiv(K, BLOCK_K))
-    for step in tl.range(part * steps, last, num_stages=STAGES):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        is_k = (k < K)[None, :]
-        weight = tl.load(weights + k[None, :], mask=is_row[:, None] & is_k, other=0.0)
-        x = tl.load(tokens + k[None, :], mask=is_token[:, None] & is_k, other=0.0)
-        if SCALED:
-            # BLOCK_K is 128 here.
-            factor = tl.load(scales + step)
-            if QUANTISED:
-                scale = tl.load(token_scales + step * stride_sk, mask=is_token, other=0.0)
-            else:
-                x = x.to(tl.float32)
-                scale, inverse = e4m3_scale(tl.max(tl.abs(x), axis=1))
-                x = (x * inverse[:, None]).to(tl.float8e4nv)
-            product = tl.dot(weight, tl.trans(x))
-            total += product * (scale * factor)[None, :]
-        else:
-            if ROUND:
-                grouped = tl.reshape(x.to(tl.float32), [BLOCK_N, BLOCK_K // 128, 128])
-                scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
-                grouped = (grouped * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float32)
-                x = tl.reshape(grouped * scale[:, :, None], [BLOCK_N, BLOCK_K])
-            x = x.to(weight.dtype)
-            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
-    if PARTS:
-        padded = tl.cdiv(N, BLOCK_N) * BLOCK_N
-        line = ((part * tl.num_programs(2) + g).to(tl.int64) * M + row) * padded
-        tl.store(out_ptr + line[:, None] + token[None, :], total, mask=is_row[:, None])
-    else:
-        line = (token.to(tl.int64) * tl.num_programs(2) + g) * M
-        mask = is_row[:, None] & is_token[None, :]
-        value = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + line[None, :] + row[:, None], value, mask=mask)
-
-
-@triton.jit
-def _sum_kernel(
-    parts_ptr,
-    out_ptr,
-    N,
-    M,
-    padded,
-    size,
-    stride_on,
-    limit,
-    PARTS: tl.constexpr,
-    GATED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """parts [PARTS, M or 2M, padded] float32, `size` values each -> out [N, M]."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (row < M)[:, None] & (token < N)[None, :]
-    source = parts_ptr + row.to(tl.int64)[:, None] * padded + token[None, :]
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(source + part * size, mask=mask, other=0.0)
-        if GATED:
-            total_up += tl.load(source + part * size + M * padded, mask=mask, other=0.0)
-    if GATED:
-        total = clamped_swiglu(total, total_up, limit)
-    target = out_ptr + token.to(tl.int64)[None, :] * stride_on + row[:, None]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-# --- Launch ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +68,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class RowPlan:
+    blocks: int
     block_m: int
     block_k: int
     num_warps: int
@@ -265,14 +76,23 @@ class RowPlan:
     @staticmethod
     def of(p: Problem) -> "RowPlan":
         groups, rows, width = p.weight.shape
-        block_k = min(width & -width, 4096 // p.weight.element_size())
-        if block_k < ACTIVATION_GROUP:
-            block_k = min(1024, max(ACTIVATION_GROUP, triton.next_power_of_2(width)))
-        held = ROW_BYTES // (width * p.weight.element_size() * (rows // p.M))
-        block_m = max(1, min(ACTIVATION_GROUP, 1 << held.bit_length() - 1 if held else 1))
+        block_k = max(ACTIVATION_GROUP, triton.next_power_of_2(width))
+        if block_k > width and width < LONG_ROW // 2:
+            block_k = max(ACTIVATION_GROUP, width & -width)
+        block_k = min(block_k, MAX_ROW // p.weight.element_size())
+        row_bytes = width * p.weight.element_size()
+        block_m = max(MIN_ROWS, HELD_BYTES // row_bytes)
+        block_m = min(ACTIVATION_GROUP, block_m, max(1, MAX_HELD_BYTES * p.M // (row_bytes * rows)))
+        block_m = 1 << block_m.bit_length() - 1
         while block_m > 1 and groups * triton.cdiv(p.M, block_m) < MIN_PROGRAMS:
             block_m //= 2
-        return RowPlan(block_m, block_k, 8)
+        blocks, programs = 1, groups * triton.cdiv(p.M, block_m)
+        most = 4 if p.round_input else min(4, MAX_PROGRAMS // programs)
+        if row_bytes >= LONG_ROW:
+            while 2 * blocks <= most and programs >= 2 * blocks * MIN_PROGRAMS:
+                blocks *= 2
+        few = row_bytes <= LONG_ROW and row_bytes != LONG_ROW // 2
+        return RowPlan(blocks, block_m, block_k, 4 if few else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,50 +103,47 @@ class TilePlan:
     split: int
     stages: int
     num_warps: int
+    tokens_first: bool = False
 
     @staticmethod
     def of(p: Problem) -> "TilePlan":
         groups, rows, width = p.weight.shape
-        num_tokens = p.x.shape[0]
-        block_k = ACTIVATION_GROUP
+        num_tokens, block_k = p.x.shape[0], ACTIVATION_GROUP
         if num_tokens > SPLIT_TOKENS:
-            return TilePlan(128, 128, block_k, 1, 3, 8)
-        block_m, steps = 64, triton.cdiv(width, block_k)
-        tiles = groups * triton.cdiv(rows, block_m)
-        split = max(1, min(steps, MIN_PROGRAMS // tiles))
+            return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first=p.scale is not None)
+        steps = triton.cdiv(width, block_k)
         block_n = min(64, max(16, triton.next_power_of_2(num_tokens)))
-        return TilePlan(block_m, block_n, block_k, split, 5, 4)
-
-
-def _early(x: Tensor) -> dict[str, Any]:
-    """Launch options: start while the kernel before ends, on Hopper and later."""
-    if x.device.type != "cuda" or torch.version.hip or not EARLY_LAUNCH:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+        plain = p.scale is None
+        short = steps <= SHORT_STEPS or (plain and (block_n < 64 or rows < MANY_ROWS))
+        block_m = 64 if short else 128
+        tiles = groups * triton.cdiv(rows, 64 if plain else block_m)
+        split = NUM_PROCESSORS // tiles
+        if plain or 10 * split * tiles < 9 * NUM_PROCESSORS:
+            split += 1
+        stages = 4 if short or plain else 5
+        return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, 4)
 
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
     out = p.empty()
-    num_tokens, groups, width = p.x.shape
-    _row_kernel[(triton.cdiv(p.M, plan.block_m), groups)](
+    _, groups, width = p.x.shape
+    row_kernel[(triton.cdiv(p.M, plan.blocks * plan.block_m), groups)](
         p.x,
         p.weight,
         p.weight if p.scale is None else p.scale,
         out,
         p.M,
-        p.x.stride(0),
         p.x.stride(1),
-        out.stride(0),
         0.0 if p.limit is None else p.limit,
         K=width,
-        TOKENS=num_tokens,
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         GATED=p.limit is not None,
+        BLOCKS=plan.blocks,
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
         num_warps=plan.num_warps,
-        **_early(p.x),
+        **early_launch(p.x),
     )
     return out
 
@@ -343,7 +160,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         parts = torch.empty(shape, dtype=torch.float32, device=p.x.device)
     scales = p.x.new_empty(0) if x_scale is None else x_scale
     strides = (0, 0, 0) if x_scale is None else x_scale.stride()
-    _tile_kernel[(triton.cdiv(rows, plan.block_m) * blocks, plan.split, groups)](
+    tile_kernel[(triton.cdiv(rows, plan.block_m) * blocks, plan.split, groups)](
         p.x,
         scales,
         p.weight,
@@ -364,8 +181,9 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
         STAGES=plan.stages,
+        TOKENS_FIRST=plan.tokens_first,
         num_warps=plan.num_warps,
-        **_early(p.x),
+        **early_launch(p.x),
     )
     if parted:
         _sum(p, parts, out, plan)
@@ -377,7 +195,7 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
     width, padded = out.shape[1] * out.shape[2], parts.shape[-1]
     block_n = min(16, padded)
     grid = (triton.cdiv(width, SUM_ROWS), triton.cdiv(out.shape[0], block_n))
-    _sum_kernel[grid](
+    sum_kernel[grid](
         parts,
         out,
         out.shape[0],
@@ -391,7 +209,7 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
         BLOCK_M=SUM_ROWS,
         BLOCK_N=block_n,
         num_warps=4,
-        **_early(p.x),
+        **early_launch(p.x),
     )
 
 
@@ -425,14 +243,26 @@ def run(p: Problem) -> Tensor:
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
         return p.empty()
-    if num_tokens <= ROW_TOKENS:
+    if by_rows(p):
         return _run_rows(p, RowPlan.of(p))
-    if num_tokens <= SPLIT_TOKENS or (p.scale is None and p.limit is not None):
+    if p.scale is None and (num_tokens <= SPLIT_TOKENS or p.limit is not None):
         return _run_tiles(p, TilePlan.of(p))
     if p.scale is None:
         return _run_many(p)
+    if num_tokens <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP:
+        return _run_tiles(p, TilePlan.of(p))
     x, x_scale = quantise(p.x)
     return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
+
+
+def by_rows(p: Problem) -> bool:
+    return p.x.shape[0] == 1 and (p.scale is None or p.x.shape[2] <= MAX_ROW)
+
+
+def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor) -> Tensor:
+    """Rounded x [N, K] and its scales times an E4M3 weight; [N, M] bfloat16, not split over K."""
+    p = Problem(x[0][:, None], weight_MK[None], scale[None], True, torch.bfloat16)
+    return _run_tiles(p, replace(TilePlan.of(p), split=1), x[1][:, None]).squeeze(1)
 
 
 def _run_many(p: Problem) -> Tensor:
@@ -446,25 +276,22 @@ def _run_many(p: Problem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
-def _out_dtype(weight: Tensor, wanted: torch.dtype | None, x: Tensor) -> torch.dtype:
-    if wanted is not None:
-        return wanted
-    return torch.bfloat16 if weight.dtype == torch.float8_e4m3fn else weight.dtype
-
-
 def problem(x_NGK: Tensor, w: LinearWeight) -> Problem:
-    weight, scale = w.weight, w.scale
+    weight, scale, dtype = w.weight, w.scale, w.out_dtype
     if weight.dim() == 2:
         weight, scale = weight[None], None if scale is None else scale[None]
-    dtype = _out_dtype(weight, w.out_dtype, x_NGK)
+    if dtype is None:
+        dtype = weight.dtype if scale is None else torch.bfloat16
     return Problem(x_NGK, weight, scale, w.round_input, dtype)
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
+    """x [N, K], rows that may be apart -> [N, M]. Same bits for a token: see the module."""
     return run(problem(x_NK.unsqueeze(1), w)).squeeze(1)
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+    """x [N, G, K], tokens and groups that may be apart, weight [G, M, K] -> [N, G, M]."""
     return run(problem(x_NGK, w))
 
 

@@ -1,0 +1,241 @@
+"""The Triton kernels of the linear layers; `triton.py` says when each is taken, and launches them.
+
+Legend: N tokens, K input width, M output width, G groups.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+from finwhale.ops.linear.quantise import clamped_swiglu, e4m3_scale, round_groups
+
+
+@triton.jit
+def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Whole rows of the weight, BLOCK_K columns a tensor."""
+    k = tl.arange(0, BLOCK_K)
+    source = base + row.to(tl.int64)[:, None] * K + k[None, :]
+    chunks = ()
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        mask = (row < M)[:, None]
+        if K % BLOCK_K:
+            mask = mask & (i * BLOCK_K + k < K)[None, :]
+        chunks = chunks + (tl.load(source + i * BLOCK_K, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+def _load_token(
+    source,
+    scales,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROUND: tl.constexpr,
+    SCALED: tl.constexpr,
+):
+    """A token times the scales of a row of blocks of the weight, in the chunks of `_load_rows`."""
+    k = tl.arange(0, BLOCK_K)
+    groups = tl.arange(0, BLOCK_K // 128)
+    chunks = ()
+    for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        x = tl.load(source + i * BLOCK_K + k, mask=i * BLOCK_K + k < K, other=0.0).to(tl.float32)
+        if ROUND:
+            quantised, factor = round_groups(x, BLOCK_K)
+            if SCALED:
+                column = i * (BLOCK_K // 128) + groups
+                factor = factor * tl.load(scales + column, mask=column * 128 < K, other=0.0)
+            x = tl.reshape(quantised.to(tl.float32) * factor[:, None], [BLOCK_K])
+        chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005
+    return chunks
+
+
+@triton.jit
+def _dot_rows(weights, token, CHUNKS: tl.constexpr):
+    total = tl.sum(weights[0].to(tl.float32) * token[0][None, :], axis=1)
+    for i in tl.static_range(1, CHUNKS):
+        total += tl.sum(weights[i].to(tl.float32) * token[i][None, :], axis=1)
+    return total
+
+
+@triton.jit
+def row_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    M,
+    stride_xg,
+    limit,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROUND: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out[g, m] of one token for BLOCKS times BLOCK_M rows m, which divides 128.
+
+    GATED: the SwiGLU of gate rows m and up rows M + m.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    first = tl.program_id(0) * BLOCKS * BLOCK_M
+    g = tl.program_id(1)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    CHUNKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    base = weight_ptr + tl.cast(g * HALVES, tl.int64) * M * K
+    base_up = base + tl.cast(M, tl.int64) * K
+    row = first + tl.arange(0, BLOCK_M)
+    next_gate = _load_rows(base, row, M, K, BLOCK_K)
+    if GATED:
+        next_up = _load_rows(base_up, row, M, K, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    scales = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * ((K + 127) // 128)
+    source = x_ptr + g * stride_xg
+    token = _load_token(source, scales, K, BLOCK_K, ROUND, SCALED)
+    token_up = token
+    if GATED and SCALED:
+        second = scales + (M // 128) * ((K + 127) // 128)
+        token_up = _load_token(source, second, K, BLOCK_K, ROUND, SCALED)
+    for block in tl.static_range(BLOCKS):
+        gate = next_gate
+        row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)
+        if GATED:
+            up = next_up
+        if block + 1 < BLOCKS:
+            next_gate = _load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
+            if GATED:
+                next_up = _load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
+        total = _dot_rows(gate, token, CHUNKS)
+        if GATED:
+            total = clamped_swiglu(total, _dot_rows(up, token_up, CHUNKS), limit)
+        tl.store(out_ptr + g * M + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    N,
+    M,
+    K,
+    stride_xn,
+    stride_xg,
+    stride_sn,
+    stride_sg,
+    stride_sk,
+    steps,
+    SCALED: tl.constexpr,
+    ROUND: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    TOKENS_FIRST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """PARTS: float32 parts [split, G, M, ceil(N)]; else out [N, G, M]."""
+    tiles = tl.cdiv(M, BLOCK_M)
+    row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    g = tl.program_id(2)
+    is_row = row < M
+    is_token = token < N
+    weights = weight_ptr + (g.to(tl.int64) * M + row)[:, None] * K
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tokens = x_ptr + token.to(tl.int64)[:, None] * stride_xn + g * stride_xg
+    columns = (K + 127) // 128
+    block = tl.program_id(0) % tiles * BLOCK_M // 128
+    scales = scale_ptr + (g * ((M + 127) // 128) + block) * columns
+    token_scales = x_scale_ptr + token.to(tl.int64) * stride_sn + g * stride_sg
+    if TOKENS_FIRST:
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    last = tl.minimum((part + 1) * steps, tl.cdiv(K, BLOCK_K))
+    for step in tl.range(part * steps, last, num_stages=STAGES):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        is_k = (k < K)[None, :]
+        weight = tl.load(weights + k[None, :], mask=is_row[:, None] & is_k, other=0.0)
+        x = tl.load(tokens + k[None, :], mask=is_token[:, None] & is_k, other=0.0)
+        if SCALED:
+            # BLOCK_K is 128 here.
+            factor = tl.load(scales + step)
+            if QUANTISED:
+                scale = tl.load(token_scales + step * stride_sk, mask=is_token, other=0.0)
+            else:
+                x = x.to(tl.float32)
+                scale, inverse = e4m3_scale(tl.max(tl.abs(x), axis=1))
+                x = (x * inverse[:, None]).to(tl.float8e4nv)
+            if TOKENS_FIRST:
+                total += tl.dot(x, tl.trans(weight)) * (scale * factor)[:, None]
+            else:
+                total += tl.dot(weight, tl.trans(x)) * (scale * factor)[None, :]
+        else:
+            if ROUND:
+                grouped = tl.reshape(x.to(tl.float32), [BLOCK_N, BLOCK_K // 128, 128])
+                scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
+                grouped = (grouped * inverse[:, :, None]).to(tl.float8e4nv).to(tl.float32)
+                x = tl.reshape(grouped * scale[:, :, None], [BLOCK_N, BLOCK_K])
+            x = x.to(weight.dtype)
+            total = tl.dot(weight, tl.trans(x), total, input_precision="ieee")
+    if PARTS:
+        if TOKENS_FIRST:
+            total = tl.trans(total)
+        padded = tl.cdiv(N, BLOCK_N) * BLOCK_N
+        line = ((part * tl.num_programs(2) + g).to(tl.int64) * M + row) * padded
+        tl.store(out_ptr + line[:, None] + token[None, :], total, mask=is_row[:, None])
+    else:
+        line = (token.to(tl.int64) * tl.num_programs(2) + g) * M
+        value = total.to(out_ptr.dtype.element_ty)
+        if not TOKENS_FIRST:
+            value = tl.trans(value)
+        mask = is_token[:, None] & is_row[None, :]
+        tl.store(out_ptr + line[:, None] + row[None, :], value, mask=mask)
+
+
+@triton.jit
+def sum_kernel(
+    parts_ptr,
+    out_ptr,
+    N,
+    M,
+    padded,
+    size,
+    stride_on,
+    limit,
+    PARTS: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """parts [PARTS, M or 2M, padded] float32, `size` values each -> out [N, M]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (row < M)[:, None] & (token < N)[None, :]
+    source = parts_ptr + row.to(tl.int64)[:, None] * padded + token[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(source + part * size, mask=mask, other=0.0)
+        if GATED:
+            total_up += tl.load(source + part * size + M * padded, mask=mask, other=0.0)
+    if GATED:
+        total = clamped_swiglu(total, total_up, limit)
+    target = out_ptr + token.to(tl.int64)[None, :] * stride_on + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=mask)

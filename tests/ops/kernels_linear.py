@@ -1,0 +1,166 @@
+"""The Triton kernels of the linear layers in the interpreter, against float64 and the reference."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale.ops.linear import LinearWeight, quantise
+from finwhale.ops.linear import triton as kernels
+from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.rounding import round_e4m3
+
+from .kernels_support import DTYPES, Inputs, assert_close
+
+TOKENS = (0, 1, 3, 20, 70)  # by rows, by tiles, by tiles of tokens rounded before
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU wants hundreds at once; the interpreter runs one after the other."""
+    monkeypatch.setattr(kernels, "MIN_PROGRAMS", 4)
+    monkeypatch.setattr(kernels, "NUM_PROCESSORS", 8)
+
+
+def e4m3_weight(inputs: Inputs, *shape: int) -> tuple[LinearWeight, Tensor]:
+    """A weight, and its values in float32."""
+    *groups, rows, width = shape
+    weight = inputs.normal(*shape).to(torch.float8_e4m3fn)
+    blocks = (*groups, -(-rows // 128), -(-width // 128))
+    scale = 2.0 ** torch.randint(-9, -3, blocks, generator=inputs.generator).float()
+    wide = scale.repeat_interleave(128, -2)[..., :rows, :].repeat_interleave(128, -1)
+    return LinearWeight(weight, True, scale), weight.float() * wide
+
+
+def product(x: Tensor, weight: Tensor, rounded: bool) -> Tensor:
+    """x [.., K] weight [M, K]^T in float64, then float32."""
+    x = round_e4m3(x, 128) if rounded else x
+    return (x.double() @ weight.double().T).float()
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("rows, width", [(384, 256), (200, 384)])
+def test_e4m3_weights(num_tokens: int, rows: int, width: int) -> None:
+    inputs = Inputs()
+    w, wide = e4m3_weight(inputs, rows, width)
+    x = inputs.outliers(num_tokens, 2 * width, dtype=torch.bfloat16)[:, :width]
+    assert_close(kernels.linear(x, w), product(x, wide, True).bfloat16())
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_groups(num_tokens: int) -> None:
+    inputs = Inputs()
+    w, wide = e4m3_weight(inputs, 3, 256, 128)
+    x = inputs.outliers(num_tokens, 3, 160, dtype=torch.bfloat16)[:, :, :128]
+    wanted = [product(x[:, g], wide[g], True) for g in range(3)]
+    assert_close(kernels.grouped_linear(x, w), torch.stack(wanted, 1).bfloat16())
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_plain_weights_of_any_width(num_tokens: int, dtype: torch.dtype, rounded: bool) -> None:
+    inputs = Inputs()
+    weight, x = inputs.normal(37, 200, dtype=dtype), inputs.normal(num_tokens, 200, dtype=dtype)
+    found = kernels.linear(x, LinearWeight(weight, rounded, None, torch.float32))
+    assert_close(found, product(x, weight, rounded))
+    assert kernels.linear(x, LinearWeight(weight, rounded)).dtype == dtype
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+def test_shared_expert(num_tokens: int) -> None:
+    inputs = Inputs()
+    w13, wide13 = e4m3_weight(inputs, 512, 128)
+    w2, wide2 = e4m3_weight(inputs, 128, 256)
+    x = inputs.outliers(num_tokens, 128, dtype=torch.bfloat16)
+    w = ExpertWeight(w13.weight, w2.weight, True, w13.scale, w2.scale)
+    gate, up = product(x, wide13, True).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate.clamp(max=0.3)) * up.clamp(-0.3, 0.3)
+    wanted = product(hidden.bfloat16(), wide2, True)
+    found = kernels.swiglu_mlp(x, w, 0.3)
+    # A hidden value may fall on the other side of a rounding's boundary.
+    error = (found.float() - wanted).abs()
+    assert found.dtype == torch.bfloat16 and found.shape == wanted.shape
+    if num_tokens:
+        assert error.max() < 2.0**-6 * wanted.abs().max()
+        assert error.norm() < 2.0**-8 * wanted.norm()
+
+
+def test_shared_expert_of_plain_weights() -> None:
+    inputs = Inputs()
+    w13, w2 = inputs.normal(80, 24, scale=0.2), inputs.normal(24, 40, scale=0.2)
+    for num_tokens in (1, 6, 66):
+        x = inputs.normal(num_tokens, 24)
+        gate, up = product(x, w13, False).chunk(2, -1)
+        hidden = torch.nn.functional.silu(gate.clamp(max=0.3)) * up.clamp(-0.3, 0.3)
+        found = kernels.swiglu_mlp(x, ExpertWeight(w13, w2), 0.3)
+        assert_close(found, product(hidden, w2, False))
+
+
+def test_several_blocks_of_rows_a_program_and_several_chunks_of_a_row() -> None:
+    inputs = Inputs()
+    w, _ = e4m3_weight(inputs, 200, 384)
+    p = kernels.problem(inputs.normal(1, 1, 384, dtype=torch.bfloat16), w)
+    plans = [kernels.RowPlan(b, m, k, 4) for b, m, k in ((1, 32, 128), (4, 8, 128), (2, 64, 512))]
+    found = [kernels._run_rows(p, plan) for plan in plans]
+    assert_close(found[1], found[0])
+    assert_close(found[2], found[0])
+
+
+def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
+    inputs = Inputs()
+    w, _ = e4m3_weight(inputs, 128, 1664)  # long enough to be rounded on the way in, and split
+    x = inputs.outliers(64, 1664, dtype=torch.bfloat16)
+    found = [kernels.linear(x[:size], w)[:2] for size in (2, 16, 17, 64)]
+    assert all(torch.equal(found[0], each) for each in found[1:])
+    plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
+    found = [kernels.linear(x[:size, :600], plain)[:2] for size in (2, 17, 64)]
+    assert all(torch.equal(found[0], each) for each in found[1:])
+
+
+def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:
+    inputs = Inputs()
+    w, _ = e4m3_weight(inputs, 256, 512)
+    assert w.scale is not None
+    x, scale = quantise.quantise(inputs.outliers(70, 512, dtype=torch.bfloat16), num_rows=80)
+    assert x.shape == (80, 512)
+    found = kernels.unsplit((x[:5], scale[:5]), w.weight, w.scale)
+    assert torch.equal(found, kernels.unsplit((x[:70], scale[:70]), w.weight, w.scale)[:5])
+
+
+@pytest.mark.parametrize("token_major", [False, True])
+@pytest.mark.parametrize("shape", [(0, 128), (1, 256), (5, 4224), (9, 3, 200)], ids=str)
+def test_quantise(shape: tuple[int, ...], token_major: bool) -> None:
+    x = Inputs().outliers(*shape, dtype=torch.bfloat16)
+    y, scale = quantise.quantise(x, token_major)
+    wide = scale.repeat_interleave(128, -1)[..., : shape[-1]]
+    assert torch.equal(y.float() * wide, round_e4m3(x, 128).float())
+    assert torch.equal(quantise.round_input(x), round_e4m3(x, 128))
+    if token_major:
+        assert scale.is_contiguous()
+    else:
+        assert scale.numel() == 0 or (scale.stride(0) == 1 and scale.stride(-1) % 4 == 0)
+
+
+def test_swiglu_quantise() -> None:
+    gate_up = 4 * Inputs().outliers(3, 768, dtype=torch.bfloat16)
+    y, scale = quantise.swiglu_quantise(gate_up, 10.0)
+    gate, up = gate_up.float().chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
+    found, wanted = (
+        y.float() * scale.repeat_interleave(128, -1),
+        round_e4m3(hidden.bfloat16().float(), 128),
+    )
+    assert (found - wanted).norm() < 2.0**-6 * wanted.norm()
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    w, _ = e4m3_weight(Inputs(), 128, 256)
+    x = torch.zeros(2, 256, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="lie together"):
+        kernels.linear(torch.zeros(256, 2).T, w)
+    with pytest.raises(ValueError, match="128 values for a weight"):
+        kernels.linear(x[:, :128], w)
+    with pytest.raises(ValueError, match="without a scale"):
+        kernels.linear(x, LinearWeight(w.weight, True))
+    with pytest.raises(ValueError, match="rounded inputs only"):
+        kernels.linear(x, LinearWeight(w.weight, False, w.scale))
