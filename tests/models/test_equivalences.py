@@ -31,6 +31,7 @@ MODELS = (
     *((seed, mode, True, 1) for seed in (3, 16) for mode in MODES),
     (3, "exact", False, 2),
     (8, "exact", False, 2),
+    *((8, mode, True, 2) for mode in MODES),
 )
 LENGTH = 290
 

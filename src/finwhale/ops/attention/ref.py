@@ -115,6 +115,13 @@ def _attend(
     Sums run block by block, so that a block without valid rows changes no bit: the result does
     not depend on how far the longest sequence of the batch made the others pad their slots.
     """
+    if q_NAC.shape[0] == 1 and q_NAC.device.type == "cpu":
+        # On several threads one matrix takes another path, with other bits, than two or more.
+        twice = q_NAC.new_empty(2, *q_NAC.shape[1:])
+        both = [(rows_PC, slots_NK.expand(2, -1)) for rows_PC, slots_NK in pools]
+        _attend(q_NAC.expand(2, -1, -1), both, sink_A, twice)
+        out_NAC.copy_(twice[:1])
+        return
     gathered, scores = [], []
     maximum = sink_A[None, :, None]
     for rows_PC, slots_NK in pools:
