@@ -63,7 +63,7 @@ def _prepared(ops: Ops, arg: Any) -> Any:
         e = ops.prepare_experts(ExpertWeight(w13, w2, arg.round_input))
         e.w13.copy_(arg.w13)
         e.w2.copy_(arg.w2)
-        return e
+        return ops.finish_experts(e) if e.w13.dim() == 3 else e
     return arg
 
 

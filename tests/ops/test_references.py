@@ -497,7 +497,7 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
 def test_every_operator_is_covered() -> None:
     covered = {case.operator for case in SMALL}
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
-    assert uncovered == {"prepare_linear", "prepare_experts", "sample"}
+    assert uncovered == {"prepare_linear", "prepare_experts", "finish_experts", "sample"}
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}
     assert {len(parts) for parts in compressed} == {1, 2}
