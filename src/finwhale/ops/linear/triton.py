@@ -9,6 +9,9 @@
 A token's bits do not depend on the other tokens, and not on how many there are within 1, within
 2..SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
 
+Kernels start while the one before still ends (`early_launch`) and ask for the weight meanwhile: it
+must not be what that kernel writes. Everything else is read after it has ended.
+
 FP8 weights have a float32 scale for each block of 128x128, a power of two, as the tokens' scales
 are: they are exact wherever they are applied.
 """
