@@ -20,6 +20,7 @@ class EngineConfig:
             model was trained with; "exact" rounds none of them.
         reference: run the plain torch definitions instead of the platform's table.
         enforce_eager: launch every kernel from the host instead of replaying captured graphs.
+        graph_sizes: batch sizes whose decode is captured; None: a ladder up to max_num_seqs.
         max_model_len: tokens of prompt and output of one sequence at most; None: what the
             checkpoint allows and the memory holds.
         max_num_seqs: sequences that run at once.
@@ -32,6 +33,7 @@ class EngineConfig:
     activations: Activations = "as-trained"
     reference: bool = False
     enforce_eager: bool = False
+    graph_sizes: tuple[int, ...] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
@@ -43,6 +45,13 @@ class EngineConfig:
         if self.activations not in ("as-trained", "exact"):
             raise FinwhaleError(
                 f'activations must be "as-trained" or "exact", got {self.activations!r}'
+            )
+        if self.graph_sizes is not None and not all(
+            0 < size <= self.max_num_seqs for size in self.graph_sizes
+        ):
+            raise FinwhaleError(
+                f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
+                f"{self.graph_sizes}"
             )
         for name in _COUNTS:
             value = getattr(self, name)

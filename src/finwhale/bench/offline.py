@@ -107,16 +107,57 @@ class Bench:
         repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
 
         def once() -> None:
-            name = self.begin(self.prompt(shape.tokens), 1)
-            while self.engine.has_work:
-                self.engine.step()
-            self.engine.abort(name)
+            self._prefill_once(shape.tokens)
 
         once()
         result: dict[str, Any] = {"ms": summary([self._timed(once) for _ in range(repeats)])}
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         result["floor_ms"] = round(1e3 * self._prefill_ops(shape.tokens) / FP8_OPS_S, 4)
         return result
+
+    def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
+        """(kernel, launches, microseconds) of one step, the most expensive first.
+
+        Kernels of one graph may overlap: their sum can exceed the step.
+        """
+        if shape.batch:
+            return self._profiled(self._replay_of(shape), count)
+        return self._profiled(lambda: self._prefill_once(shape.tokens), count)
+
+    def _profiled(self, run: Any, count: int) -> list[tuple[str, int, float]]:
+        run()
+        activity = torch.profiler.ProfilerActivity.CUDA
+        with torch.profiler.profile(activities=[activity]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        rows = [
+            (event.key, event.count, event.self_device_time_total)
+            for event in profiler.key_averages()
+            if event.self_device_time_total
+        ]
+        for name in list(self.engine._requests):
+            self.engine.abort(name)
+        return sorted(rows, key=lambda row: -row[2])[:count]
+
+    def _replay_of(self, shape: Shape) -> Any:
+        """Read `batch` prompts and return the replay of their next step."""
+        for _ in range(shape.batch):
+            self.begin(self.prompt(shape.tokens), 16)
+        running = self.engine.scheduler.running
+        while len(running) < shape.batch or any(
+            len(s.token_ids) - s.num_computed > 1 for s in running
+        ):
+            self.engine.step()
+        graphs, chunks = self.engine.runner.graphs, self._chunks()
+        if graphs is None or not graphs.fits(chunks):
+            return lambda: self.engine.runner.logits(chunks)
+        return lambda: graphs.run(chunks)
+
+    def _prefill_once(self, tokens: int) -> None:
+        name = self.begin(self.prompt(tokens), 1)
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.abort(name)
 
     @staticmethod
     def _timed(run: Any) -> float:
@@ -222,6 +263,15 @@ class Bench:
         return ops
 
 
+def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, float]]) -> None:
+    table = Table(title=f"{shape}: kernels of one step", title_justify="left")
+    for column in ("kernel", "launches", "us", "us each"):
+        table.add_column(column, justify="left" if column == "kernel" else "right")
+    for name, launches, micros in rows:
+        table.add_row(name[:70], str(launches), f"{micros:,.0f}", f"{micros / launches:,.1f}")
+    console.print(table)
+
+
 def memory(engine: Engine) -> dict[str, float]:
     """GiB on the device: the cache's, all that torch holds, and the most it ever held."""
     gib = 2.0**30
@@ -284,6 +334,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             enforce_eager=args.enforce_eager,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(1, *(shape.batch for shape in shapes)),
+            graph_sizes=tuple({shape.batch for shape in shapes if shape.batch}) or None,
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
         config,
@@ -292,6 +343,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     load_s = round(time.perf_counter() - start, 1)
     gc.collect()
+    if args.verbose:
+        console.print(f"loaded and captured in {load_s} s")
     bench = Bench(engine, args.steps)
     rows: list[tuple[Shape, dict[str, Any]]] = []
     for shape in shapes:
@@ -299,6 +352,10 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.verbose:
             console.print(f"{shape}: {rows[-1][1]}")
     show(console, rows)
+    kernels = {}
+    for shape in shapes if args.kernels else ():
+        kernels[str(shape)] = bench.kernels(shape, args.kernels)
+        show_kernels(console, shape, kernels[str(shape)])
     held = memory(engine) if engine.runner.device.type == "cuda" else {}
     console.print(f"loaded and captured in {load_s} s; {held}")
     return {
@@ -307,6 +364,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "load_s": load_s,
         "memory": held,
+        "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
             for shape, result in rows
@@ -336,6 +394,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--reference", action="store_true", help="the references' table")
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    parser.add_argument(
+        "--kernels", type=int, default=0, metavar="N", help="show each shape's N slowest kernels"
+    )
     parser.add_argument("--verbose", action="store_true", help="print each result at once")
     parser.add_argument(
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/offline-h200.jsonl"

@@ -101,19 +101,20 @@ class ModelRunner:
 
         pool = torch.cuda.graph_pool_handle()
         most = config.max_num_batched_tokens
-        self.prefill_graphs = Graphs(
-            streams,
-            self.groups,
-            sizes=[size for size in PREFILL_SIZES if size < most] or [most],
-            num_seqs=config.max_num_seqs,
-            max_len=self.max_model_len,
-            device=self.device,
-            pool=pool,
-        )
+        if config.graph_sizes is None:
+            self.prefill_graphs = Graphs(
+                streams,
+                self.groups,
+                sizes=[size for size in PREFILL_SIZES if size < most] or [most],
+                num_seqs=config.max_num_seqs,
+                max_len=self.max_model_len,
+                device=self.device,
+                pool=pool,
+            )
         self.graphs = Graphs(
             logits,
             self.groups,
-            sizes=decode_sizes(config.max_num_seqs),
+            sizes=sorted(set(config.graph_sizes or decode_sizes(config.max_num_seqs))),
             num_seqs=None,
             max_len=self.max_model_len,
             device=self.device,
