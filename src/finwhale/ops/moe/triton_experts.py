@@ -30,6 +30,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import hopper_experts as hopper
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 GROUP = 128  # activations that share a scale
@@ -200,7 +201,7 @@ def _product(
     first,
     tile,
     blocks,
-    P,
+    stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -212,14 +213,14 @@ def _product(
     """
     row = tl.arange(0, ROWS)
     steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
-    scale_ptrs = x_scale_ptr + tl.minimum(first + tl.arange(0, COLUMNS), P - 1)
+    scale_ptrs = x_scale_ptr + first + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for k in tl.range(0, blocks, num_stages=STAGES):
         w = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
         a, b = _decode(w, tl.load(steps_ptrs + k * 64), ROWS, ASM)
         x0 = x_desc.load([first, k * 128])
         x1 = x_desc.load([first, k * 128 + 64])
-        scale = tl.load(scale_ptrs + k * P)
+        scale = tl.load(scale_ptrs + k * stride)
         if ASM:
             part = tl.dot(a, tl.trans(x0))
             part = tl.dot(b, tl.trans(x1), part)
@@ -250,7 +251,7 @@ def _round_rows_kernel(
     place_ptr,
     values_ptr,
     scale_ptr,
-    P,
+    stride_scale,
     D,
     stride_x,
     K: tl.constexpr,
@@ -258,7 +259,7 @@ def _round_rows_kernel(
     E4M3_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
 ):
-    """Row n of x, BLOCK groups of it, to rows place[n K ..] of values [P,D] and scale [D/128,P].
+    """Row n of x, BLOCK groups of it, to rows place[n K ..] of values and columns of scale.
 
     A place of -1 is none; without place_ptr K is 1 and a row keeps its number.
     """
@@ -274,7 +275,7 @@ def _round_rows_kernel(
             place = tl.load(place_ptr + token * K + k).to(tl.int64)
         used = is_group & (place >= 0)
         tl.store(values_ptr + place * D + d, values, mask=used[:, None])
-        tl.store(scale_ptr + group * P + place, scale, mask=used)
+        tl.store(scale_ptr + group * stride_scale + place, scale, mask=used)
 
 
 @triton.jit
@@ -358,7 +359,7 @@ def _gate_up_kernel(
     unit_ptr,
     hidden_ptr,
     hidden_scale_ptr,
-    P,
+    stride,
     D,
     I,  # noqa: E741
     limit,
@@ -388,7 +389,7 @@ def _gate_up_kernel(
             first,
             tile,
             D // 128,
-            P,
+            stride,
             2 * BLOCK_I,
             BLOCK_N,
             STAGES,
@@ -407,7 +408,7 @@ def _gate_up_kernel(
         if BLOCK_I == 128:
             values, scale = _round(hidden, 1, E4M3_MAX, MIN_AMAX)
             tl.store(target, values, mask=(place < end)[:, None])
-            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * P + place
+            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * stride + place
             tl.store(scale_ptrs, scale, mask=place < end)
         else:
             tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[:, None])
@@ -424,7 +425,7 @@ def _down_kernel(
     unit_ptr,
     weights_ptr,
     out_ptr,
-    P,
+    stride,
     D,
     I,  # noqa: E741
     BLOCK_D: tl.constexpr,
@@ -447,7 +448,7 @@ def _down_kernel(
             first,
             tile,
             I // 128,
-            P,
+            stride,
             BLOCK_D,
             BLOCK_N,
             STAGES,
@@ -503,6 +504,7 @@ class Plan:
     block_n: int
     gate_up: tuple[int, int, int]  # rows of w1 (and as many of w3), stages, warps
     down: tuple[int, int, int]
+    hopper: tuple[int, int, int] | None = None
 
 
 def plan(num_pairs: int, num_experts: int) -> Plan:
@@ -656,14 +658,14 @@ def _launch(
     def rounded(x: Tensor, place: Tensor | None, topk: int) -> tuple[Tensor, Tensor]:
         rows, row_width = x.shape
         values = empty(pairs, row_width, dtype=fp8)
-        scale = empty(row_width // GROUP, pairs, dtype=f32)
+        scale = empty(row_width // GROUP, pairs + plan.block_n, dtype=f32)
         groups = 8 if rows <= 256 else 32
         _round_rows_kernel[(rows, triton.cdiv(row_width, groups * GROUP))](
             x,
             place,
             values,
             scale,
-            pairs,
+            scale.stride(0),
             row_width,
             x.stride(0),
             K=topk,
@@ -675,9 +677,20 @@ def _launch(
         return values, scale
 
     x, x_scale = rounded(x_ND, place, topk)
+    each = empty(pairs, width)
+    if plan.hopper:
+        groups, up_stages, down_stages = plan.hopper
+        hidden = empty(pairs, inner, dtype=f32)
+        w13, w2 = (w.w13, w.scale13, w.unit13), (w.w2, w.scale2, w.unit2)
+        hopper.gate_up(x, x_scale, blocks, *w13, hidden, limit, plan.block_n, groups, up_stages)
+        hidden, scale = rounded(hidden, None, 1)
+        hopper.down(
+            hidden, scale, order, blocks, *w2, weights_NK, each, plan.block_n, groups, down_stages
+        )
+        return _sum(each, ids_NK, shared, num_tokens)
     block_i, stages, warps = plan.gate_up
     hidden = empty(pairs, inner, dtype=fp8 if block_i == GROUP else f32)
-    hidden_scale = empty(inner // GROUP, pairs, dtype=f32)
+    hidden_scale = empty(inner // GROUP, pairs + plan.block_n, dtype=f32)
     _gate_up_kernel[(inner // block_i, slots)](
         TensorDescriptor.from_tensor(x, [plan.block_n, 64]),
         x_scale,
@@ -687,7 +700,7 @@ def _launch(
         w.unit13,
         hidden,
         hidden_scale,
-        pairs,
+        x_scale.stride(0),
         width,
         inner,
         limit,
@@ -703,7 +716,6 @@ def _launch(
         hidden, hidden_scale = rounded(hidden, None, 1)
 
     block_d, stages, warps = plan.down
-    each = empty(pairs, width)
     _down_kernel[(width // block_d, slots)](
         TensorDescriptor.from_tensor(hidden, [plan.block_n, 64]),
         hidden_scale,
@@ -714,7 +726,7 @@ def _launch(
         w.unit2,
         weights_NK,
         each,
-        pairs,
+        hidden_scale.stride(0),
         width,
         inner,
         BLOCK_D=block_d,
@@ -723,7 +735,12 @@ def _launch(
         ASM=USES_ASM,
         num_warps=warps,
     )
-    out = empty(num_tokens, width)
+    return _sum(each, ids_NK, shared, num_tokens)
+
+
+def _sum(each: Tensor, ids_NK: Tensor, shared: Tensor | None, num_tokens: int) -> Tensor:
+    width = each.shape[1]
+    out = torch.empty((num_tokens, width), dtype=torch.bfloat16, device=each.device)
     block_d = min(1024, triton.next_power_of_2(width))
     _sum_kernel[(num_tokens, triton.cdiv(width, block_d))](
         each,
@@ -732,7 +749,7 @@ def _launch(
         out,
         width,
         0 if shared is None else shared.stride(0),
-        K=topk,
+        K=ids_NK.shape[1],
         HAS_SHARED=shared is not None,
         BLOCK_D=block_d,
         num_warps=4,
