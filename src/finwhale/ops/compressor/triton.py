@@ -23,10 +23,10 @@ from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_PARTS = 2
-# ratio -> rows of one block of the gated average.
-BLOCK_ROWS = {4: 8, 128: 16}
 # ratio -> neighbouring tokens that one program looks at in a prefill.
 PREFILL_TOKENS = {4: 4, 128: 32}
+# Columns of an entry of ratio 128 that one program mixes.
+SLICE = 64
 
 
 @triton.jit
@@ -48,13 +48,15 @@ def _keep(
     kept,
     stride_projected,
     stride_state,
-    X: tl.constexpr,
+    first_column,
+    num_columns,
     BLOCK_X: tl.constexpr,
 ):
-    """Copy the kept tokens' projected rows to the state's pool."""
-    for start in range(0, X, BLOCK_X):
-        columns = start + tl.arange(0, BLOCK_X)
-        mask = kept[:, None] & (columns < X)[None, :]
+    """Copy columns of the kept tokens' projected rows to the state's pool."""
+    for start in range(0, num_columns, BLOCK_X):
+        local = start + tl.arange(0, BLOCK_X)
+        columns = first_column + local
+        mask = kept[:, None] & (local < num_columns)[None, :]
         row = tl.load(
             projected_ptr + tokens[:, None] * stride_projected + columns[None, :], mask=mask
         )
@@ -70,55 +72,37 @@ def _mix(
     token,
     position,
     first_position,
-    first_page,
     stride_projected,
     stride_state,
+    first_column,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The gated average of the S tokens up to `token`: [BLOCK_C], 0 past C."""
+    """Columns first_column .. + BLOCK - 1 of the gated average of the S tokens up to `token`."""
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
-    columns = tl.arange(0, BLOCK_C)
-    top = tl.full([BLOCK_C], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_C], tl.float32)
-    mixed = tl.zeros([BLOCK_C], tl.float32)
-    for block in range(S // BLOCK_R):
-        slot = block * BLOCK_R + tl.arange(0, BLOCK_R)
-        source = position - (S - 1) + slot
-        is_new = source >= first_position
-        is_old = (source >= 0) & (source < first_position)
-        page = tl.load(
-            state_row_ptr + source // ROWS_PER_PAGE - first_page, mask=is_old, other=0
-        ).to(tl.int64)
-        new_row = (token - (S - 1) + slot) * stride_projected
-        old_row = (page * ROWS_PER_PAGE + source % ROWS_PER_PAGE) * stride_state
-        if RATIO == 4:
-            column = (slot // 4 * C)[:, None] + columns[None, :]
-            gate_column = column + 2 * C
-        else:
-            column = columns[None, :] + tl.zeros([BLOCK_R, 1], tl.int32)
-            gate_column = column + C
-        new = is_new[:, None] & (columns < C)[None, :]
-        old = is_old[:, None] & (columns < C)[None, :]
-        new_kv = tl.load(projected_ptr + new_row[:, None] + column, mask=new, other=0.0)
-        old_kv = tl.load(state_ptr + old_row[:, None] + column, mask=old, other=0.0)
-        new_gate = tl.load(projected_ptr + new_row[:, None] + gate_column, mask=new, other=0.0)
-        old_gate = tl.load(state_ptr + old_row[:, None] + gate_column, mask=old, other=0.0)
-        ape = tl.load(
-            ape_ptr + slot[:, None] * C + columns[None, :], mask=(columns < C)[None, :], other=0.0
-        )
-        gate = tl.where(new, new_gate, old_gate) + ape
-        gate = tl.where((source >= 0)[:, None], gate, float("-inf"))
-        new_top = tl.maximum(top, tl.max(gate, axis=0))
-        weight = tl.exp(gate - new_top[None, :])
-        rescale = tl.exp(top - new_top)
-        total = total * rescale + tl.sum(weight, axis=0)
-        mixed = mixed * rescale + tl.sum(weight * tl.where(new, new_kv, old_kv), axis=0)
-        top = new_top
-    return mixed / total
+    columns = first_column + tl.arange(0, BLOCK)
+    slot = tl.arange(0, S)
+    source = position - (S - 1) + slot
+    is_old = (source >= 0) & (source < first_position)
+    page = tl.load(state_row_ptr + source // ROWS_PER_PAGE, mask=is_old, other=0).to(tl.int64)
+    new_row = (token - (S - 1) + slot) * stride_projected
+    old_row = (page * ROWS_PER_PAGE + source % ROWS_PER_PAGE) * stride_state
+    # One load serves both: rows of the state's pool, by their distance from the projection.
+    distance = (state_ptr.to(tl.int64) - projected_ptr.to(tl.int64)) // 4
+    row = tl.multiple_of(tl.where(is_old, distance + old_row, new_row), 4)
+    own = tl.where(slot < 4, 0, C) if RATIO == 4 else slot * 0
+    gates: tl.constexpr = 2 * C if RATIO == 4 else C
+    place = row[:, None] + own[:, None] + columns[None, :]
+    mask = (source >= 0)[:, None] & (columns < C)[None, :]
+    gate = tl.load(projected_ptr + place + gates, mask=mask, other=float("-inf"))
+    kv = tl.load(projected_ptr + place, mask=mask, other=0.0)
+    ape_place = ape_ptr + slot[:, None] * C + columns[None, :]
+    gate += tl.load(ape_place, mask=(columns < C)[None, :], other=0.0)
+    top = tl.max(gate, axis=0)
+    weight = tl.exp(gate - tl.where(columns < C, top, 0.0)[None, :])
+    return tl.sum(weight * kv, axis=0) / tl.where(columns < C, tl.sum(weight, axis=0), 1.0)
 
 
 @triton.jit
@@ -180,6 +164,8 @@ def _part(
     norm_ptr,
     state_ptr,
     entry_ptr,
+    mixed_ptr,
+    counters_ptr,
     positions_ptr,
     sequence_ptr,
     query_start_ptr,
@@ -204,79 +190,126 @@ def _part(
     GROUP: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
-    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    there = tokens < num_tokens
-    positions = tl.load(positions_ptr + tokens, mask=there, other=-1)
-    there = positions >= 0
-    sequence = tl.load(sequence_ptr + tokens, mask=there, other=0)
-    after = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
-    end = positions + after - tokens
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
-    kept = there & (positions >= end // RATIO * RATIO - BEFORE)
-    if tl.max(kept.to(tl.int32), axis=0) > 0:
-        first_page = tl.load(state_first_ptr + sequence, mask=kept, other=0)
-        index = positions // STATE_ROWS - first_page
-        table_row = state_pages_ptr + sequence.to(tl.int64) * stride_state_pages
-        page = tl.load(table_row + index, mask=kept, other=0).to(tl.int64)
-        slots = page * STATE_ROWS + positions % STATE_ROWS
-        X: tl.constexpr = 4 * C if RATIO == 4 else 2 * C
-        _keep(
-            projected_ptr,
-            state_ptr,
-            tokens,
-            slots,
-            kept,
-            stride_projected,
-            stride_state,
-            X,
-            BLOCK_X,
-        )
+    first_token = tl.program_id(0).to(tl.int64) * TOKENS
+    local = tl.arange(0, TOKENS)
+    tokens = first_token + local
+    positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    sequence = tl.load(sequence_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
+    there = positions >= 0
+    begins = tl.load(query_start_ptr + sequence, mask=there, other=0)
+    ends = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
+    state_first = tl.load(state_first_ptr + sequence, mask=there, other=0)
+    entry_first = tl.load(entry_first_ptr + sequence, mask=there, other=0)
     complete = there & (positions % RATIO == RATIO - 1)
+    first_column = tl.program_id(1) * SLICE if SLICES > 1 else 0
+
     left = tl.sum(complete.to(tl.int32), axis=0)
     last = -1
     while left > 0:
         left -= 1
-        local = tl.arange(0, TOKENS)
         last = tl.min(tl.where(complete & (local > last), local, TOKENS), axis=0)
-        token = tl.program_id(0).to(tl.int64) * TOKENS + last
-        position = tl.load(positions_ptr + token)
-        b = tl.load(sequence_ptr + token).to(tl.int64)
-        first_position = position - (token - tl.load(query_start_ptr + b))
+        this = local == last
+        token = first_token + last
+        position = tl.sum(tl.where(this, positions, 0), axis=0)
+        b = tl.sum(tl.where(this, sequence, 0), axis=0)
+        first_position = position - token + tl.sum(tl.where(this, begins, 0), axis=0)
+        first_state_page = tl.sum(tl.where(this, state_first, 0), axis=0)
+        entry = position // RATIO
+        page_index = entry // ENTRY_ROWS - tl.sum(tl.where(this, entry_first, 0), axis=0)
+        page = tl.load(entry_pages_ptr + b * stride_entry_pages + page_index).to(tl.int64)
+        columns = tl.arange(0, BLOCK_C)
+        norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
         mixed = _mix(
             projected_ptr,
             ape_ptr,
             state_ptr,
-            state_pages_ptr + b * stride_state_pages,
+            state_pages_ptr + b * stride_state_pages - first_state_page,
             token,
             position,
             first_position,
-            tl.load(state_first_ptr + b),
             stride_projected,
             stride_state,
+            first_column,
             RATIO,
             STATE_ROWS,
             C,
-            BLOCK_R,
-            BLOCK_C,
+            SLICE if SLICES > 1 else BLOCK_C,
         )
-        columns = tl.arange(0, BLOCK_C)
-        mixed = tl.where(columns < C, mixed, 0.0)
-        norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
-        row = mixed * tl.rsqrt(tl.sum(mixed * mixed, axis=0) / C + eps) * norm
-        entry = position // RATIO
-        row = _rotate(row, rotary_ptr + entry * RATIO * R, C, R, BLOCK_C)
-        page_index = entry // ENTRY_ROWS - tl.load(entry_first_ptr + b)
-        page = tl.load(entry_pages_ptr + b * stride_entry_pages + page_index).to(tl.int64)
-        page_ptr = entry_ptr + page * stride_entry
-        if WHOLE:
-            _store_index_key(row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, BLOCK_C)
+        is_last_slice = True
+        if SLICES > 1:
+            slice_columns = first_column + tl.arange(0, SLICE)
+            tl.store(mixed_ptr + token * C + slice_columns, mixed, mask=slice_columns < C)
+            # Every thread's values are stored before the count tells the other programs so.
+            tl.debug_barrier()
+            is_last_slice = tl.atomic_add(counters_ptr + token, 1, sem="acq_rel") == SLICES - 1
+        if is_last_slice:
+            if SLICES > 1:
+                tl.debug_barrier()
+                tl.store(counters_ptr + token, 0)
+                row = tl.load(
+                    mixed_ptr + token * C + columns,
+                    mask=columns < C,
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+            else:
+                row = mixed
+            row = row * tl.rsqrt(tl.sum(row * row, axis=0) / C + eps) * norm
+            row = _rotate(row, rotary_ptr + entry * RATIO * R, C, R, BLOCK_C)
+            page_ptr = entry_ptr + page * stride_entry
+            if WHOLE:
+                _store_index_key(row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, BLOCK_C)
+            else:
+                _store_attention_row(
+                    row,
+                    page_ptr,
+                    entry % ENTRY_ROWS,
+                    C,
+                    R,
+                    ENTRY_ROWS,
+                    GROUP,
+                    SCALE_BYTES,
+                    BLOCK_C,
+                )
+
+    end = positions + ends - tokens
+    kept = there & (positions >= end // RATIO * RATIO - BEFORE)
+    if tl.max(kept.to(tl.int32), axis=0) > 0:
+        table_row = state_pages_ptr + sequence * stride_state_pages
+        page = tl.load(table_row + (positions // STATE_ROWS - state_first), mask=kept, other=0)
+        slots = page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
+        if SLICES > 1:
+            for half in range(2):
+                _keep(
+                    projected_ptr,
+                    state_ptr,
+                    tokens,
+                    slots,
+                    kept,
+                    stride_projected,
+                    stride_state,
+                    half * C + first_column,
+                    tl.minimum(SLICE, C - first_column),
+                    SLICE,
+                )
         else:
-            _store_attention_row(
-                row, page_ptr, entry % ENTRY_ROWS, C, R, ENTRY_ROWS, GROUP, SCALE_BYTES, BLOCK_C
+            _keep(
+                projected_ptr,
+                state_ptr,
+                tokens,
+                slots,
+                kept,
+                stride_projected,
+                stride_state,
+                0,
+                4 * C if RATIO == 4 else 2 * C,
+                BLOCK_X,
             )
 
 
@@ -292,6 +325,8 @@ def _compress_kernel(
     norm_b_ptr,
     state_b_ptr,
     entry_b_ptr,
+    mixed_ptr,
+    counters_ptr,
     positions_ptr,
     sequence_ptr,
     query_start_ptr,
@@ -324,16 +359,19 @@ def _compress_kernel(
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    SLICES: tl.constexpr,
+    SLICE: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
-    if tl.program_id(1) == 0:
+    if (tl.program_id(1) == 0) | (C_B == 0):
         _part(
             projected_a_ptr,
             ape_a_ptr,
             norm_a_ptr,
             state_a_ptr,
             entry_a_ptr,
+            mixed_ptr,
+            counters_ptr,
             positions_ptr,
             sequence_ptr,
             query_start_ptr,
@@ -358,17 +396,20 @@ def _compress_kernel(
             GROUP,
             SCALE_BYTES_A,
             TOKENS,
-            BLOCK_R,
+            SLICES,
+            SLICE,
             BLOCK_C_A,
             BLOCK_X,
         )
-    elif C_B > 0:
+    if C_B > 0 and tl.program_id(1) == 1:
         _part(
             projected_b_ptr,
             ape_b_ptr,
             norm_b_ptr,
             state_b_ptr,
             entry_b_ptr,
+            mixed_ptr,
+            counters_ptr,
             positions_ptr,
             sequence_ptr,
             query_start_ptr,
@@ -393,7 +434,8 @@ def _compress_kernel(
             GROUP,
             SCALE_BYTES_B,
             TOKENS,
-            BLOCK_R,
+            SLICES,
+            SLICE,
             BLOCK_C_B,
             BLOCK_X,
         )
@@ -410,6 +452,11 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
             raise ValueError(
                 f"{name} must be float32 rows of {num_values} values that lie together, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+        if tensor.stride(0) % 4 or width % 4 or tensor.data_ptr() % 16:
+            raise ValueError(
+                f"rows of {name} must begin at multiples of 16 bytes, parts of them too: "
+                f"got strides {tensor.stride()} and entries of {width} values"
             )
     pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":
@@ -428,6 +475,21 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
             f"pages of {entry_rows} entries of {width} values, {rope} rope, take {wanted} bytes, "
             f"got {pool.shape[1]}"
         )
+
+
+def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
+    """What programs of one entry give each other: mixed columns, and how many have come.
+
+    The counts are 0 before and after each launch, so that a step's layers share them.
+    """
+    device, num_tokens = tokens.positions.device, tokens.positions.shape[0]
+    if not width:
+        return tokens.positions, tokens.positions
+    counters = tokens.memo.get("compress counters")
+    if counters is None:
+        counters = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+        tokens.memo["compress counters"] = counters
+    return torch.empty(num_tokens, width, dtype=torch.float32, device=device), counters
 
 
 def compress(
@@ -459,9 +521,13 @@ def compress(
         sizes.append((width, whole, scales, block if whole else max(NOPE_GROUP, block)))
     (width_a, whole_a, scales_a, block_a), (width_b, whole_b, scales_b, block_b) = sizes
     tokens_per_program = 1 if tokens.max_query == 1 else PREFILL_TOKENS[ratio]
-    num_warps = 4 if ratio == 4 else max(4, block_a // 32)
-    _compress_kernel[(triton.cdiv(num_tokens, tokens_per_program), len(parts))](
+    slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
+    mixed, counters = _exchange(tokens, width_a if slices > 1 else 0)
+    programs = (triton.cdiv(num_tokens, tokens_per_program), max(slices, len(parts)))
+    _compress_kernel[programs](
         *arguments,
+        mixed,
+        counters,
         tokens.positions,
         tokens.sequence,
         tokens.query_start,
@@ -489,7 +555,8 @@ def compress(
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
         TOKENS=tokens_per_program,
-        BLOCK_R=BLOCK_ROWS[ratio],
+        SLICES=slices,
+        SLICE=SLICE,
         BLOCK_X=min(512, 4 * block_a) if tokens_per_program > 1 else 2 * block_a,
-        num_warps=num_warps,
+        num_warps=8,
     )

@@ -18,6 +18,8 @@ from finwhale.ops.paging import PageTable, Tokens
 # Counts of a pass are packed in 16 bits.
 MAX_BLOCK = 16384
 MAX_CANDIDATES = 16384
+# Keys that are written at once: a larger block would leave its registers.
+MAX_PART = 4096
 MIN_BLOCK = 1024
 
 
@@ -38,6 +40,8 @@ def _threshold(keys, valid, count):
     """The largest t that at least `count` of the valid keys reach; the others are -2^31."""
     low = tl.min(tl.where(valid, keys, 0x7FFFFFFF), axis=0).to(tl.int64)
     high = tl.max(keys, axis=0).to(tl.int64)
+    if tl.sum(valid.to(tl.int32), axis=0) == count:
+        high = low
     while low < high:
         span = high - low
         first = low + (span + 3) // 4
@@ -69,17 +73,26 @@ def _threshold(keys, valid, count):
 
 
 @triton.jit
-def _choose(keys, valid, count):
-    """Which keys are the `count` largest, ties by the lowest index, and each one's place."""
-    threshold = _threshold(keys, valid, count)
+def _places(keys, threshold, ties_wanted, above_before, ties_before):
+    """Which keys are chosen, ties by the lowest index, and each one's place in the result.
+
+    The arguments count what stands before these keys; also returns the counts of these.
+    """
     above = (keys > threshold).to(tl.int32)
     tie = (keys == threshold).to(tl.int32)
-    ties_wanted = count - tl.sum(above, axis=0)
     packed = above + (tie << 16)
     before = tl.cumsum(packed, axis=0) - packed
-    ties_before = before >> 16
-    chosen = (keys > threshold) | ((keys == threshold) & (ties_before < ties_wanted))
-    return chosen, (before & 0xFFFF) + tl.minimum(ties_before, ties_wanted)
+    total = tl.sum(packed, axis=0)
+    ties = (before >> 16) + ties_before
+    chosen = (keys > threshold) | ((keys == threshold) & (ties < ties_wanted))
+    place = (before & 0xFFFF) + above_before + tl.minimum(ties, ties_wanted)
+    return chosen, place, total & 0xFFFF, total >> 16
+
+
+@triton.jit
+def _load_keys(scores_ptr, entries, valid):
+    scores = tl.load(scores_ptr + entries, mask=valid, other=0.0)
+    return tl.where(valid, _ordered(scores), -0x7FFFFFFF - 1)
 
 
 @triton.jit
@@ -92,8 +105,7 @@ def _slots(entries, mask, table_row_ptr, first_page, ROWS_PER_PAGE: tl.constexpr
 def _select_chunk(
     scores_row_ptr,
     out_row_ptr,
-    candidate_keys_ptr,
-    candidate_entries_ptr,
+    candidates_ptr,
     table_row_ptr,
     first_page,
     start,
@@ -102,28 +114,41 @@ def _select_chunk(
     is_whole,
     ROWS_PER_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     """The best of one chunk: to the result where it is the whole row, else to the candidates."""
     columns = tl.arange(0, BLOCK)
     valid = columns < length
-    scores = tl.load(scores_row_ptr + start + columns, mask=valid, other=0.0)
-    keys = tl.where(valid, _ordered(scores), -0x7FFFFFFF - 1)
-    chosen, place = _choose(keys, valid, tl.minimum(topk, length))
-    entries = start + columns
-    if is_whole:
-        slots = _slots(entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
-        tl.store(out_row_ptr + place, slots, mask=chosen)
-    else:
-        tl.store(candidate_keys_ptr + place, keys, mask=chosen)
-        tl.store(candidate_entries_ptr + place, entries, mask=chosen)
+    count = tl.minimum(topk, length)
+    keys = _load_keys(scores_row_ptr, start + columns, valid)
+    threshold = _threshold(keys, valid, count)
+    above_before = 0
+    ties_before = 0
+    ties_wanted = count - tl.sum((keys > threshold).to(tl.int32), axis=0)
+    for part in range(0, length if BLOCK > PART else 1, PART):
+        part_columns = part + tl.arange(0, PART if BLOCK > PART else BLOCK)
+        entries = start + part_columns
+        if BLOCK > PART:
+            part_keys = _load_keys(scores_row_ptr, entries, part_columns < length)
+            chosen, place, above, ties = _places(
+                part_keys, threshold, ties_wanted, above_before, ties_before
+            )
+        else:
+            chosen, place, above, ties = _places(keys, threshold, ties_wanted, 0, 0)
+        if is_whole:
+            slots = _slots(entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
+            tl.store(out_row_ptr + place, slots, mask=chosen)
+        else:
+            tl.store(candidates_ptr + place, entries, mask=chosen)
+        above_before += above
+        ties_before += ties
 
 
 @triton.jit
 def _select_kernel(
     scores_ptr,
     out_ptr,
-    candidate_keys_ptr,
-    candidate_entries_ptr,
+    candidates_ptr,
     positions_ptr,
     sequence_ptr,
     pages_ptr,
@@ -139,6 +164,7 @@ def _select_kernel(
     ROWS_PER_PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     SMALL: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -161,13 +187,11 @@ def _select_kernel(
         return
     length = tl.minimum(visible - start, CHUNK)
     scores_row_ptr = scores_ptr + row * stride_scores
-    candidates = row * stride_candidates + chunk * topk
     if length <= SMALL:
         _select_chunk(
             scores_row_ptr,
             out_row_ptr,
-            candidate_keys_ptr + candidates,
-            candidate_entries_ptr + candidates,
+            candidates_ptr + row * stride_candidates + chunk * topk,
             table_row_ptr,
             first_page,
             start,
@@ -176,13 +200,13 @@ def _select_kernel(
             visible <= CHUNK,
             ROWS_PER_PAGE,
             SMALL,
+            PART,
         )
     else:
         _select_chunk(
             scores_row_ptr,
             out_row_ptr,
-            candidate_keys_ptr + candidates,
-            candidate_entries_ptr + candidates,
+            candidates_ptr + row * stride_candidates + chunk * topk,
             table_row_ptr,
             first_page,
             start,
@@ -191,41 +215,60 @@ def _select_kernel(
             visible <= CHUNK,
             ROWS_PER_PAGE,
             CHUNK,
+            PART,
         )
 
 
 @triton.jit
 def _select_candidates(
+    scores_row_ptr,
     out_row_ptr,
-    keys_ptr,
-    entries_ptr,
+    candidates_ptr,
     table_row_ptr,
     first_page,
     length,
     topk,
     ROWS_PER_PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     columns = tl.arange(0, BLOCK)
     valid = columns < length
-    keys = tl.load(keys_ptr + columns, mask=valid, other=-0x7FFFFFFF - 1)
-    chosen, place = _choose(keys, valid, topk)
-    entries = tl.load(entries_ptr + columns, mask=chosen, other=0)
-    slots = _slots(entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
-    tl.store(out_row_ptr + place, slots, mask=chosen)
+    entries = tl.load(candidates_ptr + columns, mask=valid, other=0)
+    keys = _load_keys(scores_row_ptr, entries, valid)
+    threshold = _threshold(keys, valid, topk)
+    above_before = 0
+    ties_before = 0
+    ties_wanted = topk - tl.sum((keys > threshold).to(tl.int32), axis=0)
+    for part in range(0, length if BLOCK > PART else 1, PART):
+        part_columns = part + tl.arange(0, PART if BLOCK > PART else BLOCK)
+        part_valid = part_columns < length
+        part_entries = tl.load(candidates_ptr + part_columns, mask=part_valid, other=0)
+        if BLOCK > PART:
+            part_keys = _load_keys(scores_row_ptr, part_entries, part_valid)
+            chosen, place, above, ties = _places(
+                part_keys, threshold, ties_wanted, above_before, ties_before
+            )
+        else:
+            chosen, place, above, ties = _places(keys, threshold, ties_wanted, 0, 0)
+        slots = _slots(part_entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
+        tl.store(out_row_ptr + place, slots, mask=chosen)
+        above_before += above
+        ties_before += ties
 
 
 @triton.jit
 def _merge_kernel(
+    scores_ptr,
     out_ptr,
-    candidate_keys_ptr,
-    candidate_entries_ptr,
+    candidates_ptr,
     positions_ptr,
     sequence_ptr,
     pages_ptr,
     first_ptr,
     first_token,
     topk,
+    stride_scores,
     stride_out,
     stride_candidates,
     stride_pages,
@@ -233,6 +276,7 @@ def _merge_kernel(
     ROWS_PER_PAGE: tl.constexpr,
     CHUNK: tl.constexpr,
     SMALL: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The best of what the chunks of a row chose: topk of each but the last, in order."""
@@ -246,32 +290,34 @@ def _merge_kernel(
     table_row_ptr = pages_ptr + b * stride_pages
     full = (visible - 1) // CHUNK
     length = full * topk + tl.minimum(visible - full * CHUNK, topk)
+    scores_row_ptr = scores_ptr + row * stride_scores
     out_row_ptr = out_ptr + token * stride_out
-    keys_ptr = candidate_keys_ptr + row * stride_candidates
-    entries_ptr = candidate_entries_ptr + row * stride_candidates
+    candidates_row_ptr = candidates_ptr + row * stride_candidates
     if length <= SMALL:
         _select_candidates(
+            scores_row_ptr,
             out_row_ptr,
-            keys_ptr,
-            entries_ptr,
+            candidates_row_ptr,
             table_row_ptr,
             first_page,
             length,
             topk,
             ROWS_PER_PAGE,
             SMALL,
+            PART,
         )
     else:
         _select_candidates(
+            scores_row_ptr,
             out_row_ptr,
-            keys_ptr,
-            entries_ptr,
+            candidates_row_ptr,
             table_row_ptr,
             first_page,
             length,
             topk,
             ROWS_PER_PAGE,
             BLOCK,
+            PART,
         )
 
 
@@ -309,13 +355,11 @@ def select_topk(
     chunk = chunk_entries(max_entries, topk)
     num_chunks = max(1, triton.cdiv(max_entries, chunk))
     shape = (num_rows, num_chunks * topk) if num_chunks > 1 else (1, 1)
-    keys = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
-    entries = torch.empty_like(keys)
+    candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
     _select_kernel[(num_rows, num_chunks)](
         scores_NE,
         out_NK,
-        keys,
-        entries,
+        candidates,
         tokens.positions,
         tokens.sequence,
         table.pages,
@@ -325,12 +369,13 @@ def select_topk(
         out_NK.shape[1],
         scores_NE.stride(0),
         out_NK.stride(0),
-        keys.stride(0),
+        candidates.stride(0),
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
         CHUNK=chunk,
         SMALL=max(MIN_BLOCK, chunk // 8),
+        PART=MAX_PART,
         BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
         num_warps=_warps(chunk),
     )
@@ -338,22 +383,24 @@ def select_topk(
         return
     block = triton.next_power_of_2(num_chunks * topk)
     _merge_kernel[(num_rows,)](
+        scores_NE,
         out_NK,
-        keys,
-        entries,
+        candidates,
         tokens.positions,
         tokens.sequence,
         table.pages,
         table.first,
         first_token,
         topk,
+        scores_NE.stride(0),
         out_NK.stride(0),
-        keys.stride(0),
+        candidates.stride(0),
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
         CHUNK=chunk,
         SMALL=max(MIN_BLOCK, block // 8),
+        PART=MAX_PART,
         BLOCK=block,
         num_warps=_warps(block),
     )
