@@ -111,6 +111,8 @@ def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
         return replace(arg, table=_taken(arg.table, rows, sequences))
     if isinstance(arg, Selected):
         return replace(arg, slots=arg.slots[rows])
+    if isinstance(arg, tuple):
+        return tuple(replace(part, projected=part.projected[rows]) for part in arg)
     return None if arg is None else arg[rows]
 
 
@@ -182,7 +184,8 @@ class Draw:
         is, and its rows are strided, with pages of nobody behind each.
         """
         numbers = [
-            sorted({row // rows_per_page for rows in each for row in rows}) for each in needed
+            sorted({page for rows in each for page in _pages(rows, rows_per_page)})
+            for each in needed
         ]
         first = [pages[0] if pages else 0 for pages in numbers]
         width = max((pages[-1] - pages[0] + 1 for pages in numbers if pages), default=1)
@@ -197,6 +200,11 @@ class Draw:
             pages.int()[:, :width], torch.tensor(first, dtype=torch.int32), rows_per_page
         )
         return table, (count + 5) * rows_per_page
+
+
+def _pages(rows: range, rows_per_page: int) -> range:
+    """The pages of rows that are neighbours."""
+    return range(rows.start // rows_per_page, -(-rows.stop // rows_per_page)) if rows else rows
 
 
 def strided(x: Tensor) -> Tensor:

@@ -1,0 +1,325 @@
+"""A packed table's arguments and results as the references take them, and the other way round.
+
+What a packed table computes is checked against the references in float32, on the same values: its
+rows, keys and weights are exact there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finwhale.checkpoint.formats import (
+    dequantise_fp4,
+    dequantise_fp8_block,
+    quantise_fp4,
+    quantise_fp8_block,
+    scale_to_float32,
+)
+from finwhale.ops import Ops
+from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention.layout import pack_rows, unpack_rows
+from finwhale.ops.case import Args
+from finwhale.ops.compressor import CompressPart
+from finwhale.ops.indexer.layout import pack_keys, unpack_keys
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.paging import PageTable, Tokens
+
+# Positions of the arguments that are activations, of operators with packed arguments.
+ACTIVATIONS = {
+    "linear": (0,),
+    "grouped_linear": (0,),
+    "swiglu_mlp": (0,),
+    "experts": (0, 5),
+    "prepare_qkv": (0, 2),
+    "select_entries": (0,),
+    "sparse_attention": (0, 8),
+    "compress": (),
+}
+
+
+def to_device(value: Any, device: str | torch.device) -> Any:
+    """An argument with its tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(to_device(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "memo"}
+        return type(value)(**{name: to_device(part, device) for name, part in parts.items()})
+    return value
+
+
+# --- From packed to plain -------------------------------------------------------------------------
+
+
+def plain_args(operator: str, args: Args) -> Args:
+    """The arguments that the reference computes the same from, in float32."""
+    if operator not in ACTIVATIONS:
+        return args
+    plain = list(args)
+    for position in ACTIVATIONS[operator]:
+        if position < len(plain) and plain[position] is not None:
+            plain[position] = plain[position].float()
+    if operator == "prepare_qkv":
+        plain[8] = unpack_rows(args[8], args[9].rows_per_page, args[2].shape[1], _rope(args[4]))
+    elif operator == "sparse_attention":
+        plain[4], plain[5] = (_plain_rows(arg, args) for arg in args[4:6])
+    elif operator == "select_entries":
+        plain[2] = unpack_keys(args[2], args[5].rows_per_page, args[0].shape[2])
+    elif operator == "compress":
+        rope, rows = _rope(args[2]), args[5].rows_per_page
+        plain[0] = tuple(
+            replace(part, entry_pool=_plain_entries(part, rows, rope)) for part in args[0]
+        )
+    return tuple(plain_weight(arg) for arg in plain)
+
+
+def plain_results(operator: str, args: Args, found: Sequence[Tensor]) -> list[Tensor]:
+    """What a packed table returned and wrote, as a reference does; `args` are the packed ones.
+
+    Rows and keys are exact in bfloat16, which says how they may differ. Selections are widened.
+    """
+    found = list(found)
+    if operator == "prepare_qkv":
+        rows = unpack_rows(found[1], args[9].rows_per_page, args[2].shape[1], _rope(args[4]))
+        return [found[0], rows.bfloat16()]
+    if operator == "select_entries":
+        return [F.pad(found[0], (0, args[6] - found[0].shape[1]), value=-1)]
+    if operator == "compress":
+        rope, rows = _rope(args[2]), args[5].rows_per_page
+        for i, part in enumerate(args[0]):
+            written = replace(part, entry_pool=found[2 * i + 1])
+            found[2 * i + 1] = _plain_entries(written, rows, rope).bfloat16()
+    return found
+
+
+def _rope(rotary: Tensor) -> int:
+    return 2 * rotary.shape[1]
+
+
+def _rows_per_page(arg: Window | Selected | Complete) -> int:
+    return arg.rows_per_page if isinstance(arg, Selected) else arg.table.rows_per_page
+
+
+def _plain_rows(arg: Window | Selected | Complete | None, args: Args) -> Any:
+    if arg is None or arg.pool.dtype != torch.uint8:
+        return arg
+    rows = unpack_rows(arg.pool, _rows_per_page(arg), args[0].shape[2], _rope(args[1]))
+    return replace(arg, pool=rows)
+
+
+def _plain_entries(part: CompressPart, rows_per_page: int, rope: int) -> Tensor:
+    width = part.weight.norm.shape[0]
+    if part.rounding == "whole":
+        return unpack_keys(part.entry_pool, rows_per_page, width)
+    return unpack_rows(part.entry_pool, rows_per_page, width, rope)
+
+
+def plain_weight(arg: Any) -> Any:
+    """A weight in float32; anything else as it is."""
+    if isinstance(arg, LinearWeight):
+        weight = arg.weight.float() if arg.scale is None else _fp8_values(arg.weight, arg.scale)
+        return LinearWeight(weight, arg.round_input)
+    if isinstance(arg, ExpertWeight):
+        w13, w2 = _expert_values(arg.w13, arg.scale13), _expert_values(arg.w2, arg.scale2)
+        return ExpertWeight(w13, w2, arg.round_input)
+    return arg
+
+
+def _fp8_values(weight: Tensor, scale: Tensor) -> Tensor:
+    if weight.dim() == 2:
+        return dequantise_fp8_block(weight, scale, torch.float32)
+    return torch.stack([_fp8_values(w, s) for w, s in zip(weight, scale, strict=True)])
+
+
+def _expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return weight.float()
+    if weight.dtype == torch.uint8:
+        return dequantise_fp4(weight.view(torch.int8), scale, torch.float32)
+    return _fp8_values(weight, scale)
+
+
+# --- From plain to packed -------------------------------------------------------------------------
+
+
+def packed_args(operator: str, args: Args) -> Args | None:
+    """A shared case's arguments as a packed table takes them; None: it has no form for them.
+
+    Values are rounded on the way, so compare with a reference on `plain_args` of the result.
+    """
+    if operator not in ACTIVATIONS:
+        return args
+    packed = list(args)
+    for position in ACTIVATIONS[operator]:
+        if position < len(packed):
+            packed[position] = _bfloat16(packed[position])
+    try:
+        if operator == "prepare_qkv":
+            packed[8] = pack_rows(args[8], args[9].rows_per_page, _rope(args[4]))
+            return tuple(packed) if args[6] else None
+        if operator == "sparse_attention":
+            packed[4], packed[5] = (_packed_rows(arg, _rope(args[1])) for arg in args[4:6])
+        elif operator == "select_entries":
+            packed[2] = pack_keys(args[2], args[5].rows_per_page)
+            return tuple(packed) if args[8] else None
+        elif operator == "compress":
+            if any(part.rounding == "none" for part in args[0]):
+                return None
+            packed[0] = tuple(_packed_part(part, args) for part in args[0])
+    except ValueError:  # widths that packed rows do not have
+        return None
+    weights = [_packed_weight(arg) for arg in packed]
+    return None if any(w is _NO_FORM for w in weights) else tuple(weights)
+
+
+_NO_FORM = object()
+
+
+def _bfloat16(x: Tensor) -> Tensor:
+    """The same strides, in bfloat16."""
+    out = torch.empty_strided(x.size(), x.stride(), dtype=torch.bfloat16, device=x.device)
+    return out.copy_(x)
+
+
+def _packed_rows(arg: Window | Selected | Complete | None, rope: int) -> Any:
+    return arg and replace(arg, pool=pack_rows(arg.pool, _rows_per_page(arg), rope))
+
+
+def _packed_part(part: CompressPart, args: Args) -> CompressPart:
+    rows, rope = args[5].rows_per_page, _rope(args[2])
+    pool = part.entry_pool
+    packed = pack_keys(pool, rows) if part.rounding == "whole" else pack_rows(pool, rows, rope)
+    return replace(part, entry_pool=packed)
+
+
+def _packed_weight(arg: Any) -> Any:
+    """FP8 and FP4 where inputs are rounded, else bfloat16."""
+    if isinstance(arg, LinearWeight):
+        if not arg.round_input:
+            return LinearWeight(arg.weight.bfloat16(), out_dtype=torch.float32)
+        weight, scale = _fp8(arg.weight)
+        return LinearWeight(weight, True, scale, torch.bfloat16)
+    if isinstance(arg, ExpertWeight):
+        if not arg.round_input:
+            return _NO_FORM
+        shared = arg.w13.dim() == 2
+        if not shared and (arg.w13.shape[-1] % 32 or arg.w2.shape[-1] % 32):
+            return _NO_FORM
+        (w13, scale13), (w2, scale2) = (_fp8(w) if shared else _fp4(w) for w in (arg.w13, arg.w2))
+        return ExpertWeight(w13, w2, True, scale13, scale2)
+    return arg
+
+
+def _fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    if weight.dim() == 2:
+        data, scale = quantise_fp8_block(weight)
+        return data, scale_to_float32(scale)
+    parts = [_fp8(w) for w in weight]
+    return torch.stack([w for w, _ in parts]), torch.stack([s for _, s in parts])
+
+
+def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
+    codes, exponents = quantise_fp4(weight)
+    return codes.view(torch.uint8), exponents.view(torch.uint8)
+
+
+# --- The same work in other places ----------------------------------------------------------------
+
+
+def ready(ops: Ops, arg: Any) -> Any:
+    """A weight as loading leaves it to the table's operators: `arg` must not be used any more."""
+    if isinstance(arg, LinearWeight):
+        w = ops.prepare_linear(arg)
+        if w.weight is not arg.weight:
+            w.weight.copy_(arg.weight)
+        return w
+    if isinstance(arg, ExpertWeight):
+        e = ops.prepare_experts(arg)
+        if e.w13 is not arg.w13:
+            e.w13.copy_(arg.w13)
+            e.w2.copy_(arg.w2)
+        return ops.finish_experts(e) if e.w13.dim() == 3 else e
+    return arg
+
+
+def far_pages(args: Args, least_bytes: int) -> Args:
+    """The same pages behind as many empty ones that their offsets pass `least_bytes`."""
+    extra: dict[int, int] = {}
+
+    def shift(table: PageTable) -> PageTable:
+        return replace(table, pages=table.pages + extra[id(table)])
+
+    def moved(pool: Tensor, table: Any) -> Tensor:
+        page_rows = 1 if pool.dtype == torch.uint8 else table.rows_per_page
+        page_bytes = page_rows * pool.stride(0) * pool.element_size()
+        count = extra.setdefault(id(table), -(-least_bytes // page_bytes))
+        far = pool.new_zeros(count * page_rows + len(pool), *pool.shape[1:])
+        far[count * page_rows :] = pool
+        return far
+
+    def far(arg: Any) -> Any:
+        if isinstance(arg, Window | Complete):
+            return replace(arg, pool=moved(arg.pool, arg.table), table=shift(arg.table))
+        if isinstance(arg, Selected):
+            pool = moved(arg.pool, arg)
+            slots = arg.slots + extra[id(arg)] * arg.rows_per_page
+            return replace(arg, pool=pool, slots=slots.where(arg.slots >= 0, -1))
+        return arg
+
+    new = [far(arg) for arg in args]
+    tables = [i for i, arg in enumerate(args) if isinstance(arg, PageTable)]
+    if isinstance(args[0], tuple):
+        new[0] = tuple(
+            replace(
+                part,
+                state_pool=moved(part.state_pool, args[4]),
+                entry_pool=moved(part.entry_pool, args[5]),
+            )
+            for part in args[0]
+        )
+    elif tables:
+        pools = [i for i, a in enumerate(args) if isinstance(a, Tensor) and a.dtype == torch.uint8]
+        new[pools[0]] = moved(args[pools[0]], args[tables[0]])
+    for i in tables:
+        new[i] = shift(args[i])
+    return tuple(new)
+
+
+def padded(args: Args, by_token: Sequence[int], count: int) -> Args:
+    """The same step with `count` more tokens at position -1, each of a sequence without pages."""
+
+    def table(arg: PageTable) -> PageTable:
+        pages = torch.cat((arg.pages, arg.pages.new_zeros(count, arg.pages.shape[1])))
+        return replace(arg, pages=pages, first=torch.cat((arg.first, arg.first.new_zeros(count))))
+
+    def more(arg: Any) -> Any:
+        if isinstance(arg, Tokens):
+            last = arg.query_start[-1:]
+            steps = torch.arange(1, count + 1, dtype=torch.int32, device=last.device)
+            return Tokens(
+                positions=F.pad(arg.positions, (0, count), value=-1),
+                sequence=torch.cat((arg.sequence, len(arg.query_start) - 2 + steps)),
+                query_start=torch.cat((arg.query_start, last + steps)),
+                max_len=arg.max_len,
+                max_query=max(1, arg.max_query),
+            )
+        if isinstance(arg, PageTable):
+            return table(arg)
+        if isinstance(arg, Window | Complete):
+            return replace(arg, table=table(arg.table))
+        if isinstance(arg, Selected):
+            return replace(arg, slots=F.pad(arg.slots, (0, 0, 0, count), value=-1))
+        if isinstance(arg, tuple):
+            return tuple(replace(part, projected=more(part.projected)) for part in arg)
+        if isinstance(arg, Tensor):
+            rows = torch.arange(len(arg) + count, device=arg.device) % len(arg)
+            return arg.index_select(0, rows)
+        return arg
+
+    return tuple(more(arg) if i in by_token else arg for i, arg in enumerate(args))

@@ -1,0 +1,177 @@
+"""`finwhale bench ops --check` on a CPU: its verdicts of a packed table made from the references.
+
+The table turns its packed arguments into plain ones, calls the reference and packs what it wrote,
+so every check must pass; with one operator changed, that operator's must fail.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finwhale.bench import ops as bench
+from finwhale.bench.packing import ACTIVATIONS, plain_args
+from finwhale.bench.works import CONFIGS, Draw, Work, works
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.attention.layout import pack_rows
+from finwhale.ops.case import Args, take_tokens
+from finwhale.ops.indexer.layout import pack_keys
+from finwhale.ops.paging import Tokens
+from finwhale.platform import Platform
+
+REFERENCE = load_ops(Platform.cpu(), reference=True)
+SIZES = replace(CONFIGS["demo"], vocab_size=300)
+WORKS = works(SIZES, Draw("cpu"))
+OPERATORS = sorted({work.operator for work in WORKS})
+
+
+def packed_operator(name: str) -> Callable[..., Any]:
+    """A reference that takes and gives what a packed table does; padding is cut off, put back."""
+    definition = getattr(REFERENCE, name)
+
+    def run(*args: Any) -> Any:
+        tokens = next((arg for arg in args if isinstance(arg, Tokens)), None)
+        count = len(tokens.positions) if tokens else 0
+        real = int((tokens.positions >= 0).sum()) if tokens else 0
+        used = take_tokens(args, bench.PAGED[name], 0, real) if real < count else args
+        plain = plain_args(name, used)
+        out = definition(*plain)
+        pack(name, used, plain)
+        if isinstance(out, Tensor) and out.dtype == torch.float32 and name != "rms_norm":
+            out = out.to(result_dtype(args))
+        if name == "sparse_attention":
+            args[8][real:] = 0
+        elif isinstance(out, Tensor) and tokens:
+            out = F.pad(out, (0, 0, 0, count - real))
+        return out
+
+    run.__module__, run.__qualname__ = "packed", name
+    return run
+
+
+def result_dtype(args: Args) -> torch.dtype:
+    wanted = getattr(args[1], "out_dtype", None)
+    return wanted or torch.bfloat16
+
+
+def pack(name: str, args: Args, plain: Args) -> None:
+    """Write to the packed arguments what was written to the plain ones."""
+    if name == "sparse_attention":
+        args[8].copy_(plain[8])
+    elif name == "prepare_qkv":
+        args[8].copy_(pack_rows(plain[8], args[9].rows_per_page, 2 * args[4].shape[1]))
+    elif name == "compress":
+        rows = args[5].rows_per_page
+        for part, written in zip(args[0], plain[0], strict=True):
+            if part.rounding == "whole":
+                packed = pack_keys(written.entry_pool, rows)
+            else:
+                packed = pack_rows(written.entry_pool, rows, 2 * args[2].shape[1])
+            part.entry_pool.copy_(packed)
+
+
+PACKED: Ops = replace(
+    REFERENCE, packed=True, **{name: packed_operator(name) for name in ACTIVATIONS}
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CHECKED", (0, 1, 3, 17))
+    monkeypatch.setattr(bench, "FAR_BYTES", 2**20)
+
+
+def verdicts(operator: str, ops: Ops) -> list[bench.Verdict]:
+    return list(bench.check_operator(operator, (WORKS,), ops, REFERENCE, "cpu"))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_table_that_computes_the_same_passes(operator: str) -> None:
+    found = verdicts(operator, PACKED)
+    assert [(v.what, v.fault) for v in found if v.fault] == []
+    whats = " ".join(v.what for v in found)
+    assert "17 tokens" in whats
+    if operator != "sample":
+        assert "case " in whats
+    if operator in bench.PAGED:
+        assert "padding" in whats and "far pages" in whats
+
+
+def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator whose results are 2 % too large."""
+
+    def run(*args: Any) -> Any:
+        out = fn(*args)
+        if isinstance(out, Tensor) and out.dtype.is_floating_point:
+            return out * 1.02
+        if out is None:
+            args[8].mul_(1.02)
+        return out
+
+    return run
+
+
+@pytest.mark.parametrize("operator", ["linear", "grouped_linear", "experts", "sparse_attention"])
+def test_a_result_that_is_off_is_found(operator: str) -> None:
+    wrong = replace(PACKED, **{operator: scaled(getattr(PACKED, operator))})
+    real = [v for v in verdicts(operator, wrong) if v.what.endswith((" 3 tokens", " 17 tokens"))]
+    assert real and all(v.fault for v in real)
+
+
+@pytest.mark.parametrize("operator", ["prepare_qkv", "compress"])
+def test_a_row_in_the_wrong_place_is_found(operator: str) -> None:
+    kernel = getattr(PACKED, operator)
+
+    def shifted(*args: Any) -> Any:
+        out = kernel(*args)
+        for pool in (args[8],) if operator == "prepare_qkv" else [p.entry_pool for p in args[0]]:
+            pool.copy_(pool.roll(1, 0))
+        return out
+
+    found = verdicts(operator, replace(PACKED, **{operator: shifted}))
+    assert sum(v.fault is not None for v in found) > len(found) // 3
+
+
+def test_other_entries_are_found() -> None:
+    def reversed_scores(q: Tensor, weights: Tensor, *args: Any) -> Tensor:
+        chosen: Tensor = PACKED.select_entries(q, -weights, *args)
+        return chosen
+
+    found = verdicts("select_entries", replace(PACKED, select_entries=reversed_scores))
+    assert any(v.fault for v in found)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_floors(name: str) -> None:
+    """Bytes and operations grow with the step, and no floor is zero."""
+    for work in works(CONFIGS[name], Draw("cpu")):
+        few, many = ((8191, 8192),), ((8191, 8192),) * 32
+        assert 0 < work.floor_us(few) <= work.floor_us(many)
+        assert work.bytes(many) <= 32 * work.bytes(few)
+        assert work.operations(many) == 32 * work.operations(few)
+
+
+def works_of(operator: str) -> list[Work]:
+    return [work for work in works(CONFIGS["flash"], Draw("cpu")) if work.operator == operator]
+
+
+def test_bytes_by_hand() -> None:
+    """Flash, decodes at position 8191."""
+    step = ((8191, 8192),) * 2
+    window, c4, c128 = works_of("sparse_attention")
+    heads = 2 * 2 * 64 * 512 * 2  # read and written, bfloat16
+    assert window.bytes(step) == heads + 2 * 128 * 584
+    assert c4.bytes(step) == heads + 2 * (128 + 512) * 584
+    assert c128.bytes(step) == heads + 2 * (128 + 64) * 584
+    assert c4.operations(step) == 2 * 64 * (128 + 512) * 512 * 4
+    (select,) = works_of("select_entries")
+    assert select.operations(step) == 2 * 2048 * 64 * 128 * 2
+    assert select.bytes(step) == 2 * (2 * 64 * 128 + 4 * 64 + 4 * 512 + 2048 * 132)
+    (experts,) = works_of("experts")
+    one = 3 * 2048 * 4096
+    assert experts.operations(step[:1]) == 2 * 6 * one
+    assert experts.bytes(step[:1]) == pytest.approx(6 * one * 17 / 32 + 6 * 4096 + 48)
