@@ -8,6 +8,7 @@ references show what the activations' dtype alone costs.
 import argparse
 import gc
 import shlex
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,8 +47,13 @@ class Reading:
     selected: list[Tensor] = field(default_factory=list)
 
 
-def read(engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail: int) -> Reading:
-    """Read the text in three ways; logits at the positions `wanted`, of the last way its tail's."""
+def read(
+    engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail: int, every_way: bool
+) -> Reading:
+    """Read the text; logits at the positions `wanted`, and of its tail as a decode gives them.
+
+    Read whole, and with `every_way` in chunks and the tail token by token.
+    """
     stepper, reading = Stepper(engine), Reading()
     layers: list[Any] = list(engine.runner.model.layers)
     indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
@@ -67,9 +73,11 @@ def read(engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail:
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = run
     reading.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
-    reading.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
-    ends = range(len(text) - tail, len(text))
-    decoded = stepper.read(text, list(ends))[-tail:]
+    reading.logits[CHUNKED] = reading.logits[WHOLE]
+    decoded = streams[-tail:]
+    if every_way:
+        reading.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
+        decoded = stepper.read(text, list(range(len(text) - tail, len(text))))[-tail:]
     reading.logits[DECODED] = stepper.logits(decoded).cpu()
     return reading
 
@@ -106,6 +114,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (BFLOAT16, {"reference": True}),
         (TABLE, {}),
     ):
+        start = time.perf_counter()
         engine = Engine(
             EngineConfig(
                 device=args.device,
@@ -119,7 +128,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummySource(weight_specs(config), choose_device(args.device)[1]),
             None,
         )
-        readings[name] = read(engine, text, wanted.to(engine.runner.device), cuts, tail)
+        readings[name] = read(
+            engine, text, wanted.to(engine.runner.device), cuts, tail, name != TRUTH
+        )
+        if args.verbose:
+            print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
@@ -167,9 +180,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
     parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers")
     parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
-    parser.add_argument("--tokens", type=int, default=4096, help="of the text")
+    parser.add_argument("--tokens", type=int, default=2560, help="of the text")
     parser.add_argument("--positions", type=int, default=512, help="whose logits are compared")
-    parser.add_argument("--decodes", type=int, default=32, help="last tokens read one by one")
+    parser.add_argument("--decodes", type=int, default=16, help="last tokens read one by one")
+    parser.add_argument("--verbose", action="store_true", help="say how long each table takes")
     parser.add_argument(
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/accuracy-h200.jsonl"
     )
