@@ -102,14 +102,14 @@ def test_a_table_that_computes_the_same_passes(operator: str) -> None:
 
 
 def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """An operator whose results are 2 % too large."""
+    """An operator whose results are a tenth too large."""
 
     def run(*args: Any) -> Any:
         out = fn(*args)
         if isinstance(out, Tensor) and out.dtype.is_floating_point:
-            return out * 1.02
+            return out * 1.1
         if out is None:
-            args[8].mul_(1.02)
+            args[8].mul_(1.1)
         return out
 
     return run

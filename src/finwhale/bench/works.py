@@ -34,6 +34,9 @@ FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations a second; a multiplication 
 EPS = 1e-6
 WINDOW = 128
 STATE_PAGE, ENTRY_PAGE = {4: 8, 128: 128}, {4: 64, 128: 2}
+# Kernels may round hidden values to bfloat16 before E4M3: one in about thirty then falls a step, a
+# tenth of itself, off; sums of thousands of them differ by a hundredth or two of the largest.
+HIDDEN_TOLERANCE = 2.0**-5
 FP4_BYTES = 0.5 + 1 / 32
 
 
@@ -548,7 +551,7 @@ def _experts(s: Sizes, draw: Draw) -> Iterator[Work]:
         noise = torch.rand(N, E, generator=draw.generator, device=draw.device)
         ids = noise.topk(K, 1).indices.int()
         weights = draw.normal(N, K).abs()
-        return draw.normal(N, D).to(draw.dtype), ids, weights, w, limit, draw.activation(N, D)
+        return draw.normal(N, D).to(draw.dtype), ids, weights, w, limit, draw.normal(N, D).to(draw.dtype)
 
     def moved(chunks: Chunks) -> float:
         """As many experts as N tokens that choose evenly are expected to reach."""
@@ -564,7 +567,7 @@ def _experts(s: Sizes, draw: Draw) -> Iterator[Work]:
         bytes=moved,
         operations=lambda chunks: 6.0 * num_tokens(chunks) * K * I * D,
         by_token=(0, 1, 2, 5),
-        tolerance=4e-3,
+        tolerance=HIDDEN_TOLERANCE,
         own_bits=False,
     )
     yield Work(
@@ -575,7 +578,7 @@ def _experts(s: Sizes, draw: Draw) -> Iterator[Work]:
         bytes=_each(4 * D, 3 * I * D),
         operations=lambda chunks: 6.0 * num_tokens(chunks) * I * D,
         by_token=(0,),
-        tolerance=4e-3,
+        tolerance=HIDDEN_TOLERANCE,
         own_bits=False,
     )
 
