@@ -551,7 +551,14 @@ def _experts(s: Sizes, draw: Draw) -> Iterator[Work]:
         noise = torch.rand(N, E, generator=draw.generator, device=draw.device)
         ids = noise.topk(K, 1).indices.int()
         weights = draw.normal(N, K).abs()
-        return draw.normal(N, D).to(draw.dtype), ids, weights, w, limit, draw.normal(N, D).to(draw.dtype)
+        return (
+            draw.normal(N, D).to(draw.dtype),
+            ids,
+            weights,
+            w,
+            limit,
+            draw.normal(N, D).to(draw.dtype),
+        )
 
     def moved(chunks: Chunks) -> float:
         """As many experts as N tokens that choose evenly are expected to reach."""
