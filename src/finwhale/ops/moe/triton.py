@@ -296,7 +296,7 @@ def route_by_score(
         SLOTS=parts.shape[1],
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
-        num_warps=1,
+        num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
     )
     return ids, weights
 

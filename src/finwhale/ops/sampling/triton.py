@@ -16,9 +16,9 @@ from torch import Tensor
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.sampling import ref as definition
 
-BLOCK_V = 2048
-MAX_PARTS = 64
-PROGRAMS = 512  # about as many as an H200 runs at a time, 4 a multiprocessor
+BLOCK_V = 1024
+MAX_PARTS = 128
+PROGRAMS = 4096  # rows in flight hide the wait for memory
 PLUS_INFINITY = tl.constexpr(0x7F800000)
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 

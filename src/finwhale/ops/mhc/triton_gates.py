@@ -1,0 +1,339 @@
+"""mHC's second pass as Triton kernels: the gates from the products' parts, and the block's input.
+
+Legend: N tokens, D hidden, ROWS values of a part: the products, the sum of squares, padding.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _reciprocal(x, COMPILED: tl.constexpr):
+    """1 / x of an x between 2^-100 and 2^100, within 2^-23."""
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _step(old, eps, a, x, b, y, c, z, d, w):
+    """In the order in which the reciprocals arrive, one instruction each."""
+    return eps * old + a * x + b * y + c * z + d * w
+
+
+@triton.jit
+def _sinkhorn(
+    a00,
+    a01,
+    a02,
+    a03,
+    a10,
+    a11,
+    a12,
+    a13,
+    a20,
+    a21,
+    a22,
+    a23,
+    a30,
+    a31,
+    a32,
+    a33,
+    res_ptr,
+    mask,
+    eps,
+    ITERS: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Each of the 16 values is a variable, so that no iteration exchanges between threads.
+
+    The reference's form: with m_ij = a_ij / (u_i v_j), a half step changes only u, then only v.
+    """
+    v0 = (a00 + a10) + (a20 + a30) + eps
+    v1 = (a01 + a11) + (a21 + a31) + eps
+    v2 = (a02 + a12) + (a22 + a32) + eps
+    v3 = (a03 + a13) + (a23 + a33) + eps
+    u0 = a00 * 0.0 + 1.0
+    u1 = u0
+    u2 = u0
+    u3 = u0
+    for _ in tl.range(ITERS - 1):
+        w0 = _reciprocal(v0, COMPILED)
+        w1 = _reciprocal(v1, COMPILED)
+        w2 = _reciprocal(v2, COMPILED)
+        w3 = _reciprocal(v3, COMPILED)
+        u0 = _step(u0, eps, a00, w0, a01, w1, a02, w2, a03, w3)
+        u1 = _step(u1, eps, a10, w0, a11, w1, a12, w2, a13, w3)
+        u2 = _step(u2, eps, a20, w0, a21, w1, a22, w2, a23, w3)
+        u3 = _step(u3, eps, a30, w0, a31, w1, a32, w2, a33, w3)
+        w0 = _reciprocal(u0, COMPILED)
+        w1 = _reciprocal(u1, COMPILED)
+        w2 = _reciprocal(u2, COMPILED)
+        w3 = _reciprocal(u3, COMPILED)
+        v0 = _step(v0, eps, a00, w0, a10, w1, a20, w2, a30, w3)
+        v1 = _step(v1, eps, a01, w0, a11, w1, a21, w2, a31, w3)
+        v2 = _step(v2, eps, a02, w0, a12, w1, a22, w2, a32, w3)
+        v3 = _step(v3, eps, a03, w0, a13, w1, a23, w2, a33, w3)
+    _store_row(res_ptr, a00, a01, a02, a03, u0, v0, v1, v2, v3, mask)
+    _store_row(res_ptr + 4, a10, a11, a12, a13, u1, v0, v1, v2, v3, mask)
+    _store_row(res_ptr + 8, a20, a21, a22, a23, u2, v0, v1, v2, v3, mask)
+    _store_row(res_ptr + 12, a30, a31, a32, a33, u3, v0, v1, v2, v3, mask)
+
+
+@triton.jit
+def _store_row(row_ptr, a, b, c, d, u, v0, v1, v2, v3, mask):
+    tl.store(row_ptr, a / u / v0, mask=mask)
+    tl.store(row_ptr + 1, b / u / v1, mask=mask)
+    tl.store(row_ptr + 2, c / u / v2, mask=mask)
+    tl.store(row_ptr + 3, d / u / v3, mask=mask)
+
+
+@triton.jit
+def _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS: tl.constexpr, ROWS: tl.constexpr):
+    """One mix of each token: row M's parts added up, normalised, scaled and shifted."""
+    total = tl.load(parts_ptr + M * N, mask=mask, other=0.0)
+    for slot in tl.static_range(1, SLOTS):
+        total += tl.load(parts_ptr + (slot * ROWS + M) * N, mask=mask, other=0.0)
+    return total * rstd * tl.load(scale_ptr + M) + tl.load(base_ptr + M)
+
+
+@triton.jit
+def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.constexpr, ROWS):
+    """Mixes M to M + 3 -> softmax + eps."""
+    a = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS, ROWS)
+    b = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 1, SLOTS, ROWS)
+    c = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 2, SLOTS, ROWS)
+    d = _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M + 3, SLOTS, ROWS)
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a = tl.exp(a - top)
+    b = tl.exp(b - top)
+    c = tl.exp(c - top)
+    d = tl.exp(d - top)
+    inverse = 1.0 / (a + b + c + d)
+    return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
+
+
+@triton.jit
+def _gates_kernel(
+    parts_ptr,
+    scale_ptr,
+    base_ptr,
+    pre_ptr,
+    post_ptr,
+    res_ptr,
+    N,
+    D,
+    eps,
+    rms_eps,
+    ITERS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """A token a thread; parts [S,ROWS,N]."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = token < N
+    parts = parts_ptr + token
+    squares = tl.load(parts + 24 * N, mask=mask, other=0.0)
+    for slot in tl.static_range(1, SLOTS):
+        squares += tl.load(parts + (slot * ROWS + 24) * N, mask=mask, other=0.0)
+    rstd = tl.rsqrt(squares / (4 * D) + rms_eps)
+    for k in tl.static_range(4):
+        pre = _mix(parts, scale_ptr, base_ptr, rstd, mask, N, k, SLOTS, ROWS)
+        post = _mix(parts, scale_ptr, base_ptr, rstd, mask, N, 4 + k, SLOTS, ROWS)
+        tl.store(pre_ptr + token * 4 + k, _sigmoid(pre) + eps, mask=mask)
+        tl.store(post_ptr + token * 4 + k, 2.0 * _sigmoid(post), mask=mask)
+    a00, a01, a02, a03 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 8, eps, SLOTS, ROWS)
+    a10, a11, a12, a13 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 12, eps, SLOTS, ROWS)
+    a20, a21, a22, a23 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 16, eps, SLOTS, ROWS)
+    a30, a31, a32, a33 = _mix_row(parts, scale_ptr, base_ptr, rstd, mask, N, 20, eps, SLOTS, ROWS)
+    _sinkhorn(
+        a00,
+        a01,
+        a02,
+        a03,
+        a10,
+        a11,
+        a12,
+        a13,
+        a20,
+        a21,
+        a22,
+        a23,
+        a30,
+        a31,
+        a32,
+        a33,
+        res_ptr + token * 16,
+        mask,
+        eps,
+        ITERS,
+        COMPILED,
+    )
+
+
+@triton.jit
+def _pick(values, place, i: tl.constexpr):
+    return tl.sum(tl.where(place == i, values, 0.0), axis=0)
+
+
+@triton.jit
+def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
+    """[BLOCK_S, rows]: the parts of rows FIRST + rows."""
+    slot = tl.arange(0, BLOCK_S)
+    source = parts_ptr + ((slot * ROWS + FIRST)[:, None] + rows[None, :]) * stride_r
+    return tl.load(source, mask=(slot < slots)[:, None], other=0.0)
+
+
+@triton.jit
+def _one_token_gates(
+    parts_ptr,
+    scale_ptr,
+    base_ptr,
+    post_ptr,
+    res_ptr,
+    D,
+    eps,
+    rms_eps,
+    stride_r,
+    slots,
+    ITERS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Loads come first: a sum is a barrier, behind which a load would start later."""
+    four = tl.arange(0, 4)
+    place = tl.arange(0, 16)
+    mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
+    squares = _parts(parts_ptr, stride_r, slots, 24, tl.arange(0, 1), BLOCK_S, ROWS)
+    post = _parts(parts_ptr, stride_r, slots, 4, four, BLOCK_S, ROWS)
+    mixes_scale = tl.load(scale_ptr + 8 + place)
+    mixes_base = tl.load(base_ptr + 8 + place)
+    post_scale = tl.load(scale_ptr + 4 + four)
+    post_base = tl.load(base_ptr + 4 + four)
+    rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
+    post = tl.sum(post, axis=0) * rstd * post_scale + post_base
+    mixes = tl.sum(mixes, axis=0) * rstd * mixes_scale + mixes_base
+    tl.store(post_ptr + four, 2.0 * _sigmoid(post))
+    mixes = tl.reshape(mixes, [4, 4])
+    a = tl.exp(mixes - tl.max(mixes, axis=1)[:, None])
+    a = tl.reshape(a * (1.0 / tl.sum(a, axis=1))[:, None] + eps, [16])
+    _sinkhorn(
+        _pick(a, place, 0),
+        _pick(a, place, 1),
+        _pick(a, place, 2),
+        _pick(a, place, 3),
+        _pick(a, place, 4),
+        _pick(a, place, 5),
+        _pick(a, place, 6),
+        _pick(a, place, 7),
+        _pick(a, place, 8),
+        _pick(a, place, 9),
+        _pick(a, place, 10),
+        _pick(a, place, 11),
+        _pick(a, place, 12),
+        _pick(a, place, 13),
+        _pick(a, place, 14),
+        _pick(a, place, 15),
+        res_ptr,
+        None,
+        eps,
+        ITERS,
+        COMPILED,
+    )
+
+
+@triton.jit
+def _block_input_kernel(
+    streams_ptr,
+    parts_ptr,
+    pre_ptr,
+    scale_ptr,
+    base_ptr,
+    norm_ptr,
+    post_ptr,
+    res_ptr,
+    y_ptr,
+    D,
+    stride_n,
+    stride_h,
+    eps,
+    rms_eps,
+    stride_t,
+    stride_r,
+    slots,
+    KIND: tl.constexpr,
+    ITERS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """KIND "block": pre from the parts, the other gates by the second row of programs; "head":
+    hc_head's gates from the parts; "given": pre is read.
+    """
+    if KIND == "given":
+        # From the last token backwards: what was written last is still in L2.
+        token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    else:
+        token = tl.program_id(0).to(tl.int64)
+        parts_ptr += token * stride_t
+    if tl.program_id(1) == 1:
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        _one_token_gates(
+            parts_ptr,
+            scale_ptr,
+            base_ptr,
+            post_ptr + token * 4,
+            res_ptr + token * 16,
+            D,
+            eps,
+            rms_eps,
+            stride_r,
+            slots,
+            ITERS,
+            COMPILED,
+            BLOCK_S,
+            ROWS,
+        )
+    else:
+        d = tl.arange(0, BLOCK_D)
+        mask = d < D
+        four = tl.arange(0, 4)
+        norm = tl.load(norm_ptr + d, mask=mask, other=0.0)
+        if KIND != "given":
+            M: tl.constexpr = 24 if KIND == "block" else 4
+            scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
+            base = tl.load(base_ptr + four)
+        if DEPENDENT:
+            tl.extra.cuda.gdc_wait()
+        if KIND == "given":
+            pre = tl.load(pre_ptr + token * 4 + four)
+        else:
+            pre = _parts(parts_ptr, stride_r, slots, 0, four, BLOCK_S, ROWS)
+            squares = _parts(parts_ptr, stride_r, slots, M, tl.arange(0, 1), BLOCK_S, ROWS)
+        source = streams_ptr + token * stride_n + d
+        x0 = tl.load(source, mask=mask, other=0.0)
+        x1 = tl.load(source + stride_h, mask=mask, other=0.0)
+        x2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
+        x3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+        if KIND != "given":
+            rstd = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / (4 * D) + rms_eps)
+            pre = _sigmoid(tl.sum(pre, axis=0) * rstd * scale + base) + eps
+        y = _pick(pre, four, 0) * x0.to(tl.float32) + _pick(pre, four, 1) * x1.to(tl.float32)
+        y += _pick(pre, four, 2) * x2.to(tl.float32) + _pick(pre, four, 3) * x3.to(tl.float32)
+        y = y * tl.rsqrt(tl.sum(y * y) / D + rms_eps) * norm
+        tl.store(y_ptr + token * D + d, y.to(y_ptr.dtype.element_ty), mask=mask)

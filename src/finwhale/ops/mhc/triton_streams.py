@@ -1,0 +1,272 @@
+"""mHC's first pass as Triton kernels: the new streams, and the parts of their products with fn.
+
+Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D ("slots").
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _settle(x, COMPILED: tl.constexpr):
+    """x, in a form that the compiler cannot see through: else it computes the post step in the
+    layout of a product's operand, where every value lies in several threads' registers.
+    """
+    if COMPILED:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;",
+            "=r,r",
+            [x],
+            dtype=x.dtype,
+            is_pure=False,
+            pack=32 // x.dtype.primitive_bitwidth,
+        )
+    else:
+        return x
+
+
+@triton.jit
+def _truncate(x):
+    """The upper half of a float32: what bfloat16 can hold of it."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(fn):
+    """Three bfloat16 whose sum is fn, the largest first."""
+    high = _truncate(fn)
+    middle = _truncate(fn - high)
+    low = fn - high - middle
+    return high.to(tl.bfloat16), middle.to(tl.bfloat16), low.to(tl.bfloat16)
+
+
+@triton.jit
+def _times_split(x, high, middle, low):
+    """x (high + middle + low)^T, the small products first."""
+    total = tl.dot(x, tl.trans(low))
+    total = tl.dot(x, tl.trans(middle), total)
+    return tl.dot(x, tl.trans(high), total)
+
+
+@triton.jit
+def _times_fn(x, fn):
+    """x fn^T; the products of a bfloat16 x are exact."""
+    if x.dtype == tl.bfloat16:
+        high, middle, low = _split(fn)
+        return _times_split(x, high, middle, low)
+    else:
+        return tl.dot(x, tl.trans(fn), input_precision="ieee")
+
+
+@triton.jit
+def _column(res, post, k, is_token):
+    """What new stream k takes of each old one and of x; res and post point at a token's mixes."""
+    r0 = tl.load(res + k, mask=is_token, other=0.0)
+    r1 = tl.load(res + 4 + k, mask=is_token, other=0.0)
+    r2 = tl.load(res + 8 + k, mask=is_token, other=0.0)
+    r3 = tl.load(res + 12 + k, mask=is_token, other=0.0)
+    return r0, r1, r2, r3, tl.load(post + k, mask=is_token, other=0.0)
+
+
+@triton.jit
+def _mixed(column, x0, x1, x2, x3, x):
+    """A new stream of a tile."""
+    stream = column[0][:, None] * x0.to(tl.float32)
+    stream += column[1][:, None] * x1.to(tl.float32)
+    stream += column[2][:, None] * x2.to(tl.float32)
+    stream += column[3][:, None] * x3.to(tl.float32)
+    return (stream + column[4][:, None] * x.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def _take_turns(a, b, c, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Four [ROWS, WIDTH] as one [ROWS, 4 WIDTH], whose columns are theirs in turns."""
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, 4 * WIDTH])
+
+
+@triton.jit
+def _squares(a, b, c, d):
+    """The sum of squares of each row."""
+    square = a.to(tl.float32) * a.to(tl.float32) + b.to(tl.float32) * b.to(tl.float32)
+    square += c.to(tl.float32) * c.to(tl.float32) + d.to(tl.float32) * d.to(tl.float32)
+    return tl.sum(square, axis=1)
+
+
+@triton.jit
+def _streams_few_kernel(
+    x_ptr,
+    post_ptr,
+    res_ptr,
+    streams_ptr,
+    out_ptr,
+    fn_ptr,
+    parts_ptr,
+    N,
+    D,
+    stride_n,
+    stride_h,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    POST: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = slot * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.arange(0, ROWS)
+    is_token = token < N
+    if M > 0:
+        fn_mask = (row < M)[:, None] & (d < D)[None, :]
+        source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
+        f0 = tl.load(source, mask=fn_mask, other=0.0)
+        f1 = tl.load(source + D, mask=fn_mask, other=0.0)
+        f2 = tl.load(source + 2 * D, mask=fn_mask, other=0.0)
+        f3 = tl.load(source + 3 * D, mask=fn_mask, other=0.0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    mask = is_token[:, None] & (d < D)[None, :]
+    source = streams_ptr + token[:, None] * stride_n + d[None, :]
+    s0 = tl.load(source, mask=mask, other=0.0)
+    s1 = tl.load(source + stride_h, mask=mask, other=0.0)
+    s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
+    s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+    if POST:
+        x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
+        res = res_ptr + token * 16
+        post = post_ptr + token * 4
+        c0 = _column(res, post, 0, is_token)
+        c1 = _column(res, post, 1, is_token)
+        c2 = _column(res, post, 2, is_token)
+        c3 = _column(res, post, 3, is_token)
+        m0 = _mixed(c0, s0, s1, s2, s3, x)
+        m1 = _mixed(c1, s0, s1, s2, s3, x)
+        m2 = _mixed(c2, s0, s1, s2, s3, x)
+        m3 = _mixed(c3, s0, s1, s2, s3, x)
+        target = out_ptr + (token * 4)[:, None] * D + d[None, :]
+        tl.store(target, m0, mask=mask)
+        tl.store(target + D, m1, mask=mask)
+        tl.store(target + 2 * D, m2, mask=mask)
+        tl.store(target + 3 * D, m3, mask=mask)
+        s0, s1, s2, s3 = m0, m1, m2, m3
+    if M > 0:
+        squares = _squares(s0, s1, s2, s3)
+        streams = _settle(_take_turns(s0, s1, s2, s3, BLOCK_N, BLOCK_D), COMPILED)
+        fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
+        total = _times_fn(streams, fn)
+        total = tl.where(row[None, :] == M, squares[:, None], total)
+        target = parts_ptr + (token * tl.num_programs(0) + slot)[:, None] * ROWS + row[None, :]
+        tl.store(target, total, mask=is_token[:, None])
+
+
+@triton.jit
+def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """fn [M,4,D] -> [P,M,D,4]: P = 3 bfloat16 that add up to it, or 1 float32."""
+    row = tl.program_id(1)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = d < D
+    source = fn_ptr + row * (4 * D) + d
+    f0 = tl.load(source, mask=mask, other=0.0)
+    f1 = tl.load(source + D, mask=mask, other=0.0)
+    f2 = tl.load(source + 2 * D, mask=mask, other=0.0)
+    f3 = tl.load(source + 3 * D, mask=mask, other=0.0)
+    fn = tl.reshape(tl.join(tl.join(f0, f2), tl.join(f1, f3)), [4 * BLOCK_D])
+    column = tl.program_id(0) * (4 * BLOCK_D) + tl.arange(0, 4 * BLOCK_D)
+    target = planes_ptr + row * (4 * D) + column
+    if planes_ptr.dtype.element_ty == tl.bfloat16:
+        high, middle, low = _split(fn)
+        tl.store(target, high, mask=column < 4 * D)
+        tl.store(target + M * 4 * D, middle, mask=column < 4 * D)
+        tl.store(target + 2 * M * 4 * D, low, mask=column < 4 * D)
+    else:
+        tl.store(target, fn, mask=column < 4 * D)
+
+
+@triton.jit
+def _streams_many_kernel(
+    x_ptr,
+    post_ptr,
+    res_ptr,
+    streams_ptr,
+    out_ptr,
+    planes_ptr,
+    parts_ptr,
+    N,
+    D,
+    stride_n,
+    stride_h,
+    steps,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    POST: tl.constexpr,
+    COMPILED: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    first = tl.program_id(1).to(tl.int64) * BLOCK_N
+    n = tl.arange(0, BLOCK_N)
+    is_token = first + n < N
+    row = tl.arange(0, ROWS)
+    streams_ptr += first * stride_n
+    out_ptr += first * (4 * D)
+    x_ptr += first * D
+    if POST:
+        res = res_ptr + first * 16 + n * 16
+        post = post_ptr + first * 4 + n * 4
+        c0 = _column(res, post, 0, is_token)
+        c1 = _column(res, post, 1, is_token)
+        c2 = _column(res, post, 2, is_token)
+        c3 = _column(res, post, 3, is_token)
+    plane = M * 4 * D
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([BLOCK_N], tl.float32)
+    for step in tl.range(steps, num_stages=STAGES):
+        # Programs that run at a time read neighbours.
+        start = (step * tl.num_programs(0) + slot) * BLOCK_D
+        d = start + tl.arange(0, BLOCK_D)
+        mask = is_token[:, None] if EVEN else is_token[:, None] & (d < D)[None, :]
+        source = streams_ptr + (n * stride_n)[:, None] + d[None, :]
+        s0 = tl.load(source, mask=mask, other=0.0)
+        s1 = tl.load(source + stride_h, mask=mask, other=0.0)
+        s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
+        s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+        if M > 0:
+            column = start * 4 + tl.arange(0, 4 * BLOCK_D)
+            columns = planes_ptr + (row * (4 * D))[:, None] + column[None, :]
+            is_column = (row < M)[:, None]
+            if not EVEN:
+                is_column &= (column < 4 * D)[None, :]
+            high = tl.load(columns, mask=is_column, other=0.0)
+            if planes_ptr.dtype.element_ty == tl.bfloat16:
+                middle = tl.load(columns + plane, mask=is_column, other=0.0)
+                low = tl.load(columns + 2 * plane, mask=is_column, other=0.0)
+        if POST:
+            x = tl.load(x_ptr + (n * D)[:, None] + d[None, :], mask=mask, other=0.0)
+            m0 = _mixed(c0, s0, s1, s2, s3, x)
+            m1 = _mixed(c1, s0, s1, s2, s3, x)
+            m2 = _mixed(c2, s0, s1, s2, s3, x)
+            m3 = _mixed(c3, s0, s1, s2, s3, x)
+            target = out_ptr + (n * 4 * D)[:, None] + d[None, :]
+            tl.store(target, m0, mask=mask)
+            tl.store(target + D, m1, mask=mask)
+            tl.store(target + 2 * D, m2, mask=mask)
+            tl.store(target + 3 * D, m3, mask=mask)
+            s0, s1, s2, s3 = m0, m1, m2, m3
+        if M > 0:
+            squares += _squares(s0, s1, s2, s3)
+            streams = _settle(_take_turns(s0, s1, s2, s3, BLOCK_N, BLOCK_D), COMPILED)
+            if planes_ptr.dtype.element_ty == tl.bfloat16:
+                total += _times_split(streams, high, middle, low)
+            else:
+                total += _times_fn(streams, high)
+    if M > 0:
+        total = tl.where(row[None, :] == M, squares[:, None], total)
+        target = parts_ptr + first + n[:, None] + ((slot * ROWS + row) * N)[None, :]
+        tl.store(target, total, mask=is_token[:, None])
