@@ -5,9 +5,8 @@ warps, each with 64 rows of weights, and a warp that fills a ring of tiles throu
 Weights go from the ring to registers, are decoded there, and enter the tensor cores from there,
 while the next tile is being decoded.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -245,6 +244,12 @@ def _down_group(
 
 
 @gluon.jit
+def _ring(desc, SIZE: gl.constexpr):
+    shape: gl.constexpr = [SIZE, desc.block_type.shape[0], desc.block_type.shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
 def _rings(
     x_desc,
     w_desc,
@@ -252,15 +257,9 @@ def _rings(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    x_ring = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES, *x_desc.block_type.shape], x_desc.layout
-    )
-    w_ring = gl.allocate_shared_memory(
-        w_desc.dtype, [STAGES * GROUPS, *w_desc.block_type.shape], w_desc.layout
-    )
-    steps_ring = gl.allocate_shared_memory(
-        steps_desc.dtype, [STAGES * GROUPS, *steps_desc.block_type.shape], steps_desc.layout
-    )
+    x_ring = _ring(x_desc, STAGES)
+    w_ring = _ring(w_desc, STAGES * GROUPS)
+    steps_ring = _ring(steps_desc, STAGES * GROUPS)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -518,7 +517,7 @@ def _descriptors(
     return (
         TensorDescriptor.from_tensor(x, [columns, 128], BYTES),
         TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(torch.int32).view(-1, 64), [1, 64], WORDS),
+        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
     )
 
 

@@ -18,7 +18,7 @@ same order for every N.
 Floor: bytes, E' (3 I D / 2 + 3 I D / 32) for E' experts that are hit: at 4.39 TB/s 18 us for one
 token of Flash, 750 for 128; operations, 6 I D a pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from dataclasses import dataclass
 
@@ -67,6 +67,15 @@ class FoldedExperts(ExpertWeight):
 
     unit13: Tensor | None = None
     unit2: Tensor | None = None
+
+    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """w13 with its words of four steps and its units."""
+        assert self.scale13 is not None and self.unit13 is not None
+        return self.w13, self.scale13.view(torch.int32), self.unit13
+
+    def second(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.scale2 is not None and self.unit2 is not None
+        return self.w2, self.scale2.view(torch.int32), self.unit2
 
 
 # --- Weights --------------------------------------------------------------------------------------
@@ -499,24 +508,36 @@ USES_ASM = isinstance(_order_kernel, JITFunction) and torch.version.hip is None
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tiles of one launch: rows of weights, pairs, pipeline stages, warps."""
+    """Tiles of one launch.
+
+    Attributes:
+        block_n: pairs of one expert that a program takes.
+        gate_up, down: rows of weights (of w1, and as many of w3), pipeline stages, warps.
+        hopper: instead, hopper_experts' groups of warps, and tiles in the ring of either product.
+    """
 
     block_n: int
-    gate_up: tuple[int, int, int]  # rows of w1 (and as many of w3), stages, warps
-    down: tuple[int, int, int]
+    gate_up: tuple[int, int, int] = (64, 3, 8)
+    down: tuple[int, int, int] = (128, 3, 8)
     hopper: tuple[int, int, int] | None = None
 
 
-def plan(num_pairs: int, num_experts: int) -> Plan:
+def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
     """By the pairs an expert has on average."""
     each = num_pairs / num_experts
+    if USES_ASM and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        if each <= 6:
+            return Plan(16, hopper=(1, 4, 4))
+        if each <= 32:
+            return Plan(32, hopper=(1, 6, 6))
+        return Plan(64 if each <= 64 else 128, hopper=(1, 4, 4))
     if each <= 6:
         return Plan(16, (128, 4, 8), (64, 4, 4))
     if each <= 20:
         return Plan(32, (128, 4, 8), (64, 4, 4))
     if each <= 64:
         return Plan(64, (128, 3, 8), (128, 3, 8))
-    return Plan(128, (64, 3, 8), (128, 3, 8))
+    return Plan(128)
 
 
 def finish(w: ExpertWeight) -> tuple[FoldedExperts, Tensor]:
@@ -574,7 +595,9 @@ def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
     return unit, changed.sum()
 
 
-def _check(x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: FoldedExperts) -> None:
+def _check(x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight) -> FoldedExperts:
+    if not isinstance(w, FoldedExperts):
+        raise ValueError("these kernels read FP4 weights that `finish` has folded")
     experts, width, row_bytes = w.w2.shape
     if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
@@ -584,26 +607,28 @@ def _check(x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: FoldedExperts) -
         raise ValueError("ids and weights must be contiguous")
     if w.w13.shape != (experts, 4 * row_bytes, width // 2):
         raise ValueError(f"w13 {tuple(w.w13.shape)} does not fit w2 {tuple(w.w2.shape)}")
+    return w
 
 
 def experts(
     x_ND: Tensor,
     ids_NK: Tensor,
     weights_NK: Tensor,
-    w: FoldedExperts,
+    w: ExpertWeight,
     limit: float,
-    shared: Tensor | None = None,
+    shared_ND: Tensor | None = None,
 ) -> Tensor:
-    """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), plus `shared`.
+    """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), plus `shared_ND`.
 
     x bfloat16 [N,D], its rows any stride apart; ids int32 or int64 [N,K], -1 skips; weights
-    float32 [N,K]; shared bfloat16 [N,D] or None. What enters w13 and w2 is rounded to E4M3, one
+    float32 [N,K]; shared_ND bfloat16 [N,D] or None. What enters w13 and w2 is rounded to E4M3, one
     scale for each 128. Returns bfloat16 [N,D].
     """
-    _check(x_ND, ids_NK, weights_NK, w)
+    folded = _check(x_ND, ids_NK, weights_NK, w)
     if len(x_ND) == 0:
         return torch.empty_like(x_ND)
-    return _launch(x_ND, ids_NK, weights_NK, w, limit, shared, plan(ids_NK.numel(), len(w.w2)))
+    chosen = plan(ids_NK.numel(), len(folded.w2), x_ND.device)
+    return _launch(x_ND, ids_NK, weights_NK, folded, limit, shared_ND, chosen)
 
 
 def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
@@ -681,11 +706,20 @@ def _launch(
     if plan.hopper:
         groups, up_stages, down_stages = plan.hopper
         hidden = empty(pairs, inner, dtype=f32)
-        w13, w2 = (w.w13, w.scale13, w.unit13), (w.w2, w.scale2, w.unit2)
-        hopper.gate_up(x, x_scale, blocks, *w13, hidden, limit, plan.block_n, groups, up_stages)
+        first, second = w.first(), w.second()
+        hopper.gate_up(x, x_scale, blocks, *first, hidden, limit, plan.block_n, groups, up_stages)
         hidden, scale = rounded(hidden, None, 1)
         hopper.down(
-            hidden, scale, order, blocks, *w2, weights_NK, each, plan.block_n, groups, down_stages
+            hidden,
+            scale,
+            order,
+            blocks,
+            *second,
+            weights_NK,
+            each,
+            plan.block_n,
+            groups,
+            down_stages,
         )
         return _sum(each, ids_NK, shared, num_tokens)
     block_i, stages, warps = plan.gate_up
@@ -696,8 +730,7 @@ def _launch(
         x_scale,
         blocks,
         _tiles(w.w13, 2 * block_i),
-        w.scale13.view(i32),
-        w.unit13,
+        *w.first()[1:],
         hidden,
         hidden_scale,
         x_scale.stride(0),
@@ -722,8 +755,7 @@ def _launch(
         order,
         blocks,
         _tiles(w.w2, block_d),
-        w.scale2.view(i32),
-        w.unit2,
+        *w.second()[1:],
         weights_NK,
         each,
         hidden_scale.stride(0),

@@ -1,0 +1,140 @@
+"""The Triton kernels of the routed experts in the interpreter, against the reference.
+
+The reference gets the FP4 weights as the float32 values that they stand for. An activation within a
+rounding of float32 of the middle between two E4M3 values may fall on either side, so that what
+comes out may differ by some units of what one term of the last sum weighs.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale.ops.moe import ExpertWeight, ref
+from finwhale.ops.moe import triton_experts as kernels
+
+from .kernels_support import Inputs
+
+VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+LIMIT = 0.7
+
+
+def fp4(inputs: Inputs, *shape: int, spread: int) -> tuple[Tensor, Tensor]:
+    """Codes and exponents; exponents of a row lie up to `spread` below 2^-2."""
+    generator, (experts, rows, width) = inputs.generator, shape
+    codes = torch.randint(256, (experts, rows, width // 2), generator=generator)
+    exponents = 125 - torch.randint(spread + 1, (experts, rows, width // 32), generator=generator)
+    exponents[..., 0] = 125
+    return codes.to(torch.uint8), exponents.to(torch.uint8)
+
+
+def plain(codes: Tensor, exponents: Tensor) -> Tensor:
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()
+    values = VALUES[nibbles & 7] * (1 - 2 * (nibbles >> 3))
+    scale = torch.exp2(exponents.float() - 127)
+    return (values.unflatten(-1, (-1, 32)) * scale[..., None]).flatten(-2)
+
+
+def weights_of(E: int, D: int, I: int, spread: int) -> tuple[ExpertWeight, ExpertWeight]:  # noqa: E741
+    """As a checkpoint has them, and as float32."""
+    inputs = Inputs()
+    w13, scale13 = fp4(inputs, E, 2 * I, D, spread=spread)
+    w2, scale2 = fp4(inputs, E, D, I, spread=spread)
+    wanted = ExpertWeight(plain(w13, scale13), plain(w2, scale2), True)
+    return ExpertWeight(w13, w2, True, scale13, scale2), wanted
+
+
+def folded(w: ExpertWeight) -> kernels.FoldedExperts:
+    assert w.scale13 is not None and w.scale2 is not None
+    copy = replace(
+        w,
+        w13=w.w13.clone(),
+        w2=w.w2.clone(),
+        scale13=w.scale13.clone(),
+        scale2=w.scale2.clone(),
+    )
+    result, changed = kernels.finish(copy)
+    assert changed == 0
+    return result
+
+
+def pairs_of(N: int, D: int, E: int, K: int) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = Inputs(1)
+    ids = torch.stack([torch.randperm(E, generator=inputs.generator)[:K] for _ in range(N)])
+    return (
+        inputs.outliers(N, D, dtype=torch.bfloat16),
+        ids.to(torch.int32),
+        inputs.normal(N, K).abs(),
+    )
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    assert found.dtype == torch.bfloat16 and found.isfinite().all()
+    error = (found.float() - wanted).abs()
+    unit = wanted.abs().amax()
+    assert error.max() <= 0.02 * unit
+    assert (error > 2.0**-7 * wanted.abs() + 1e-3 * unit).float().mean() <= 0.02
+
+
+# (N, D, E, K, I, spread of exponents): one token; more experts than pairs; exponents 11 apart.
+@pytest.mark.parametrize("size", ((1, 128, 3, 2, 128, 3), (5, 256, 4, 2, 128, 11)), ids=str)
+@pytest.mark.parametrize("with_shared", (False, True))
+def test_against_the_reference(size: tuple[int, ...], with_shared: bool) -> None:
+    N, D, E, K, I, spread = size  # noqa: E741
+    raw, wanted = weights_of(E, D, I, spread)
+    x, ids, weights = pairs_of(N, D, E, K)
+    ids[N // 2 :: 5, 0] = -1
+    shared = Inputs(2).normal(N, D, dtype=torch.bfloat16) if with_shared else None
+    found = kernels.experts(x, ids, weights, folded(raw), LIMIT, shared)
+    expected = ref.experts(x.float(), ids, weights, wanted, LIMIT)
+    assert_near(found, expected if shared is None else expected + shared.float())
+
+
+def test_rows_apart_and_no_token() -> None:
+    raw, _ = weights_of(3, 128, 128, 3)
+    x, ids, weights = pairs_of(2, 128, 3, 2)
+    w = folded(raw)
+    apart = torch.cat((x, x), 1)[:, :128]
+    assert torch.equal(
+        kernels.experts(apart, ids, weights, w, LIMIT), kernels.experts(x, ids, weights, w, LIMIT)
+    )
+    assert kernels.experts(x[:0], ids[:0], weights[:0], w, LIMIT).shape == (0, 128)
+
+
+def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With several chunks of pairs, several blocks an expert, and another tile."""
+    raw, _ = weights_of(3, 128, 128, 3)
+    w = folded(raw)
+    x, ids, weights = pairs_of(40, 128, 3, 2)
+    ids[7] = -1
+    monkeypatch.setattr(kernels, "CHUNK", 32)
+    plan = kernels.Plan(16, (128, 2, 8), (128, 2, 4))
+    together = kernels._launch(x, ids, weights, w, LIMIT, None, plan)
+    assert together[7].count_nonzero() == 0
+    for token in (0, 7, 39):
+        row = slice(token, token + 1)
+        alone = kernels.experts(x[row], ids[row], weights[row], w, LIMIT)
+        assert torch.equal(alone, together[row])
+
+
+def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
+    codes, exponents = fp4(Inputs(), 1, 128, 128, spread=2)
+    exponents[0, :, 1] = 90
+    codes[0, :64, 16:32] &= 0x88
+    w = ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
+    far = (codes[0, 64:, 16:32] & 0x77).long()
+    values = (far & 7 > 0).sum() + (far >> 4 > 0).sum()
+    _, changed = kernels.finish(w)
+    assert changed == 2 * values
+
+
+def test_what_the_kernels_do_not_take_is_refused() -> None:
+    raw, wanted = weights_of(3, 128, 128, 3)
+    with pytest.raises(ValueError, match="FP4"):
+        kernels.finish(wanted)
+    x, ids, weights = pairs_of(2, 128, 3, 2)
+    with pytest.raises(ValueError, match="bfloat16"):
+        kernels.experts(x.float(), ids, weights, folded(raw), LIMIT)
+    with pytest.raises(ValueError, match="contiguous"):
+        kernels.experts(x, ids.T.contiguous().T, weights, folded(raw), LIMIT)

@@ -1,0 +1,37 @@
+"""The routed experts' kernels compile for SM90 with the models' sizes, spill nothing, and fit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+HERE = Path(__file__).parent
+KERNELS = {
+    ("_fold_kernel", False),
+    ("_order_kernel", False),
+    ("_round_rows_kernel", False),
+    ("_gate_up_kernel", False),
+    ("_down_kernel", False),
+    ("_gate_up_kernel", True),
+    ("_down_kernel", True),
+    ("_sum_kernel", False),
+}
+SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
+
+
+def test_kernels_compile_for_sm90(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(HERE / "sm90_experts.py")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(report["kernel"], report["gluon"]) for report in reports} == KERNELS
+    for report in reports:
+        assert report["spilled"] == 0, report
+        assert report["registers"] <= 255, report
+        assert report["shared"] <= SHARED_LIMIT, report
