@@ -27,6 +27,7 @@ from finwhale.ops.mhc import triton as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton as moe
 from finwhale.ops.norm import triton as norm
+from finwhale.ops.sampling import triton as sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -34,6 +35,7 @@ TYPES = {
     torch.bfloat16: "*bf16",
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float32: "*fp32",
+    torch.bool: "*i1",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -119,8 +121,11 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         indexer.prepare_index_query(meta(N, 64, 128), rotation, rounded)
     for dtype in (torch.float32, torch.bfloat16):
         gate = meta(E, D, dtype=dtype)
-        moe.route_by_score(meta(N, D), gate, f32(E), 6, 1.5)
-        moe.route_by_hash(meta(N, D), gate, meta(129280, 6, dtype=torch.int64), slots, 1.5)
+        positions = meta(N, dtype=torch.int64)
+        moe.route_by_score(meta(N, D), gate, f32(E), 6, 1.5, positions)
+        table = meta(129280, 6, dtype=torch.int64)
+        moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
+    sampling.greedy(f32(N, 129280))
 
 
 def e4m3(*shape: int) -> LinearWeight:

@@ -14,7 +14,9 @@ import pytest
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 HERE = Path(__file__).parent
 KERNELS = {
-    "_streams_kernel",
+    "_streams_few_kernel",
+    "_planes_kernel",
+    "_streams_many_kernel",
     "_gates_kernel",
     "_block_input_kernel",
     "_rms_norm_kernel",
@@ -22,9 +24,12 @@ KERNELS = {
     "_inverse_rope_kernel",
     "_store_window_kernel",
     "_prepare_index_query_kernel",
-    "_gate_kernel",
+    "_gate_few_kernel",
+    "_gate_many_kernel",
     "_choose_kernel",
     "_hash_kernel",
+    "_best_kernel",
+    "_pick_kernel",
     "_quantise_kernel",
     "row_kernel",
     "tile_kernel",
