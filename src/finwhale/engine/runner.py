@@ -42,9 +42,8 @@ class ModelRunner:
     ) -> None:
         self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
-        self.ops = load_ops(
-            self.platform, not _table_serves(self.platform, self.dtype, config, stream)
-        )
+        serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
+        self.ops = load_ops(self.platform, reference=not serves)
         longest = _longest(config, model_config)
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -161,25 +160,42 @@ class ModelRunner:
 
 
 def _table_serves(
-    platform: Platform, dtype: torch.dtype, config: EngineConfig, stream: WeightStream
+    platform: Platform,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    stream: WeightStream,
 ) -> bool:
     """Whether the platform's own table computes what is asked for; else the references do."""
     if config.reference:
         return False
     if platform.vendor == "cpu":
         return dtype == torch.float32
-    storages = stream.storages
-    served = all(
-        storage == ("fp4" if ".ffn.experts." in name else storage)
-        for name, storage in storages.items()
+    reasons = []
+    if dtype != torch.bfloat16:
+        reasons.append("dtype is not bfloat16")
+    if config.activations != "as-trained":
+        reasons.append("activations are not as trained")
+    if any(s != "fp4" for name, s in stream.storages.items() if ".ffn.experts." in name):
+        reasons.append("experts are not FP4")
+    if not _kernels_fit(model_config):
+        reasons.append("its sizes are not multiples of 128")
+    if reasons and (platform.vendor, platform.arch) == ("nvidia", "sm90"):
+        logger.warning("the slow references run, because %s", " and ".join(reasons))
+    return not reasons
+
+
+def _kernels_fit(c: ModelConfig) -> bool:
+    """Whether the packed kernels take a model's sizes: whole groups of activations and rows."""
+    group_width = c.num_attention_heads * c.head_dim // c.o_groups
+    grouped = (c.hidden_size, c.q_lora_rank, c.o_lora_rank, group_width, c.moe_intermediate_size)
+    nope = c.head_dim - c.qk_rope_head_dim
+    return (
+        all(width % 128 == 0 for width in grouped)
+        and c.index_head_dim == 128
+        and nope % 16 == 0
+        and c.qk_rope_head_dim % 8 == 0
     )
-    if dtype == torch.bfloat16 and config.activations == "as-trained" and served:
-        return True
-    logger.warning(
-        "the references run, slowly: the kernels want bfloat16, as-trained activations and FP4 "
-        "experts"
-    )
-    return False
 
 
 def _longest(config: EngineConfig, model_config: ModelConfig) -> int:

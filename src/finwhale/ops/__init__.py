@@ -77,8 +77,11 @@ def load_ops(platform: Platform, reference: bool = False) -> Ops:
     match platform:
         case Platform(vendor="cpu"):
             from finwhale.ops.tables.cpu import OPS
-        case Platform(vendor="nvidia", arch=arch) if int(arch.removeprefix("sm")) >= 80:
+        case Platform(vendor="nvidia", arch="sm90"):
             from finwhale.ops.tables.nvidia import OPS
+        case Platform(vendor="nvidia", arch=arch) if int(arch.removeprefix("sm")) >= 80:
+            # The kernels were measured and checked on Hopper only.
+            from finwhale.ops.tables.reference import OPS
         case Platform(vendor="amd", arch="gfx942" | "gfx950"):
             from finwhale.ops.tables.amd import OPS
         case _:

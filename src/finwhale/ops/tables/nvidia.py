@@ -1,4 +1,4 @@
-"""Operators on NVIDIA GPUs from Hopper (sm90) on: bfloat16, as-trained activations, packed weights.
+"""Operators on Hopper GPUs (sm90): bfloat16, as-trained activations, packed weights and rows.
 
 Triton kernels, and DeepGEMM (extra "nvidia") for linear layers of many tokens where it is
 installed. Chosen by measurement: docs/notes/2026-11-21-h200-kernels.md.
