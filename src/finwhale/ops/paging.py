@@ -93,9 +93,10 @@ class Tokens:
 
     def rotation(self, rotary_LR: Tensor) -> Tensor:
         """[N,R/2,2]: the rows of a rotary table at the tokens' positions, gathered once a step."""
-        key = ("rotation", rotary_LR.data_ptr())
-        rotation = self.memo.get(key)
-        if rotation is None:
-            rotation = self.memo[key] = rotary_LR.index_select(0, self.positions.clamp(min=0))
-        gathered: Tensor = rotation
+        # The table is kept beside its rows, so that its id stays its own.
+        key = ("rotation", id(rotary_LR))
+        if key not in self.memo:
+            rows = rotary_LR.index_select(0, self.positions.clamp(min=0))
+            self.memo[key] = rotary_LR, rows
+        gathered: Tensor = self.memo[key][1]
         return gathered

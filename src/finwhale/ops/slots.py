@@ -82,7 +82,7 @@ def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
     """[N] int64: the slot of each token's own row."""
     return _once(
         tokens,
-        ("write", id(table)),
+        ("write", table),
         lambda: _tensor(table.slots(tokens.host_sequence, tokens.host_positions), tokens),
     )
 
@@ -96,7 +96,7 @@ def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
         np.copyto(slots, -1, where=seen < 0)
         return _tensor(slots, tokens)
 
-    return _once(tokens, ("window", id(table), size), make)
+    return _once(tokens, ("window", table, size), make)
 
 
 def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
@@ -108,14 +108,14 @@ def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
         np.copyto(slots, -1, where=np.arange(slots.shape[1]) >= seen[:, None])
         return _tensor(slots, tokens)
 
-    return _once(tokens, ("complete", id(table), ratio), make)
+    return _once(tokens, ("complete", table, ratio), make)
 
 
 def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
     """The C4 entries of each sequence."""
     return _once(
         tokens,
-        ("index", id(table)),
+        ("index", table),
         lambda: IndexStep(
             query_start=tuple(tokens.host_query_start),
             max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
@@ -131,7 +131,7 @@ def compress_step(
     """The entries of `ratio` tokens that complete, and the state that later steps need."""
     return _once(
         tokens,
-        ("compress", id(entry_table), ratio),
+        ("compress", entry_table, ratio),
         lambda: _compress_step(tokens, state_table, entry_table, ratio),
     )
 
