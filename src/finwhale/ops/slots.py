@@ -177,15 +177,19 @@ def _compress_step(
         for entry in range(start // ratio, end // ratio)
     ]
     owners, sources, positions = np.array(kept, np.int64).reshape(-1, 3).T
-    sequence, entry = np.array(entries, np.int64).reshape(-1, 2).T
+    history, entry_slots, entry_positions = (np.empty(0, np.int64) for _ in range(3))
     mixed = 2 * ratio if ratio == 4 else ratio
-    last_tokens = (entry[:, None] + 1) * ratio + np.arange(-mixed, 0)
-    history, entry_sources = _sources(tokens, chunks, state_table, sequence, last_tokens, ratio)
+    entry_sources = np.empty((0, mixed), np.int64)
+    if entries:
+        sequence, entry = np.array(entries, np.int64).T
+        last_tokens = (entry[:, None] + 1) * ratio + np.arange(-mixed, 0)
+        history, entry_sources = _sources(tokens, chunks, state_table, sequence, last_tokens, ratio)
+        entry_slots, entry_positions = entry_table.slots(sequence, entry), entry * ratio
     return CompressStep(
         history_slots=_tensor(history, tokens),
         entry_sources=_tensor(entry_sources, tokens),
-        entry_slots=_tensor(entry_table.slots(sequence, entry), tokens),
-        entry_positions=_tensor(entry * ratio, tokens),
+        entry_slots=_tensor(entry_slots, tokens),
+        entry_positions=_tensor(entry_positions, tokens),
         state_sources=_tensor(sources.copy(), tokens),
         state_slots=_tensor(state_table.slots(owners, positions), tokens),
     )
