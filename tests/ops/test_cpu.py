@@ -201,11 +201,11 @@ def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:
 
 def test_sinkhorn_of_few_and_of_many_tokens_adds_in_the_same_order() -> None:
     mix = Draw().normal(40, 4, 4, scale=3.0).softmax(-1).numpy() + np.float32(1e-6)
-    inverse = np.empty((40, 2, 4))
-    mhc._iterate(mix, 20, 1e-6, inverse)
+    together = np.empty((40, 2, 4))
+    mhc._iterate(mix, 20, 1e-6, together)
     for token in range(40):
-        factors = mhc._reciprocal_factors(mix[token].ravel().tolist(), 20, 1e-6)
-        assert np.array_equal(np.array(factors), inverse[token].ravel())
+        factors = mhc._factors(mix[token].ravel().tolist(), 20, 1e-6)
+        assert np.array_equal(np.array(factors), together[token].ravel())
 
 
 def test_padding_of_slots_changes_no_bit() -> None:

@@ -1,5 +1,7 @@
 """mHC on a CPU, in numpy. Legend: N tokens, H residual streams, D hidden."""
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,82 +21,80 @@ def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float
 
 
 # Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
-FEW_TOKENS = 6
+FEW_TOKENS = 5
 # Tokens whose factors stay in the nearest cache while they are iterated.
 TOKEN_BLOCK = 256
 
 
 def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
-    """As ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i and likewise for v.
+    """As ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i and likewise for v; mix_ij / (u_i v_j).
 
-    In float64, whose sums and products are the same bits in both forms below: each adds its terms
+    In float64, whose sums and quotients are the same bits in both forms below: each adds its terms
     one after the other.
     """
     N, H, _ = mix_NHH.shape
     if N <= FEW_TOKENS and H == 4:
-        factors = [
-            _reciprocal_factors(mix, num_iters, eps) for mix in mix_NHH.reshape(N, 16).tolist()
-        ]
-        inverse = np.array(factors).reshape(N, 2, H)
+        tokens = mix_NHH.reshape(N, 16).tolist()
+        factors = np.array([_factors(mix, num_iters, eps) for mix in tokens]).reshape(N, 2, H)
     else:
-        inverse = np.empty((N, 2, H))
+        factors = np.empty((N, 2, H))
         for start in range(0, N, TOKEN_BLOCK):
             some = slice(start, start + TOKEN_BLOCK)
-            _iterate(mix_NHH[some], num_iters, eps, inverse[some])
-    scale = np.multiply(inverse[:, 0, :, None], inverse[:, 1, None, :])
-    out: F32 = np.multiply(mix_NHH, scale, dtype=np.float32, casting="same_kind")
+            _iterate(mix_NHH[some], num_iters, eps, factors[some])
+    scale = np.multiply(factors[:, 0, :, None], factors[:, 1, None, :])
+    out: F32 = np.divide(mix_NHH, scale, dtype=np.float32, casting="same_kind")
     return out
 
 
-def _reciprocal_factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
-    """1/u and 1/v of one token; mix row by row."""
+def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
+    """u and v of one token; mix row by row."""
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = mix
-    p = q = r = s = 1.0
-    w = 1.0 / (v0 := a0 + b0 + c0 + d0 + eps)
-    x = 1.0 / (v1 := a1 + b1 + c1 + d1 + eps)
-    y = 1.0 / (v2 := a2 + b2 + c2 + d2 + eps)
-    z = 1.0 / (v3 := a3 + b3 + c3 + d3 + eps)
+    share = 1.0 / eps
     u0 = u1 = u2 = u3 = 1.0
+    v0 = a0 + b0 + c0 + d0 + 1.0 / share
+    v1 = a1 + b1 + c1 + d1 + 1.0 / share
+    v2 = a2 + b2 + c2 + d2 + 1.0 / share
+    v3 = a3 + b3 + c3 + d3 + 1.0 / share
     for _ in range(num_iters - 1):
-        p = 1.0 / (u0 := a0 * w + a1 * x + a2 * y + a3 * z + eps * u0)
-        q = 1.0 / (u1 := b0 * w + b1 * x + b2 * y + b3 * z + eps * u1)
-        r = 1.0 / (u2 := c0 * w + c1 * x + c2 * y + c3 * z + eps * u2)
-        s = 1.0 / (u3 := d0 * w + d1 * x + d2 * y + d3 * z + eps * u3)
-        w = 1.0 / (v0 := a0 * p + b0 * q + c0 * r + d0 * s + eps * v0)
-        x = 1.0 / (v1 := a1 * p + b1 * q + c1 * r + d1 * s + eps * v1)
-        y = 1.0 / (v2 := a2 * p + b2 * q + c2 * r + d2 * s + eps * v2)
-        z = 1.0 / (v3 := a3 * p + b3 * q + c3 * r + d3 * s + eps * v3)
-    return p, q, r, s, w, x, y, z
+        u0 = a0 / v0 + a1 / v1 + a2 / v2 + a3 / v3 + u0 / share
+        u1 = b0 / v0 + b1 / v1 + b2 / v2 + b3 / v3 + u1 / share
+        u2 = c0 / v0 + c1 / v1 + c2 / v2 + c3 / v3 + u2 / share
+        u3 = d0 / v0 + d1 / v1 + d2 / v2 + d3 / v3 + u3 / share
+        v0 = a0 / u0 + b0 / u1 + c0 / u2 + d0 / u3 + v0 / share
+        v1 = a1 / u0 + b1 / u1 + c1 / u2 + d1 / u3 + v1 / share
+        v2 = a2 / u0 + b2 / u1 + c2 / u2 + d2 / u3 + v2 / share
+        v3 = a3 / u0 + b3 / u1 + c3 / u2 + d3 / u3 + v3 / share
+    return u0, u1, u2, u3, v0, v1, v2, v3
 
 
-def _iterate(mix_NHH: F32, num_iters: int, eps: float, inverse_N2H: F64) -> None:
-    """Write 1/u and 1/v of many tokens; tokens lie along the last axis.
+def _iterate(mix_NHH: F32, num_iters: int, eps: float, factors_N2H: F64) -> None:
+    """Write u and v of many tokens; tokens lie along the last axis.
 
-    A half step multiplies [mix^T ; eps] by [1/v ; u], each 1/v_j once for every u_i that it goes
-    into, adds the H + 1 terms up, and writes the reciprocals to where the next half step wants
-    them.
+    A half step divides [mix^T ; u] by [v ; 1 / eps] and adds the H + 1 rows of quotients up to the
+    new u. u and 1 / eps are also the divisors of the next half step, hence one buffer of both.
     """
     N, H, _ = mix_NHH.shape
-    mix = mix_NHH.transpose(1, 2, 0)
-    by_column, by_row, terms = np.full((3, H + 1, H, N), eps)
-    by_column[:H] = mix
-    by_row[:H] = mix.swapaxes(0, 1)
-    for_u, for_v = np.ones((2, H + 1, H, N))
-    u, v = for_u[H], for_v[H]
-    u_column, v_column = u[:, None], v[:, None]
+    mix = mix_NHH.transpose(2, 1, 0)
+    rows: Any = np.empty((2, H * H + H + 1, N))
+    rows[:, -1] = 1.0 / eps
+    over_v, over_u = rows[:, :-1].reshape(2, H + 1, H, N)
+    by_u, by_v = rows[:, H * H :].reshape(2, H + 1, 1, N)
+    over_v[:H] = mix
+    over_u[:H] = mix.swapaxes(0, 1)
+    u, v = over_v[H], over_u[H]
+    u.fill(1.0)
+    v.fill(1.0)
+    terms = np.empty((H + 1, H, N))
 
-    np.multiply(by_column, for_v, terms)
+    np.divide(over_u, by_u, terms)
     np.add.reduce(terms, 0, None, v)
-    np.reciprocal(v_column, for_u[:H])
     for _ in range(num_iters - 1):
-        np.multiply(by_row, for_u, terms)
+        np.divide(over_v, by_v, terms)
         np.add.reduce(terms, 0, None, u)
-        np.reciprocal(u_column, for_v[:H])
-        np.multiply(by_column, for_v, terms)
+        np.divide(over_u, by_u, terms)
         np.add.reduce(terms, 0, None, v)
-        np.reciprocal(v_column, for_u[:H])
-    inverse_N2H[:, 0] = for_v[:H, 0].T
-    inverse_N2H[:, 1] = for_u[:H, 0].T
+    factors_N2H[:, 0] = u.T
+    factors_N2H[:, 1] = v.T
 
 
 def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, F32]:
