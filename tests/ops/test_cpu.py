@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops import Ops, compressor, host, load_ops
+from finwhale.ops import Ops, compressor, host, load_ops, products
 from finwhale.ops.attention import cases as attention_cases
 from finwhale.ops.case import (
     Args,
@@ -45,7 +45,29 @@ FAMILIES = (
     moe_cases,
     norm_cases,
 )
-CASES = [case for family in FAMILIES for case in family.CASES]
+
+
+def _as_stored(case: OpCase) -> OpCase:
+    """The same with weights as checkpoints store them."""
+
+    def args() -> Args:
+        return tuple(_bfloat16(arg) for arg in case.args())
+
+    return replace(case, name=f"{case.name} of bfloat16", args=args)
+
+
+def _bfloat16(arg: Any) -> Any:
+    if isinstance(arg, LinearWeight):
+        return replace(arg, weight=arg.weight.bfloat16().float())
+    if isinstance(arg, ExpertWeight):
+        return replace(arg, w13=arg.w13.bfloat16().float(), w2=arg.w2.bfloat16().float())
+    return arg
+
+
+CASES = [
+    *(case for family in FAMILIES for case in family.CASES),
+    *(_as_stored(case) for family in (linear_cases, moe_cases) for case in family.CASES),
+]
 
 
 def lay_out(ops: Ops, args: Args) -> Args:
@@ -197,6 +219,64 @@ def test_entries_do_not_depend_on_the_batch(
 def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:
     rows = np.array(entries)
     return table.slots(np.full_like(rows, sequence), rows)
+
+
+# Matrices of the demo model, [M,K].
+SHAPES = ((256, 256), (1024, 128), (3072, 128), (1040, 256), (4096, 256), (128, 512), (256, 128))
+NEEDS_HALF = pytest.mark.skipif(
+    not products._rows_are_independent(), reason="torch has no usable FBGEMM here"
+)
+
+
+@NEEDS_HALF
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("M, K", SHAPES)
+def test_rows_of_a_packed_product_are_their_own(M: int, K: int, threads: int) -> None:
+    draw = Draw()
+    weight = draw.normal(M, K, scale=K**-0.5).bfloat16().float()
+    multiply, x = products.product(weight), draw.outliers(700, K)
+    assert isinstance(multiply, products._Half)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        whole = multiply(x)
+        for rows in (*range(1, 65), 100, 127, 128, 129, 255, 500, 699):
+            for start in (0, 1, 700 - rows):
+                assert torch.equal(multiply(x[start : start + rows]), whole[start : start + rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+@NEEDS_HALF
+def test_what_checkpoints_store_is_packed_without_loss() -> None:
+    """E4M3 and E2M1 times powers of two, and bfloat16; a float32 that is none of them is not."""
+    draw = Draw()
+    identity = torch.eye(64)
+    e4m3 = draw.normal(32, 64).to(torch.float8_e4m3fn).float() * 2.0**-9
+    for stored in (e4m3, draw.outliers(32, 64).bfloat16().float(), torch.full((32, 64), 2.0**-30)):
+        multiply = products.product(stored)
+        assert isinstance(multiply, products._Half)
+        assert torch.equal(multiply(identity), stored.T)
+    for other in (draw.normal(32, 64), torch.cat((e4m3, e4m3 * 2.0**-60)), e4m3 * torch.nan):
+        assert isinstance(products.product(other), products._Rows)
+
+
+def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Draw().normal(32, 64).bfloat16().float()
+    for missing in (None, _fails, _depends_on_the_rows):
+        monkeypatch.setattr(products, "_MULTIPLY", missing)
+        products._rows_are_independent.cache_clear()
+        assert isinstance(products.product(weight.clone()), products._Rows)
+    monkeypatch.undo()
+    products._rows_are_independent.cache_clear()
+
+
+def _fails(*_: Any) -> Tensor:
+    raise RuntimeError("FBGEMM doesn't support this processor")
+
+
+def _depends_on_the_rows(x: Tensor, *_: Any) -> Tensor:
+    return torch.full((len(x), 75), float(len(x)))
 
 
 def test_sinkhorn_of_few_and_of_many_tokens_adds_in_the_same_order() -> None:

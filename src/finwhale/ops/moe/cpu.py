@@ -1,6 +1,4 @@
-"""Mixture of experts on a CPU, in numpy. Legend in the package's docstring."""
-
-from dataclasses import dataclass
+"""Mixture of experts on a CPU. Legend in the package's docstring."""
 
 import numpy as np
 import torch
@@ -10,38 +8,16 @@ from finwhale.ops import host
 from finwhale.ops.host import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import ExpertWeight
-
-# Up to this many pairs of a token and an expert, one product a pair beats grouping them.
-FEW_PAIRS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class TransposedExperts(ExpertWeight):
-    """Weights that lie in memory as [E,D,2I] and [E,I,D]: one matrix an expert, as views."""
-
-    matrices: tuple[tuple[F32, F32], ...] = ()
+from finwhale.ops.products import Product, product, products
 
 
 def prepare_experts(w: ExpertWeight) -> ExpertWeight:
-    if w.w13.device.type == "meta":
-        return w
+    """[E,D,2I] and [E,I,D] in memory, as a gemv reads them."""
     w13, w2 = (
         torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
         for weight in (w.w13, w.w2)
     )
-    return TransposedExperts(w13.mT, w2.mT, w.round_input, matrices=_matrices(w13.mT, w2.mT))
-
-
-def _matrices(w13: Tensor, w2: Tensor) -> tuple[tuple[F32, F32], ...]:
-    """([D,2I], [I,D]) of each expert."""
-    first, second = w13.mT.numpy(), w2.mT.numpy()
-    if first.ndim == 2:
-        return ((first, second),)
-    return tuple(zip(first, second, strict=True))
-
-
-def _matrices_of(w: ExpertWeight) -> tuple[tuple[F32, F32], ...]:
-    return w.matrices if isinstance(w, TransposedExperts) else _matrices(w.w13, w.w2)
+    return ExpertWeight(w13.mT, w2.mT, w.round_input)
 
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
@@ -109,15 +85,18 @@ def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
     return hidden
 
 
-def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    ((w13, w2),) = _matrices_of(w)
-    x: F32 = x_ND.numpy()
-    if w.round_input:
-        x = host.round_e4m3(x, ACTIVATION_GROUP)
-    hidden = _clamped_swiglu(host.matmul_rows(x, w13), limit)
+def _swiglu(gate_up: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+    """What enters w2."""
+    hidden = _clamped_swiglu(gate_up.numpy(), limit)
     if w.round_input:
         hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
-    return torch.from_numpy(host.matmul_rows(hidden, w2))
+    return torch.from_numpy(hidden)
+
+
+def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+    if w.round_input:
+        x_ND = torch.from_numpy(host.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
+    return product(w.w2)(_swiglu(product(w.w13)(x_ND), w, limit))
 
 
 def experts(
@@ -128,50 +107,41 @@ def experts(
     limit: float,
     shared_ND: Tensor | None = None,
 ) -> Tensor:
-    """One row a (token, expert) pair; an expert's pairs come one after the other."""
-    matrices = _matrices_of(w)
+    """One row a (token, expert) pair; an expert's pairs lie one after the other."""
     x: F32 = x_ND.numpy()
     ids: I64 = ids_NK.numpy()
+    weights: F32 = weights_NK.numpy()
     if w.round_input:
         x = host.round_e4m3(x, ACTIVATION_GROUP)
-    num_tokens, topk = ids.shape
-    run_pairs = _few_pairs if ids.size <= FEW_PAIRS else _many_pairs
-    gate_up = np.empty((ids.size, matrices[0][0].shape[1]), np.float32)
-    run_pairs(x, topk, ids, [first for first, _ in matrices], gate_up)
-    hidden = _clamped_swiglu(gate_up, limit)
-    if w.round_input:
-        hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
-    out = np.empty((ids.size, x.shape[1]), np.float32)
-    run_pairs(hidden, 1, ids, [second for _, second in matrices], out)
-    result = np.matmul(weights_NK.numpy()[:, None], out.reshape(num_tokens, topk, x.shape[1]))
-    result = result.reshape(x.shape)
+    pairs = _Pairs(ids)
+    if pairs.skipped:
+        weights = np.where(ids < 0, constant(0.0), weights)
+    rows = torch.from_numpy(x.take(pairs.order // ids.shape[1], 0))
+    hidden = _swiglu(pairs.multiply(rows, products(w.w13)), w, limit)
+    out: F32 = pairs.multiply(hidden, products(w.w2)).numpy()
+    by_pair = np.empty((*ids.shape, x.shape[1]), np.float32)
+    by_pair.reshape(out.shape)[pairs.order] = out
+    result: F32 = np.matmul(weights[:, None], by_pair).reshape(x.shape)
     if shared_ND is not None:
         np.add(result, shared_ND.numpy(), result)
     return torch.from_numpy(result)
 
 
-def _few_pairs(x: F32, pairs_a_row: int, ids: I64, matrices: list[F32], out_PM: F32) -> None:
-    """out[p] = x[p // pairs_a_row] @ matrices[id of p], 0 where the id is -1."""
-    experts = ids.ravel().tolist()
-    inputs, outputs = list(x), list(out_PM)
-    order = (
-        range(len(experts)) if len(x) == 1 else sorted(range(len(experts)), key=experts.__getitem__)
-    )
-    for pair in order:
-        expert = experts[pair]
-        if expert >= 0:
-            inputs[pair // pairs_a_row].dot(matrices[expert], outputs[pair])
-        else:
-            outputs[pair].fill(0.0)
+class _Pairs:
+    """(token, expert) pairs in order of the experts; `order` are their places in ids."""
 
+    def __init__(self, ids_NK: I64) -> None:
+        flat = ids_NK.ravel()
+        self.order = flat.argsort(kind="stable")
+        counts = np.bincount(flat + 1).tolist()
+        self.skipped = flat.size > 0 and counts[0] > 0
+        # Pairs of id -1 go to the last expert; their weights become 0.
+        self._experts = [e - 1 for e, count in enumerate(counts) if count]
+        self._counts = [count for count in counts if count]
 
-def _many_pairs(x: F32, pairs_a_row: int, ids: I64, matrices: list[F32], out_PM: F32) -> None:
-    """The same, an expert at a time."""
-    flat = ids.ravel()
-    order = flat.argsort(kind="stable")
-    bounds = flat.take(order).searchsorted(np.arange(len(matrices) + 1)).tolist()
-    out_PM[order[: bounds[0]]] = 0.0
-    for matrix, start, end in zip(matrices, bounds[:-1], bounds[1:], strict=True):
-        if start < end:
-            pairs = order[start:end]
-            out_PM[pairs] = host.matmul_rows(x.take(pairs // pairs_a_row, 0), matrix)
+    def multiply(self, rows_PX: Tensor, experts: tuple[Product, ...]) -> Tensor:
+        """Each pair's row times its expert's matrix."""
+        parts = rows_PX.split(self._counts) if self._counts else (rows_PX,)
+        return torch.cat(
+            [experts[e](part) for e, part in zip(self._experts or (0,), parts, strict=True)]
+        )

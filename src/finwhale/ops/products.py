@@ -1,0 +1,140 @@
+"""Products x @ weight^T of the CPU table: no row depends, in any bit, on the other rows.
+
+A weight takes one of two ways, chosen when it is first used:
+
+- Checkpoints store FP8, FP4 and bfloat16. float16 holds their values exactly, some after the whole
+  matrix is multiplied by a power of two. Such a weight is packed as float16 for torch's FBGEMM,
+  which accumulates in float32: half the bytes to read, and eight rows for two or three times one.
+  Its kernels, for 1 to 14 rows at a time, all add the terms of an output in order, which
+  `_rows_are_independent` tries out before any is used.
+- Every other weight is one gemv a row, `host.matmul_rows`.
+
+Legend: N rows, K input width, M output width, G matrices.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.ops import host
+from finwhale.ops.host import F32
+
+# Deprecated since torch 1.11 and still in 2.13. Without them every weight takes the gemvs.
+_PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
+_MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
+# The exponent of float16's highest power of two.
+_TOP = 15
+
+
+class Product(Protocol):
+    """x [N,K] float32 -> x @ weight^T [N,M]."""
+
+    def __call__(self, x_NK: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Half:
+    """`numel` and `width` are K*M and M; `scale`, a power of two, is the input's."""
+
+    packed: Tensor
+    numel: int
+    width: int
+    scale: F32 | None
+
+    def __call__(self, x_NK: Tensor) -> Tensor:
+        if self.scale is not None:
+            x_NK = torch.from_numpy(x_NK.numpy() * self.scale)
+        num_rows = x_NK.shape[0]
+        if num_rows > 0 and num_rows * self.numel < 2 * host.PARALLEL_WORK:
+            product: Tensor = _MULTIPLY(x_NK, self.packed, None)
+            return product
+        out_NM = np.empty((num_rows, self.width), np.float32)
+
+        def run(rows: slice) -> None:
+            if num_rows:
+                out_NM[rows] = _MULTIPLY(x_NK[rows], self.packed, None).numpy()
+
+        host.split_rows(num_rows, self.numel, run)
+        return torch.from_numpy(out_NM)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Of a weight that lies in memory as [K,M]."""
+
+    matrix_KM: F32
+
+    def __call__(self, x_NK: Tensor) -> Tensor:
+        return torch.from_numpy(host.matmul_rows(x_NK.numpy(), self.matrix_KM))
+
+
+def product(weight_MK: Tensor) -> Product:
+    """The product with a weight that changes no more; kept on the tensor."""
+    kept: Product | None = getattr(weight_MK, "_host_product", None)
+    if kept is None:
+        kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
+        setattr(weight_MK, "_host_product", kept)  # noqa: B010
+    return kept
+
+
+def products(weight_GMK: Tensor) -> tuple[Product, ...]:
+    """The products with several matrices that change no more; kept on the tensor."""
+    kept: tuple[Product, ...] | None = getattr(weight_GMK, "_host_products", None)
+    if kept is None:
+        kept = tuple(product(weight_MK) for weight_MK in weight_GMK)
+        setattr(weight_GMK, "_host_products", kept)  # noqa: B010
+    return kept
+
+
+def _half(weight_MK: Tensor) -> Product | None:
+    """None where float16 cannot hold every value, and where FBGEMM does not do."""
+    if weight_MK.numel() == 0 or not _rows_are_independent():
+        return None
+    weight: F32 = np.ascontiguousarray(weight_MK.numpy())
+    _, top = math.frexp(max(weight.max(), -weight.min()))
+    for shift in (0, min(_TOP - top, 100)):  # 2^-100 and a result's bits stay normal float32
+        shifted = np.ldexp(weight, shift)
+        with np.errstate(over="ignore"):
+            exact = np.array_equal(shifted.astype(np.float16), shifted)
+        if exact:
+            scale = host.constant(2.0**-shift) if shift else None
+            return _Half(_packed(torch.from_numpy(shifted)), weight.size, len(weight), scale)
+    return None
+
+
+def _packed(weight_MK: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the deprecation, once a process
+        packed: Tensor = _PACK(weight_MK)
+    return packed
+
+
+@lru_cache(maxsize=1)
+def _rows_are_independent() -> bool:
+    """Whether FBGEMM is here and gives a row the same bits alone and among any number of others.
+
+    Tried with widths of several of its blocks (512 by 16) and of no whole number of them.
+    """
+    if _PACK is None or _MULTIPLY is None:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    x_NK = torch.randn(64, 1100, generator=generator)
+    weight_MK = torch.randn(75, 1100, generator=generator).half().float()
+    try:
+        packed = _packed(weight_MK)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            whole_NM = _MULTIPLY(x_NK, packed, None)
+    except RuntimeError:  # a torch without FBGEMM, or a processor that FBGEMM does not know
+        return False
+    return all(
+        torch.equal(_MULTIPLY(x_NK[start:end], packed, None), whole_NM[start:end])
+        for size in range(1, 33)
+        for start, end in ((0, size), (64 - size, 64))
+    ) and torch.allclose(whole_NM, x_NK @ weight_MK.T, rtol=0, atol=1e-2)
