@@ -26,7 +26,7 @@ STAGES = 4
 # Programs that fill the GPU; a row's tiles are split between so many.
 DECODE_PROGRAMS = 264
 PREFILL_PROGRAMS = 1056
-# Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
+# Scores that stand in memory at once: a prefill's stay in the L2 cache, a decode's are whole.
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
