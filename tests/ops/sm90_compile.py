@@ -18,7 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import triton as attention
+from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
+from finwhale.ops.compressor import triton as compressor
+from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer import triton as indexer
 from finwhale.ops.linear import LinearWeight, quantise
 from finwhale.ops.linear import triton as linear
@@ -27,6 +32,7 @@ from finwhale.ops.mhc import triton as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton as moe
 from finwhale.ops.norm import triton as norm
+from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import triton as sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -38,6 +44,7 @@ TYPES = {
     torch.bool: "*i1",
     torch.int32: "*i32",
     torch.int64: "*i64",
+    torch.uint8: "*u8",
 }
 # hidden_size, num_attention_heads, q_lora_rank, n_routed_experts.
 MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
@@ -112,13 +119,6 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params)
     mhc.hc_head(streams, head, params)
     norm.rms_norm(meta(N, Q), f32(Q), 1e-6)
-    rotation = f32(N, 32, 2)
-    attention.prepare_query(meta(N, A, 512), rotation, 1e-6)
-    attention.inverse_rope(meta(N, A, 512), rotation)
-    slots, rows = meta(N, dtype=torch.int64), meta(2**20, 512)
-    for rounded in (False, True):
-        attention.store_window(meta(N, 512), f32(512), rotation, 1e-6, rounded, rows, slots)
-        indexer.prepare_index_query(meta(N, 64, 128), rotation, rounded)
     for dtype in (torch.float32, torch.bfloat16):
         gate = meta(E, D, dtype=dtype)
         positions = meta(N, dtype=torch.int64)
@@ -151,6 +151,67 @@ def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
         linear.linear(meta(N, D), w)
 
 
+def step_tokens(N: int, max_len: int, max_query: int) -> Tokens:
+    positions = meta(N, dtype=torch.int64)
+    ints = meta(N, dtype=torch.int32)
+    return Tokens(positions, ints, meta(N + 1, dtype=torch.int32), max_len, max_query)
+
+
+def page_table(N: int, rows_per_page: int) -> PageTable:
+    pages = meta(N, 4096, dtype=torch.int32)
+    return PageTable(pages, meta(N, dtype=torch.int32), rows_per_page)
+
+
+def compress_part(N: int, width: int, ratio: int, rounding: Rounding) -> CompressPart:
+    mixed, share, rows = (8, 4, 64) if ratio == 4 else (128, 2, 2)
+    if rounding == "whole":
+        num_bytes = keys_layout.page_bytes(rows, width)
+    else:
+        num_bytes = rows_layout.page_bytes(rows, width, 64)
+    pool = meta(1024, num_bytes, dtype=torch.uint8)
+    weight = CompressorWeight(f32(mixed, width), f32(width), ratio)  # type: ignore[arg-type]
+    return CompressPart(f32(N, share * width), weight, f32(1024, share * width), pool, rounding)
+
+
+def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_query: int) -> None:
+    """Compressors and the indexer of one model, for N tokens."""
+    tokens, rotary = step_tokens(N, max_len, max_query), f32(2**20, 32, 2)
+    parts = (compress_part(N, width, 4, "nope"), compress_part(N, 128, 4, "whole"))
+    compressor.compress(parts, tokens, rotary, 1e-6, page_table(N, 8), page_table(N, 64))
+    part = compress_part(N, width, 128, "nope")
+    compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2))
+    q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
+    table = page_table(N, 64)
+    indexer.select_entries(q, weights, pool, rotary, tokens, table, topk, 0.1, True)
+
+
+def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) -> None:
+    """Attention over packed rows, for N tokens: the kernels that every GPU can have."""
+    tokens, rotary = step_tokens(N, 2**20, max_query), f32(2**20, 32, 2)
+    pool = meta(1024, rows_layout.page_bytes(64, C, 64), dtype=torch.uint8)
+    table = page_table(N, 64)
+    attention.prepare_qkv(
+        meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
+    )
+    small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
+    for entries in (
+        None,
+        Selected(pool, meta(N, topk, dtype=torch.int32), 64),
+        Complete(small, page_table(N, 2), 128),
+    ):
+        attention.sparse_attention(
+            meta(N, A, C),
+            rotary,
+            1e-6,
+            tokens,
+            Window(pool, table, 128),
+            entries,
+            f32(A),
+            C**-0.5,
+            meta(N, A, C),
+        )
+
+
 def main() -> None:
     JITFunction.run = compile_launch
     for D, A, Q, E in MODELS.values():
@@ -158,6 +219,12 @@ def main() -> None:
             call_all(D, A, Q, E, tokens)
         for tokens in (1, 8, 64, 8192):
             call_linear(D, A, Q, 2048 if D == 4096 else 3072, tokens)
+    for width, heads, topk in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):
+        for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
+            call_indexer(width, heads, topk, *step)
+    for sizes in ((64, 512, 1024, 512), (128, 512, 1536, 1024), (8, 128, 128, 64)):
+        for tokens, max_query in ((1, 1), (32, 1), (8192, 8192)):
+            call_attention(*sizes, tokens, max_query)
 
 
 if __name__ == "__main__":
