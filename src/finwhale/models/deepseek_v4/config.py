@@ -196,11 +196,6 @@ class ModelConfig:
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
-    def nope_head_dim(self) -> int:
-        """The leading part of a head that is not rotated."""
-        return self.head_dim - self.qk_rope_head_dim
-
-    @property
     def eos_token_id(self) -> int:
         """The first end-of-sequence token."""
         return self.eos_token_ids[0]
@@ -208,10 +203,6 @@ class ModelConfig:
     def is_hash_layer(self, layer: int) -> bool:
         """Whether a layer picks its experts by token id."""
         return layer < self.num_hash_layers
-
-    def layers_with_ratio(self, ratio: int) -> tuple[int, ...]:
-        """The indices of the main layers with this compression ratio."""
-        return tuple(i for i, r in enumerate(self.layer_ratios) if r == ratio)
 
     # --- Making one ---
 
