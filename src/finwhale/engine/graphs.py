@@ -44,19 +44,20 @@ class StaticInputs:
 
     Args:
         num_tokens: tokens of the step, padding included.
-        num_seqs: sequences at most; of a decode as many as tokens.
+        num_seqs: sequences at most; None: a decode, a sequence a token.
         max_len: no sequence is longer.
     """
 
     def __init__(
         self,
         num_tokens: int,
-        num_seqs: int,
+        num_seqs: int | None,
         groups: Items[CacheGroup],
         max_len: int,
         device: torch.device,
     ) -> None:
-        self.num_tokens, self.num_seqs = num_tokens, num_seqs
+        self.is_decode = num_seqs is None
+        num_seqs = num_tokens if num_seqs is None else num_seqs
         self.groups = tuple(groups)
         # Ids and positions change in every step, pages seldom: two blocks, two transfers.
         self._step_device, self._step_host = _twins(5 * num_tokens + num_seqs + 1, device)
@@ -88,7 +89,7 @@ class StaticInputs:
                 sequence=sequence,
                 query_start=query_start,
                 max_len=max_len,
-                max_query=1 if num_tokens == num_seqs else num_tokens,
+                max_query=1 if self.is_decode else num_tokens,
             ),
             tables=tables,
         )
@@ -111,7 +112,7 @@ class StaticInputs:
         self._step_device.copy_(self._step_host, non_blocking=True)
         if self._fill_pages(chunks) or not chunks:
             self._page_device.copy_(self._page_host, non_blocking=True)
-        if self.num_tokens == self.num_seqs or not chunks:
+        if self.is_decode or not chunks:
             return self.inputs
         tokens = replace(
             self.inputs.tokens,
@@ -240,7 +241,7 @@ class Graphs:
         stream = torch.cuda.Stream(device)
         # The largest first: the others then fit into the memory that it has left in the pool.
         for size in reversed(self.sizes):
-            static = StaticInputs(size, num_seqs or size, groups, max_len, device)
+            static = StaticInputs(size, num_seqs, groups, max_len, device)
             torch.cuda.synchronize(device)
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UP_STEPS):

@@ -1,0 +1,86 @@
+"""The inputs of captured steps at fixed addresses against those that are built anew, on the CPU."""
+
+import random
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finwhale.engine.graphs import StaticInputs, decode_sizes
+from finwhale.engine.scheduler import Chunk
+from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.testing.traffic import Traffic
+
+SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)
+DRAWS = st.integers(0, 2**32).map(random.Random)
+MAX_LEN = 1024
+CPU = torch.device("cpu")
+
+
+def assert_same(found: StepInputs, traffic: Traffic, chunks: list[Chunk], size: int) -> None:
+    """The chunks' tokens and pages, then padding."""
+    traffic.chunks = chunks
+    wanted = traffic.build().inputs
+    count = len(wanted.token_ids)
+    assert torch.equal(found.token_ids[:count], wanted.token_ids)
+    assert torch.equal(found.tokens.positions[:count], wanted.tokens.positions)
+    assert found.tokens.positions[count:].tolist() == [-1] * (size - count)
+    assert torch.equal(found.tokens.sequence[:count], wanted.tokens.sequence)
+    starts = wanted.tokens.query_start
+    assert torch.equal(found.tokens.query_start[: len(starts)], starts)
+    assert set(found.tokens.query_start[len(starts) :].tolist()) <= {count}
+    for name, table in wanted.tables.items():
+        rows, width = table.pages.shape
+        static = found.tables[name]
+        assert static.rows_per_page == table.rows_per_page
+        assert torch.equal(static.first[:rows], table.first)
+        for row in range(rows):
+            held = len(chunks[row].sequence.tables[name].pages)
+            assert held <= width
+            assert torch.equal(static.pages[row, :held], table.pages[row, :held])
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, DRAWS, NUM_SEQS)
+def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
+    """Several steps in the same buffers: tokens go on, sequences come, go and change places."""
+    traffic = Traffic(seed, draw, num_seqs, decode=True)
+    static = StaticInputs(6, None, traffic.groups, MAX_LEN, CPU)
+    chunks = traffic.chunks
+    for _ in range(12):
+        assert_same(static.fill(chunks), traffic, chunks, 6)
+        assert static.inputs.tokens.max_query == 1 and static.inputs.tokens.max_len == MAX_LEN
+        following = []
+        for chunk in draw.sample(chunks, draw.randint(1, len(chunks))):
+            sequence = chunk.sequence
+            while len(sequence.token_ids) <= chunk.end:
+                sequence.token_ids.append(draw.randrange(100))
+            traffic.pages.trim(sequence.tables, chunk.end)
+            traffic.pages.grow(sequence.tables, chunk.end, chunk.end + 1)
+            following.append(Chunk(sequence, chunk.end, chunk.end + 1))
+        chunks = following
+
+
+@settings(max_examples=60, deadline=None)
+@given(SEEDS, DRAWS, NUM_SEQS)
+def test_prefills(seed: int, draw: random.Random, num_seqs: int) -> None:
+    traffic = Traffic(seed, draw, num_seqs)
+    chunks = traffic.chunks
+    count = sum(c.end - c.start for c in chunks)
+    # As many sequences as tokens do not make it a decode.
+    static = StaticInputs(count + 3, max(5, count + 3), traffic.groups, MAX_LEN, CPU)
+    for some in (chunks, chunks[:1], chunks):
+        inputs = static.fill(some)
+        assert_same(inputs, traffic, some, count + 3)
+        assert inputs.tokens.max_len == max(c.end for c in some)
+        assert inputs.tokens.max_query == max(c.end - c.start for c in some)
+
+
+def test_sizes() -> None:
+    assert decode_sizes(1) == [1]
+    assert decode_sizes(5) == [1, 2, 4, 5]
+    sizes = decode_sizes(300)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 300
+    for batch in range(1, 301):
+        size = next(s for s in sizes if s >= batch)
+        assert size - batch < max(8, batch // 2)
