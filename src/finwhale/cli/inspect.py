@@ -4,6 +4,7 @@ import argparse
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,10 +15,10 @@ from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.models.deepseek_v4.build import WeightBuilder
-from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
-from finwhale.ops import load_ops
+from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 
 SHOWN = 10
@@ -136,27 +137,31 @@ def _part(name: str) -> str:
 
 
 def _memory_table(config: ModelConfig) -> Table:
-    table = _table("memory needed, with weights and cache in", "", "float32", "bfloat16", numbers=2)
-    dtypes = (torch.float32, torch.bfloat16)
-    ops = load_ops(Platform.cpu(), reference=True)
+    """As values in two dtypes, and packed: FP8 and FP4 weights and rows, as on a Hopper GPU."""
+    names = ("float32", "bfloat16", "packed")
+    table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
+    values = load_ops(Platform.cpu(), reference=True)
+    forms = (
+        (torch.float32, values),
+        (torch.bfloat16, values),
+        (torch.bfloat16, replace(values, packed=True)),
+    )
     weights = [
         WeightBuilder(
             config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
         ).num_bytes
-        for dtype in dtypes
+        for dtype, ops in forms
     ]
     table.add_row("weights", *map(_size, weights))
     groups = cache_spec(config)
-    keeping = [g for g in groups if g.keep is None]
-    per_token = [
-        sum(g.page_bytes(dtype.itemsize) / g.tokens_per_page for g in keeping) for dtype in dtypes
-    ]
+
+    def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
+        return group.page_bytes(dtype.itemsize, ops.packed) / group.tokens_per_page
+
+    per_token = [sum(token_bytes(g, *form) for g in groups if g.keep is None) for form in forms]
     table.add_row("cache, each token", *map(_size, per_token))
     # What a sequence holds besides: the tokens that a group keeps, at most.
-    state = [
-        sum(sum(g.keep) * g.page_bytes(d.itemsize) / g.tokens_per_page for g in groups if g.keep)
-        for d in dtypes
-    ]
+    state = [sum(sum(g.keep) * token_bytes(g, *form) for g in groups if g.keep) for form in forms]
     table.add_row("cache, each sequence", *map(_size, state))
     full = [per * config.max_position_embeddings for per in per_token]
     table.add_row("cache, one full context", *map(_size, full))
