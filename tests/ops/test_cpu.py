@@ -302,6 +302,19 @@ def test_padding_of_slots_changes_no_bit() -> None:
     assert torch.equal(outs[0], outs[1])
 
 
+def test_longer_sequences_change_no_bit() -> None:
+    """Tokens that see no, few and many complete entries, alone and in one batch."""
+    chunks = ((127, 128), (900, 901), (4223, 4224), (4224, 4225), (20000, 20001), (30, 32))
+    case = attention_cases._attend(attention_cases.Size(chunks=chunks, entries="all"))
+    args = case.args()
+    (together,) = run(CPU, case, args)
+    for token, position in enumerate(args[3].host_positions):
+        alone = list(take_tokens(args, case.by_token, token, token + 1))
+        alone[3] = replace(alone[3], max_len=int(position) + 1)
+        (found,) = run(CPU, case, tuple(_apart(arg) for arg in alone))
+        assert torch.equal(found[0], together[token])
+
+
 def test_rows_split_over_threads_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for case in CASES:
         args = lay_out(CPU, case.args())

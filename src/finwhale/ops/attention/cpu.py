@@ -1,5 +1,6 @@
 """Sparse attention on a CPU, in numpy. Legend in the package's docstring."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from finwhale.ops.slots import window_slots, write_slots
 Slots = NDArray[np.integer[Any]]
 
 KEY_BLOCK = 128
+# The first entries of 128 tokens are a block of their own, all that a context below 4,224 needs.
+FIRST_ENTRIES = 32
 # Values that one gather of key rows may hold: they are read twice and should stay in the cache.
 MAX_GATHERED = 2**18
 
@@ -66,55 +69,74 @@ def sparse_attention(
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
-    slots = view(window_slots(tokens, window.table, window.size))
-    pools: list[tuple[F32, Slots]] = [(view(window.pool), slots)]
+    window_pool, slots = view(window.pool), view(window_slots(tokens, window.table, window.size))
+    blocks = [(window_pool, part) for part in _split(slots, (0,))]
     entry_slots = visible_slots(tokens, entries)
     if entries is not None and entry_slots is not None:
-        pools.append((view(entries.pool), view(entry_slots)))
+        slots = view(entry_slots)
+        starts: tuple[int, ...] = (0,)
+        if isinstance(entries, Complete):
+            starts = (0, FIRST_ENTRIES)
+            if tokens.max_len // entries.ratio <= FIRST_ENTRIES:
+                slots = slots[:, :FIRST_ENTRIES]
+        pool = view(entries.pool)
+        blocks += [(pool, part) for part in _split(slots, starts)]
     num_tokens, heads, width = q.shape
-    num_keys = sum(slots.shape[1] for _, slots in pools)
+    num_keys = sum(slots.shape[1] for _, slots in blocks)
     step = max(1, MAX_GATHERED // (num_keys * width))
 
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = slice(start, min(start + step, tokens.stop))
-            _attend(q[some], [(rows, slots[some]) for rows, slots in pools], sink, out[some])
+            _attend(q[some], [(rows, slots[some]) for rows, slots in blocks], sink, out[some])
 
     if num_tokens <= step:
-        _attend(q, pools, sink, out)
+        _attend(q, blocks, sink, out)
     else:
         host.split_rows(num_tokens, 2 * num_keys * heads * width, run)
     host.rotate(out, np.conjugate(turn))
 
 
-def _attend(q_NAC: F32, pools: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F32) -> None:
-    """Attention over blocks of KEY_BLOCK keys, their sums added in order, as in the reference."""
+def _split(slots_NK: Slots, starts: tuple[int, ...]) -> list[Slots]:
+    """Blocks that begin at `starts` and at every multiple of KEY_BLOCK.
+
+    A token's blocks are always of the same widths, the last padded by slots of -1, which change no
+    bit; so neither does the number of blocks.
+    """
+    width = slots_NK.shape[1]
+    bounds = [*(s for s in starts if s < width), *range(KEY_BLOCK, width, KEY_BLOCK), width]
+    return [slots_NK[:, start:end] for start, end in pairwise(bounds)]
+
+
+def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F32) -> None:
+    """Attention over blocks of keys, their sums added in order, as in the reference."""
     num_tokens, heads, _ = q_NAC.shape
-    slots_NK = pools[0][1]
-    if len(pools) > 1:
-        slots_NK = np.concatenate([slots for _, slots in pools], axis=1)
+    slots_NK = blocks[0][1]
+    if len(blocks) > 1:
+        slots_NK = np.concatenate([slots for _, slots in blocks], axis=1)
     weights_NAK = np.empty((num_tokens, heads, slots_NK.shape[1]), np.float32)
-    blocks: list[tuple[F32, F32]] = []
+    gathered: list[tuple[F32, F32]] = []
     end = 0
-    for rows_PC, pool_slots_NK in pools:
-        for first in range(0, pool_slots_NK.shape[1], KEY_BLOCK):
-            # Slots of -1 read row 0, whose weight becomes 0.
-            rows_NKC = rows_PC.take(pool_slots_NK[:, first : first + KEY_BLOCK], 0, mode="clip")
-            start, end = end, end + rows_NKC.shape[1]
-            part = weights_NAK[:, :, start:end]
-            np.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
-            blocks.append((part, rows_NKC))
-    np.copyto(weights_NAK, -np.inf, where=np.less(slots_NK, 0)[:, None])
+    for rows_PC, block_slots_NK in blocks:
+        # Slots of -1 read row 0, whose weight becomes 0.
+        rows_NKC = rows_PC.take(block_slots_NK, 0, mode="clip")
+        start, end = end, end + rows_NKC.shape[1]
+        part = weights_NAK[:, :, start:end]
+        np.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
+        gathered.append((part, rows_NKC))
+    missing_NK = np.less(slots_NK, 0)
+    if missing_NK.any():
+        np.copyto(weights_NAK, -np.inf, where=missing_NK[:, None])
     maximum = np.maximum.reduce(weights_NAK, -1)
     np.maximum(maximum, sink_A, out=maximum)
     np.subtract(weights_NAK, maximum[:, :, None], weights_NAK)
     np.exp(weights_NAK, weights_NAK)
     total = np.subtract(sink_A, maximum)
     np.exp(total, total)
-    weight, rows_NKC = blocks[0]
+    weight, rows_NKC = gathered[0]
     np.add(total, np.add.reduce(weight, -1), total)
     np.matmul(weight, rows_NKC, out_NAC)
-    for weight, rows_NKC in blocks[1:]:
+    for weight, rows_NKC in gathered[1:]:
         np.add(total, np.add.reduce(weight, -1), total)
         np.add(out_NAC, np.matmul(weight, rows_NKC), out_NAC)
     np.divide(out_NAC, total[:, :, None], out_NAC)
