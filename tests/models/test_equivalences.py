@@ -29,11 +29,11 @@ MODES: tuple[Activations, ...] = ("exact", "as-trained")
 # float32 and what checkpoints store take different products on a CPU.
 MODELS = (
     *((seed, mode, False, 1, torch.float32) for seed in SEEDS for mode in MODES),
-    *((seed, mode, False, 1, torch.bfloat16) for seed in (3, 16) for mode in MODES),
+    *((3, mode, False, 1, torch.bfloat16) for mode in MODES),
     *((seed, mode, True, 1, torch.float32) for seed in (3, 16) for mode in MODES),
     (3, "exact", False, 2, torch.float32),
     (8, "exact", False, 2, torch.bfloat16),
-    *((8, mode, True, 2, torch.float32) for mode in MODES),
+    (8, "as-trained", True, 2, torch.float32),
 )
 LENGTH = 290
 
