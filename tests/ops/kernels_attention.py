@@ -122,7 +122,7 @@ def check(found: Tensor, wanted: Tensor) -> None:
 
 
 def plan(block_h: int, block_k: int, splits: int) -> AttendPlan:
-    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=4, stages=1)
+    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=4)
 
 
 DECODE = ((4, 5), (0, 1), (70, 71), (299, 300))

@@ -3,45 +3,61 @@
 The algorithm, the numbering of keys and the plan are those of triton_decode.py (read it first), and
 so is the kernel that combines parts. What is explicit here is where things lie and when they run:
 
-- q [64,512] bfloat16 lies in shared memory, rows of keys in two buffers [BLOCK_K,512] beside it,
-  each read as K and as V; two warpgroups hold the output [64,512] in registers, half of it each.
-- While the tensor cores do q K^T of one tile, all threads turn the next tile's bytes, which they
-  asked for a tile earlier, into bfloat16 and write them to the other buffer.
+- Four warps (the producers) find the rows, turn their bytes into bfloat16 and write them to one of
+  two buffers [BLOCK_K,512] in shared memory, where they are read as K and as V; two warpgroups (the
+  consumers) prepare the query, which stays in shared memory, do both products of every tile and
+  hold the output [64,512] in registers, half of it each.
+- A buffer is handed over and back by mbarriers.
+
+At 128 tokens a tile of 64 keys takes some 8000 cycles, of which both products need 2000: most of
+it is waiting for global loads, so that the producers seem to set the pace.
 
 A token's bits depend on BLOCK_K and the number of splits, as there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from functools import cache
+
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from finwhale.ops.attention.triton_decode import AttendPlan, Problem, combine
+from finwhale.ops.attention import Selected
+from finwhale.ops.attention.triton_decode import AttendPlan, Problem, combine, num_splits
 
 HEAD_DIM, ROPE = 512, 64
-BLOCK_H = 64
+BLOCK_H, BLOCK_K = 64, 64
 NUM_WARPS = 8
+STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-@gluon.jit
-def _dequantise(x, word, layout: gl.constexpr, GROUP0: gl.constexpr):
-    """Four E4M3 bytes a word, x [K,X] int32 of groups GROUP0 .., as 2^-64 of their values.
+@gluon.constexpr_function
+def _log2(x):
+    return x.bit_length() - 1
 
-    Returns [K,2X] int32, two bfloat16 a word.
+
+@gluon.jit
+def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
+    """Four E4M3 bytes a word, x [K,X] int32, as 2^-64 of their values.
+
+    scales [K] int32: four exponent bytes; x begins at group GROUP0 of them. Returns [K,2X] int32,
+    two bfloat16 a word.
     """
     X: gl.constexpr = x.shape[1]
-    word = gl.convert_layout(word, gl.SliceLayout(1, layout), assert_trivial=True)
+    scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
     group = GROUP0 + gl.arange(0, X, gl.SliceLayout(0, layout)) // 16
-    exponent = (gl.expand_dims(word, 1) >> gl.expand_dims(8 * group, 0)).to(gl.int32) & 255
-    factor = (exponent + 56) << 7
-    factor = (factor << 16) | factor
+    exponent = (gl.expand_dims(scales, 1) >> gl.expand_dims(8 * group, 0)) & 255
+    # 2^(byte - 127) * 2^120 * 2^-64 as a bfloat16, twice.
+    factor = exponent * 0x00800080 + 56 * 0x00800080
     low, high = gl.inline_asm_elementwise(
         """
         {
@@ -78,8 +94,107 @@ def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
-def _load_tile(
-    tile,
+def _load_rows(
+    key0,
+    position,
+    num_entries,
+    window_ptr,
+    window_pages_ptr,
+    window_first,
+    entry_ptr,
+    entry_rows_ptr,
+    entry_first,
+    W: gl.constexpr,
+    WINDOW_PAGE: gl.constexpr,
+    ENTRY_PAGE: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+    HALF: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    """The words of the rows of keys key0 ..: 256, 128 and 64 nope bytes, rope, scales."""
+    WINDOW_LOG: gl.constexpr = _log2(WINDOW_ROWS)
+    ENTRY_LOG: gl.constexpr = _log2(ENTRY_ROWS)
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        row = position - (W - 1) + key
+        page = gl.load(window_pages_ptr + ((row >> WINDOW_LOG) - window_first), mask=valid, other=0)
+        offset = row & (WINDOW_ROWS - 1)
+        page_ptr = window_ptr + page.to(gl.int64) * WINDOW_PAGE
+        row_ptr = page_ptr + offset * 576
+        word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
+    else:
+        row = key - W
+        if ENTRIES == 1:
+            row = gl.load(entry_rows_ptr + row, mask=valid, other=0)
+            page = row >> ENTRY_LOG
+        else:
+            place = (row >> ENTRY_LOG) - entry_first
+            page = gl.load(entry_rows_ptr + place, mask=valid, other=0)
+        offset = row & (ENTRY_ROWS - 1)
+        page_ptr = entry_ptr + page.to(gl.int64) * ENTRY_PAGE
+        row_ptr = page_ptr + offset * 576
+        word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
+    row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
+    word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
+    low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
+    wide = _piece(row_ptr, valid, 0, 64, WIDE)
+    half = _piece(row_ptr, valid, 64, 32, HALF)
+    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
+    rope = _piece(row_ptr, valid, 112, 32, HALF)
+    return wide, half, narrow, rope, low, high
+
+
+@gluon.jit
+def _store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
+    """The rows as bfloat16 in shared memory: words [K,256] int32."""
+    words.slice(0, 128, dim=1).store(_dequantise(wide, low, WIDE, 0))
+    words.slice(128, 64, dim=1).store(_dequantise(half, high, HALF, 0))
+    words.slice(192, 32, dim=1).store(_dequantise(narrow, high, NARROW, 2))
+    words.slice(224, 32, dim=1).store(rope)
+
+
+@gluon.jit
+def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
+    """Rotate the last 64 columns of x [H,512]; the result in a layout of its own."""
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
+    pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
+    cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
+    sin = gl.expand_dims(gl.load(rotary_ptr + 2 * pair + 1, mask=pair >= 0, other=0.0), 0) * SIGN
+    return gl.reshape(gl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
+
+
+@gluon.jit
+def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.constexpr):
+    """The rope part of a token's heads, times rstd [H,1] and rotated: [H,32] words of a pair."""
+    head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
+    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
+    words = (q_ptr + head * stride_qa + 448).to(gl.pointer_type(gl.int32))
+    word = gl.load(words + pair, mask=head < num_heads, other=0)
+    even = (word << 16).to(gl.float32, bitcast=True) * rstd
+    odd = (word & -65536).to(gl.float32, bitcast=True) * rstd
+    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $1, $2;",
+        "=r,f,f",
+        [odd * cos + even * sin, even * cos - odd * sin],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _produce(
+    words,
+    ready,
+    free,
+    begin,
+    end,
     position,
     num_entries,
     window_ptr,
@@ -95,63 +210,147 @@ def _load_tile(
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    WIDE: gl.constexpr,
-    HALF: gl.constexpr,
-    NARROW: gl.constexpr,
+    STEP: gl.constexpr,
 ):
-    """The bytes of a tile's rows: 256, 128 and 64 nope bytes, rope and scales."""
-    key = tile * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
-    if ENTRIES == 0 or tile < W // BLOCK_K:
-        row = position - (W - 1) + key
-        page = gl.load(
-            window_pages_ptr + row // WINDOW_ROWS - window_first, mask=valid, other=0
-        ).to(gl.int64)
-        page_ptr = window_ptr + page * WINDOW_PAGE
-        row_ptr = page_ptr + row % WINDOW_ROWS * 576
-        word_ptr = page_ptr + WINDOW_ROWS * 576 + row % WINDOW_ROWS * 8
+    """The producers' part: tiles begin .. end - 1 of rows, STEP rows at a time."""
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    STEPS: gl.constexpr = BLOCK_K // STEP
+    wide, half, narrow, rope, low, high = _load_rows(
+        begin * BLOCK_K, position, num_entries, window_ptr, window_pages_ptr, window_first,
+        entry_ptr, entry_rows_ptr, entry_first, W, WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS,
+        ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
+    )  # fmt: skip
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
+        for step in gl.static_range(STEPS):
+            rows = words.index(buffer).slice(step * STEP, STEP, dim=0)
+            _store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+            wide, half, narrow, rope, low, high = _load_rows(
+                tile * BLOCK_K + (step + 1) * STEP, position, num_entries, window_ptr,
+                window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first, W,
+                WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
+            )  # fmt: skip
+        fence_async_shared()
+        mbarrier.arrive(ready.index(buffer), count=1)
+
+
+@gluon.jit
+def _consume(
+    q_shared,
+    buffers,
+    p_shared,
+    ready,
+    free,
+    token,
+    split,
+    begin,
+    end,
+    head0,
+    num_heads,
+    position,
+    num_entries,
+    q_ptr,
+    rotary_ptr,
+    sink_ptr,
+    out_ptr,
+    part_ptr,
+    stats_ptr,
+    A,
+    eps,
+    scale_log2,
+    stride_qa,
+    stride_oa,
+    W: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    """The consumers' part: the query, both products of every tile, the output."""
+    H: gl.constexpr = 64
+    C: gl.constexpr = 512
+    HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_K // 2, 16]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
+    )
+    head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
+    column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
+    # The query: RMSNorm a head without weight, its nope part times 2^64, then rope.
+    q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
+    q = gl.load(q_at, mask=gl.expand_dims(head < num_heads, 1), other=0.0).to(gl.float32)
+    rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
+    q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
+    rstd = gl.expand_dims(gl.convert_layout(rstd, gl.SliceLayout(1, PAIRS)), 1)
+    q_words = q_shared._reinterpret(gl.int32, [H, C // 2], gl.NVMMASharedLayout(128, 32, rank=2))
+    q_words.slice(224, 32, dim=1).store(
+        _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS)
+    )
+    fence_async_shared()
+
+    stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
+    is_stat = stat_head < num_heads
+    sink = gl.load(sink_ptr + stat_head, mask=is_stat, other=0.0) * LOG2_E
+    maximum = sink
+    if split > 0:
+        maximum = gl.full([H], -1e30, gl.float32, stat_head.type.layout)
+    sums = gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES)
+    out = gl.full([H, C], 0.0, gl.float32, OUT)
+    s_column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, SCORES))
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        rows = buffers.index(buffer)
+        mbarrier.wait(ready.index(buffer), (tile - begin) >> 1 & 1)
+        scores = warpgroup_mma(
+            q_shared,
+            rows.permute((1, 0)),
+            gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES),
+            use_acc=False,
+            is_async=True,
+        )
+        key = tile * BLOCK_K + s_column
+        valid = (key >= W - 1 - position) & (key < W + num_entries)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(gl.expand_dims(valid, 0), scores * scale_log2, float("-inf"))
+        higher = gl.maximum(maximum, gl.max(scores, 1))
+        weight = gl.exp2(scores - gl.expand_dims(higher, 1))
+        fade = gl.exp2(maximum - higher)
+        maximum = higher
+        p_shared.store(weight.to(gl.bfloat16))
+        sums = sums * gl.expand_dims(fade, 1) + weight
+        fade = gl.convert_layout(fade, gl.SliceLayout(1, OUT))
+        out = out * gl.expand_dims(fade, 1)
+        fence_async_shared()
+        pending = warpgroup_mma(p_shared, rows, out, is_async=True)
+        out = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(free.index(buffer), count=1)
+
+    total = gl.sum(sums, 1)
+    if split == 0:
+        total += gl.exp2(sink - maximum)
+    if SPLITS == 1:
+        lift = gl.where(gl.arange(0, C, gl.SliceLayout(0, OUT)) < 448, UP, 1.0)
+        share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
+        out = out * gl.expand_dims(share_of, 1) * gl.expand_dims(lift, 0)
+        q_shared.store(out.to(gl.bfloat16))
+        out = q_shared.load(HEADS).to(gl.float32)
+        out = gl.convert_layout(_rotate(out, rotary_ptr, -1.0).to(gl.bfloat16), HEADS)
+        out_at = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
+        gl.store(out_at, out, mask=gl.expand_dims(head < num_heads, 1))
     else:
-        row = key - W
-        if ENTRIES == 1:
-            row = gl.load(entry_rows_ptr + row, mask=valid, other=0)
-            page = (row // ENTRY_ROWS).to(gl.int64)
-        else:
-            page = gl.load(
-                entry_rows_ptr + row // ENTRY_ROWS - entry_first, mask=valid, other=0
-            ).to(gl.int64)
-        page_ptr = entry_ptr + page * ENTRY_PAGE
-        row_ptr = page_ptr + row % ENTRY_ROWS * 576
-        word_ptr = page_ptr + ENTRY_ROWS * 576 + row % ENTRY_ROWS * 8
-    row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
-    word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
-    wide = _piece(row_ptr, valid, 0, 64, WIDE)
-    half = _piece(row_ptr, valid, 64, 32, HALF)
-    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
-    rope = _piece(row_ptr, valid, 112, 32, HALF)
-    return wide, half, narrow, rope, word
-
-
-@gluon.jit
-def _store_first(rows, wide, word, WIDE: gl.constexpr):
-    """The first half of a tile as bfloat16 in shared memory: rows [BLOCK_K,256] words."""
-    rows.slice(0, 128, dim=1).store(_dequantise(wide, word, WIDE, 0))
-
-
-@gluon.jit
-def _store_rest(rows, half, narrow, rope, word, HALF: gl.constexpr, NARROW: gl.constexpr):
-    rows.slice(128, 64, dim=1).store(_dequantise(half, word, HALF, 4))
-    rows.slice(192, 32, dim=1).store(_dequantise(narrow, word, NARROW, 6))
-    rows.slice(224, 32, dim=1).store(rope)
-
-
-@gluon.jit
-def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
-    """Rotate the last 64 columns of x [H,512]; the result in a layout of its own."""
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
-    pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
-    cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
-    sin = gl.expand_dims(gl.load(rotary_ptr + 2 * pair + 1, mask=pair >= 0, other=0.0), 0) * SIGN
-    return gl.reshape(gl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
+        stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
+        gl.store(stats, maximum, mask=is_stat)
+        gl.store(stats + A, total, mask=is_stat)
+        if begin < end or split == 0:
+            out_head = gl.expand_dims(head0 + gl.arange(0, H, gl.SliceLayout(1, OUT)), 1)
+            out_column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, OUT)), 0)
+            part_at = part_ptr + ((token * SPLITS + split) * A + out_head) * C + out_column
+            gl.store(part_at, out, mask=out_head < num_heads)
 
 
 @gluon.jit
@@ -191,25 +390,22 @@ def _attend_kernel(
     BLOCK_K: gl.constexpr,
     BLOCK_S: gl.constexpr,
     PDL: gl.constexpr,
+    HEADS_EACH: gl.constexpr,
+    FULL: gl.constexpr,  # whether every program has 64 heads
+    STEP: gl.constexpr,
+    PRODUCER_WARPS: gl.constexpr,
+    PRODUCER_REGISTERS: gl.constexpr,
 ):
     H: gl.constexpr = 64
     C: gl.constexpr = 512
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
-    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [8, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [8, 1], [1, 0])
-    HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_K // 2, 16]
-    )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
-    )
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
     SHARED_P: gl.constexpr = gl.NVMMASharedLayout(2 * BLOCK_K, 16, rank=2)
 
+    num_heads = 2**30 if FULL else gl.minimum(A, (gl.program_id(2) + 1) * HEADS_EACH)
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
-    head0 = gl.program_id(2) * H
+    head0 = gl.program_id(2) * HEADS_EACH
     if PDL:
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
@@ -242,119 +438,91 @@ def _attend_kernel(
     begin = split * share
     end = gl.minimum(begin + share, tiles)
 
-    stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
-    stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
-    is_stat = stat_head < A
-    if SPLITS > 1 and begin >= end and split > 0:
-        gl.store(stats, gl.full([H], -1e30, gl.float32, stat_head.type.layout), mask=is_stat)
-        gl.store(stats + A, gl.full([H], 0.0, gl.float32, stat_head.type.layout), mask=is_stat)
-        return
-
-    wide, half, narrow, rope, word = _load_tile(
-        begin, position, num_entries, window_ptr, window_pages_ptr, window_first, entry_ptr,
-        entry_rows_ptr, entry_first, W, WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES,
-        BLOCK_K, WIDE, HALF, NARROW,
-    )  # fmt: skip
-
     rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
-    head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
-    column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
     q_ptr += token * stride_qn
-    q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
-    q = gl.load(q_at, mask=gl.expand_dims(head < A, 1), other=0.0).to(gl.float32)
-    rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
-    q = gl.convert_layout(_rotate(q * gl.expand_dims(rstd, 1), rotary_ptr, 1.0), HEADS)
-    lift = gl.expand_dims(gl.where(column < 448, UP, 1.0), 0)
+    out_ptr += token * stride_on
+
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
-    q_shared.store((q * lift).to(gl.bfloat16))
     buffers = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, C], SHARED)
-    words = buffers._reinterpret(
-        gl.int32, [2, BLOCK_K, C // 2], gl.NVMMASharedLayout(128, 32, rank=2)
-    )
+    words = buffers._reinterpret(gl.int32, [2, BLOCK_K, C // 2], WORDS)
     p_shared = gl.allocate_shared_memory(gl.bfloat16, [H, BLOCK_K], SHARED_P)
-    _store_first(words.index(0), wide, word, WIDE)
-    _store_rest(words.index(0), half, narrow, rope, word, HALF, NARROW)
-    wide, half, narrow, rope, word = _load_tile(
-        begin + 1, position, num_entries, window_ptr, window_pages_ptr, window_first, entry_ptr,
-        entry_rows_ptr, entry_first, W, WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES,
-        BLOCK_K, WIDE, HALF, NARROW,
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for buffer in gl.static_range(2):
+        mbarrier.init(ready.index(buffer), count=1)
+        mbarrier.init(free.index(buffer), count=1)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0,
+                    num_heads, position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr,
+                    part_ptr, stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, W, SPLITS,
+                    BLOCK_K,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    words, ready, free, begin, end, position, num_entries, window_ptr,
+                    window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first, W,
+                    WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP,
+                ),
+            ),
+        ],
+        [PRODUCER_WARPS],
+        [PRODUCER_REGISTERS],
     )  # fmt: skip
-    fence_async_shared()
-
-    sink = gl.load(sink_ptr + stat_head, mask=is_stat, other=0.0) * LOG2_E
-    maximum = sink
-    if split > 0:
-        maximum = gl.full([H], -1e30, gl.float32, stat_head.type.layout)
-    sums = gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES)
-    out = gl.full([H, C], 0.0, gl.float32, OUT)
-    s_column = gl.arange(0, BLOCK_K, gl.SliceLayout(0, SCORES))
-    for tile in range(begin, end):
-        rows = buffers.index((tile - begin) & 1)
-        other = words.index((tile - begin + 1) & 1)
-        scores = warpgroup_mma(
-            q_shared,
-            rows.permute((1, 0)),
-            gl.full([H, BLOCK_K], 0.0, gl.float32, SCORES),
-            use_acc=False,
-            is_async=True,
-        )
-        if tile + 1 < end:
-            _store_first(other, wide, word, WIDE)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        key = tile * BLOCK_K + s_column
-        valid = (key >= W - 1 - position) & (key < W + num_entries)
-        scores = gl.where(gl.expand_dims(valid, 0), scores * scale_log2, float("-inf"))
-        higher = gl.maximum(maximum, gl.max(scores, 1))
-        weight = gl.exp2(scores - gl.expand_dims(higher, 1))
-        fade = gl.exp2(maximum - higher)
-        maximum = higher
-        sums = sums * gl.expand_dims(fade, 1) + weight
-        p_shared.store(weight.to(gl.bfloat16))
-        fade = gl.convert_layout(fade, gl.SliceLayout(1, OUT))
-        out = out * gl.expand_dims(fade, 1)
-        fence_async_shared()
-        pending = warpgroup_mma(p_shared, rows, out, is_async=True)
-        if tile + 1 < end:
-            _store_rest(other, half, narrow, rope, word, HALF, NARROW)
-            wide, half, narrow, rope, word = _load_tile(
-                tile + 2, position, num_entries, window_ptr, window_pages_ptr, window_first,
-                entry_ptr, entry_rows_ptr, entry_first, W, WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS,
-                ENTRY_ROWS, ENTRIES, BLOCK_K, WIDE, HALF, NARROW,
-            )  # fmt: skip
-            fence_async_shared()
-        out = warpgroup_mma_wait(0, deps=[pending])
-
-    total = gl.sum(sums, 1)
-    if split == 0:
-        total += gl.exp2(sink - maximum)
-    out_head = head0 + gl.arange(0, H, gl.SliceLayout(1, OUT))
-    out_column = gl.arange(0, C, gl.SliceLayout(0, OUT))
-    out = out * gl.expand_dims(gl.where(out_column < 448, UP, 1.0), 0)
-    if SPLITS == 1:
-        share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
-        out = out * gl.expand_dims(share_of, 1)
-        out = gl.convert_layout(_rotate(out, rotary_ptr, -1.0).to(gl.bfloat16), HEADS)
-        out_at = out_ptr + token * stride_on + gl.expand_dims(head, 1) * stride_oa
-        gl.store(out_at + gl.expand_dims(column, 0), out, mask=gl.expand_dims(head < A, 1))
-    else:
-        part_at = part_ptr + ((token * SPLITS + split) * A + gl.expand_dims(out_head, 1)) * C
-        is_head = gl.expand_dims(out_head < A, 1)
-        gl.store(part_at + gl.expand_dims(out_column, 0), out, mask=is_head)
-        gl.store(stats, maximum, mask=is_stat)
-        gl.store(stats + A, total, mask=is_stat)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def takes(p: Problem) -> bool:
+    """Whether `attend` can take the problem."""
+    rows = [p.window.table.rows_per_page]
+    if isinstance(p.entries, Selected):
+        rows.append(p.entries.rows_per_page)
+    elif p.entries is not None:
+        rows.append(p.entries.table.rows_per_page)
+    return (
+        p.q.device.type == "cuda"
+        and is_hopper(p.q.device)
+        and p.q.dtype == torch.bfloat16
+        and (p.q.shape[2], p.rope) == (HEAD_DIM, ROPE)
+        and p.q.shape[1] % BLOCK_H == 0
+        and p.window.size % BLOCK_K == 0
+        and all(r & (r - 1) == 0 for r in rows)
+    )
+
+
+def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
+    """One or two tokens: 16 heads a program, which write a quarter each of what 64 would."""
+    block_h, block_k = (16, 32) if num_tokens <= 2 else (BLOCK_H, BLOCK_K)
+    programs = num_tokens * triton.cdiv(heads, block_h)
+    splits = num_splits(programs, triton.cdiv(max_keys, block_k))
+    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=NUM_WARPS)
 
 
 def attend(p: Problem, plan: AttendPlan) -> None:
     """As triton_decode.attend, for heads of 512 with a rope of 64; block_k 32 or 64."""
     num_tokens, heads, _ = p.q.shape
     part, stats = p.workspace(plan.splits)
-    _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, BLOCK_H))](
+    _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
         SPLITS=plan.splits,
         BLOCK_K=plan.block_k,
+        HEADS_EACH=plan.block_h,
+        FULL=heads % BLOCK_H == 0 and plan.block_h == BLOCK_H,
+        STEP=STEP,
+        PRODUCER_WARPS=PRODUCER_WARPS,
+        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=NUM_WARPS,
     )
     if plan.splits > 1:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window, hopper
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.triton_decode import (
     AttendPlan,
@@ -250,4 +250,7 @@ def sparse_attention(
         out=out_NAC,
     )
     keys = max_keys(tokens, window, entries)
-    attend(problem, AttendPlan.of(num_tokens, heads, width, keys))
+    if hopper.takes(problem):
+        hopper.attend(problem, hopper.plan(num_tokens, heads, keys))
+    else:
+        attend(problem, AttendPlan.of(num_tokens, heads, keys))

@@ -33,11 +33,11 @@ from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.paging import Tokens
 
-MULTIPROCESSORS = 132
+MAX_PROGRAMS, MAX_SPLITS = 128, 20
 LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
-# Of one step of the combining kernel.
-BLOCK_SPLITS, COMBINE_COLUMNS = 8, 256
+# Of a program of the combining kernel.
+COMBINE_COLUMNS = 256
 
 
 @triton.jit
@@ -170,7 +170,6 @@ def _attend_kernel(
     BLOCK_S: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Columns are held as two tiles: FIRST of them (0: none), all nope, and REST with the rope."""
     token = tl.program_id(0).to(tl.int64)
@@ -240,7 +239,7 @@ def _attend_kernel(
     if FIRST > 0:
         out_first = tl.zeros([BLOCK_H, FIRST], tl.float32)
 
-    for tile in tl.range(begin, end, num_stages=STAGES):
+    for tile in range(begin, end):
         in_window = tile < WINDOW_TILES
         key = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         row = position - (W - 1) + key
@@ -291,9 +290,8 @@ def _attend_kernel(
         if FIRST > 0:
             out_first = tl.dot(weight, first, out_first * fade[:, None])
 
-    out_rest *= lift
     if SPLITS == 1:
-        out_rest = out_rest / total[:, None]
+        out_rest = out_rest * lift / total[:, None]
         out_rest = rope_tail(out_rest, rotary, FIRST, C, R, -1.0, BLOCK_H, REST)
         out = out_ptr + token * stride_on + head[:, None] * stride_oa
     else:
@@ -302,9 +300,8 @@ def _attend_kernel(
         tl.store(stats + A, total, mask=is_head)
     tl.store(out + column[None, :], out_rest.to(out.dtype.element_ty), mask=rest_mask)
     if FIRST > 0:
-        out_first *= 18446744073709551616.0
         if SPLITS == 1:
-            out_first = out_first / total[:, None]
+            out_first = out_first * 18446744073709551616.0 / total[:, None]
         out_first = out_first.to(out.dtype.element_ty)
         tl.store(out + first_column[None, :], out_first, mask=is_head[:, None])
 
@@ -322,7 +319,6 @@ def _combine_kernel(
     C: tl.constexpr,
     R: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
@@ -340,21 +336,21 @@ def _combine_kernel(
     stats_ptr += token * SPLITS * 2 * A + head
     maximum = tl.load(stats_ptr + split * 2 * A, mask=split < SPLITS, other=-1e30)
     total = tl.load(stats_ptr + split * 2 * A + A, mask=split < SPLITS, other=0.0)
+    maxima = ()
+    for s in tl.static_range(SPLITS):
+        maxima += (tl.load(stats_ptr + s * 2 * A),)  # type: ignore[assignment]
     highest = tl.max(maximum)
     total = tl.sum(total * tl.exp2(maximum - highest))
     out = tl.zeros([BLOCK_C], tl.float32)
-    part_ptr += (token * SPLITS * A + head) * C
-    for begin in tl.static_range(0, SPLITS, BLOCK_SPLITS):
-        split = begin + tl.arange(0, BLOCK_SPLITS)
-        maximum = tl.load(stats_ptr + split * 2 * A, mask=split < SPLITS, other=-1e30)
-        weight = tl.exp2(maximum - highest) / total
-        part = tl.load(
-            part_ptr + split[:, None].to(tl.int64) * A * C + column[None, :],
-            mask=(maximum > -1e29)[:, None] & mask[None, :],
-            other=0.0,
-        )
-        out += tl.sum(part * weight[:, None], axis=0)
+    part_ptr += (token * SPLITS * A + head) * C + column
+    for s in tl.static_range(SPLITS):
+        # A share without keys wrote no part.
+        width = tl.where(maxima[s] > -1e29, C, 0)
+        part = tl.load(part_ptr + s * A * C, mask=column < width, other=0.0)
+        out += part * tl.exp2(maxima[s] - highest)
+    out = out / total
     first = tl.program_id(2) * BLOCK_C
+    out = tl.where(column < C - R, out * 18446744073709551616.0, out)
     out = tl.reshape(out, [1, BLOCK_C])
     out = rope_tail(out, rotary_ptr + position * R, first, C, R, -1.0, 1, BLOCK_C)
     out = tl.reshape(out, [BLOCK_C])
@@ -373,18 +369,25 @@ class AttendPlan:
     block_k: int
     splits: int
     num_warps: int
-    stages: int
 
     @classmethod
-    def of(cls, num_tokens: int, heads: int, head_dim: int, max_keys: int) -> "AttendPlan":
+    def of(cls, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
         """For num_tokens with at most max_keys keys each (a host bound)."""
-        block_h, block_k, warps = 16, 32, 4
+        block_h, block_k, num_warps = 16, 32, 8
         if heads >= 64 and num_tokens > 8:
-            block_h, block_k, warps = 64, 64, 8
-        tiles = triton.cdiv(max_keys, block_k)
+            block_h, block_k = 64, 64
         programs = num_tokens * triton.cdiv(heads, block_h)
-        splits = max(1, min(tiles, 2 * MULTIPROCESSORS // programs, 64))
-        return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=warps, stages=1)
+        splits = num_splits(programs, triton.cdiv(max_keys, block_k))
+        return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
+
+
+def num_splits(programs: int, tiles: int) -> int:
+    """Shares of each token's tiles, for `programs` without sharing.
+
+    No more than MAX_PROGRAMS: a second wave costs more than it gains, and so does a grid of all
+    multiprocessors while some still hold the kernel before.
+    """
+    return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
 
 def _columns(head_dim: int, rope: int) -> tuple[int, int]:
@@ -515,7 +518,6 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         BLOCK_H=plan.block_h,
         BLOCK_K=plan.block_k,
         ASM=p.early,
-        STAGES=plan.stages,
         num_warps=plan.num_warps,
     )
     if plan.splits > 1:
@@ -537,7 +539,6 @@ def combine(p: Problem, splits: int, part: Tensor, stats: Tensor) -> None:
         C=width,
         R=p.rope,
         SPLITS=splits,
-        BLOCK_SPLITS=BLOCK_SPLITS,
         ALL_SPLITS=triton.next_power_of_2(splits),
         BLOCK_C=block_c,
         PDL=p.early,

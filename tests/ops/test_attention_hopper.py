@@ -1,0 +1,76 @@
+"""The Gluon kernel of attention compiles for SM90, fits its shared memory and hardly spills."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="needs triton, installed with the GPU packages")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from finwhale.ops.attention import hopper  # noqa: E402
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+SHARED_BYTES = 227 * 1024
+TYPES = {
+    "q_ptr": "*bf16",
+    "out_ptr": "*bf16",
+    "positions_ptr": "*i64",
+    "sequence_ptr": "*i32",
+    "window_ptr": "*u8",
+    "entry_ptr": "*u8",
+    "window_pages_ptr": "*i32",
+    "window_first_ptr": "*i32",
+    "entry_rows_ptr": "*i32",
+    "entry_first_ptr": "*i32",
+    "eps": "fp32",
+    "scale_log2": "fp32",
+}
+
+
+@pytest.mark.parametrize(
+    "kind, splits, block_h, block_k", [(0, 4, 64, 64), (1, 1, 64, 64), (2, 20, 16, 32)]
+)
+def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_path: Path) -> None:
+    rows = 2 if kind == 2 else 64
+    constants = {
+        "WINDOW_PAGE": 64 * 584,
+        "ENTRY_PAGE": rows * 584,
+        "W": 128,
+        "WINDOW_ROWS": 64,
+        "ENTRY_ROWS": rows,
+        "ENTRIES": kind,
+        "RATIO": 128,
+        "SPLITS": splits,
+        "BLOCK_K": block_k,
+        "BLOCK_S": 512,
+        "PDL": True,
+        "HEADS_EACH": block_h,
+        "FULL": block_h == 64,
+        "STEP": hopper.STEP,
+        "PRODUCER_WARPS": hopper.PRODUCER_WARPS,
+        "PRODUCER_REGISTERS": hopper.PRODUCER_REGISTERS,
+    }
+    signature, values, attributes = {}, {}, {}
+    for position, parameter in enumerate(hopper._attend_kernel.params):
+        name = parameter.name
+        if parameter.is_constexpr:
+            signature[name], values[position,] = "constexpr", constants[name]
+            continue
+        signature[name] = TYPES.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name not in ("eps", "scale_log2", "stride_window", "stride_entry"):
+            attributes[position,] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        GluonASTSource(hopper._attend_kernel, signature, values, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options={"num_warps": hopper.NUM_WARPS},
+    )
+    assert compiled.metadata.shared <= SHARED_BYTES
+    file = tmp_path / "kernel.cubin"
+    file.write_bytes(compiled.asm["cubin"])
+    command = [CUOBJDUMP, "-res-usage", file]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert int(re.findall(r"STACK:(\d+)", usage)[0]) <= 32
