@@ -33,7 +33,6 @@ KERNELS = {
     "_compress_kernel",
     "_scores_kernel",
     "_select_kernel",
-    "_merge_kernel",
     "row_kernel",
     "tile_kernel",
     "sum_kernel",

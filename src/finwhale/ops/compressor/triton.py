@@ -24,7 +24,7 @@ from finwhale.ops.paging import PageTable, Tokens
 
 MAX_PARTS = 2
 # ratio -> neighbouring tokens that one program looks at in a prefill.
-PREFILL_TOKENS = {4: 4, 128: 32}
+PREFILL_TOKENS = {4: 1, 128: 16}
 # Columns of an entry of ratio 128 that one program mixes.
 SLICE = 64
 
@@ -84,6 +84,8 @@ def _mix(
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
     columns = first_column + tl.arange(0, BLOCK)
     slot = tl.arange(0, S)
+    ape_place = ape_ptr + slot[:, None] * C + columns[None, :]
+    ape = tl.load(ape_place, mask=(columns < C)[None, :], other=0.0)
     source = position - (S - 1) + slot
     is_old = (source >= 0) & (source < first_position)
     page = tl.load(state_row_ptr + source // ROWS_PER_PAGE, mask=is_old, other=0).to(tl.int64)
@@ -98,21 +100,16 @@ def _mix(
     mask = (source >= 0)[:, None] & (columns < C)[None, :]
     gate = tl.load(projected_ptr + place + gates, mask=mask, other=float("-inf"))
     kv = tl.load(projected_ptr + place, mask=mask, other=0.0)
-    ape_place = ape_ptr + slot[:, None] * C + columns[None, :]
-    gate += tl.load(ape_place, mask=(columns < C)[None, :], other=0.0)
+    gate += ape
     top = tl.max(gate, axis=0)
     weight = tl.exp(gate - tl.where(columns < C, top, 0.0)[None, :])
     return tl.sum(weight * kv, axis=0) / tl.where(columns < C, tl.sum(weight, axis=0), 1.0)
 
 
 @triton.jit
-def _rotate(x, rotation_ptr, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rotate the interleaved pairs of the last R of C values of x [BLOCK_C]."""
+def _rotate(x, cos, sin, BLOCK_C: tl.constexpr):
+    """Rotate the interleaved pairs of x [BLOCK_C]."""
     even, odd = tl.split(tl.reshape(x, [BLOCK_C // 2, 2]))
-    pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
-    is_rope = (pair >= 0) & (pair < R // 2)
-    cos = tl.load(rotation_ptr + 2 * pair, mask=is_rope, other=1.0)
-    sin = tl.load(rotation_ptr + 2 * pair + 1, mask=is_rope, other=0.0)
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [BLOCK_C])
 
 
@@ -202,11 +199,19 @@ def _part(
     positions = tl.load(positions_ptr + tokens, mask=tokens < num_tokens, other=-1)
     sequence = tl.load(sequence_ptr + tokens, mask=tokens < num_tokens, other=0).to(tl.int64)
     there = positions >= 0
+    complete = there & (positions % RATIO == RATIO - 1)
+    if RATIO == 4:
+        # Where the token after 8 more is of the same sequence, this one's row is not kept.
+        ahead = tokens + 8 < num_tokens
+        far = tl.load(positions_ptr + tokens + 8, mask=ahead, other=-1)
+        far_sequence = tl.load(sequence_ptr + tokens + 8, mask=ahead, other=0)
+        within = (far == positions + 8) & (far_sequence == sequence)
+        if tl.max((complete | (there & ~within)).to(tl.int32), axis=0) == 0:
+            return
     begins = tl.load(query_start_ptr + sequence, mask=there, other=0)
     ends = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
     state_first = tl.load(state_first_ptr + sequence, mask=there, other=0)
     entry_first = tl.load(entry_first_ptr + sequence, mask=there, other=0)
-    complete = there & (positions % RATIO == RATIO - 1)
     first_column = tl.program_id(1) * SLICE if SLICES > 1 else 0
 
     left = tl.sum(complete.to(tl.int32), axis=0)
@@ -225,6 +230,11 @@ def _part(
         page = tl.load(entry_pages_ptr + b * stride_entry_pages + page_index).to(tl.int64)
         columns = tl.arange(0, BLOCK_C)
         norm = tl.load(norm_ptr + columns, mask=columns < C, other=0.0)
+        pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
+        is_rope = (pair >= 0) & (pair < R // 2)
+        angle_ptr = rotary_ptr + entry * RATIO * R + 2 * pair
+        cos = tl.load(angle_ptr, mask=is_rope, other=1.0)
+        sin = tl.load(angle_ptr + 1, mask=is_rope, other=0.0)
         mixed = _mix(
             projected_ptr,
             ape_ptr,
@@ -261,7 +271,7 @@ def _part(
             else:
                 row = mixed
             row = row * tl.rsqrt(tl.sum(row * row, axis=0) / C + eps) * norm
-            row = _rotate(row, rotary_ptr + entry * RATIO * R, C, R, BLOCK_C)
+            row = _rotate(row, cos, sin, BLOCK_C)
             page_ptr = entry_ptr + page * stride_entry
             if WHOLE:
                 _store_index_key(row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, BLOCK_C)

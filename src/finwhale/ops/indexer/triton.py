@@ -1,7 +1,7 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program of the scores rounds its queries itself and reads keys in tiles of TILE_ENTRIES, which
-stand as rows of the product so that the sum over heads stays within a few threads. Scores are
+A program of the scores rounds its queries itself and reads keys a page at a time, which stand as
+rows of the product so that the sum over heads stays within a few threads. Scores are
 summed in one order whatever the batch, the chunk or the split.
 
 Work of a token that sees E entries: 2 I C E operations, 1.42 PFLOP/s in FP8; bytes: E (C + 4) of
@@ -19,16 +19,14 @@ from finwhale.ops.indexer.triton_topk import select_topk
 from finwhale.ops.paging import PageTable, Tokens
 
 RATIO = 4
-TILE_ENTRIES = 128
+PAGE_ROWS = (64, 128)
 # Columns of a product: heads of the queries that share a tile of keys.
-PREFILL_COLUMNS = 256
-STAGES = 3
-DECODE_WARPS = 4
-PREFILL_WARPS = 8
+PREFILL_COLUMNS = 128
+STAGES = 4
 # Programs that fill the GPU; a row's tiles are split between so many.
 DECODE_PROGRAMS = 264
 PREFILL_PROGRAMS = 1056
-# Scores that stand in memory at once: a prefill's stay in the L2 cache, a decode's are whole.
+# Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
@@ -39,38 +37,45 @@ def _rounded_queries(
     q_ptr,
     weights_ptr,
     rotary_ptr,
-    tokens,
-    heads,
-    mask,
-    positions,
+    token_Q,
+    position_Q,
     scale,
+    I,  # noqa: E741
     stride_qn,
     stride_qi,
     stride_w,
     C: tl.constexpr,
     R: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_I: tl.constexpr,
 ):
-    """rope(q) in E4M3 [rows, C], and weights * scale * the queries' scales [rows]."""
-    columns = tl.arange(0, C)
-    row_ptr = q_ptr + tokens * stride_qn + heads * stride_qi
-    # The other value of a column's pair, and whether the column is the second of it.
-    rope = columns - (C - R)
-    is_rope = rope >= 0
-    q = tl.load(row_ptr[:, None] + columns[None, :], mask=mask[:, None], other=0.0)
-    pair_mask = mask[:, None] & is_rope[None, :]
-    other = tl.load(row_ptr[:, None] + (columns ^ 1)[None, :], mask=pair_mask, other=0.0)
-    angle_ptr = rotary_ptr + (positions * R)[:, None] + (rope // 2 * 2)[None, :]
-    cos = tl.load(angle_ptr, mask=pair_mask, other=1.0)
-    sin = tl.load(angle_ptr + 1, mask=pair_mask, other=0.0)
-    sin = tl.where((columns % 2 == 1)[None, :], sin, -sin)
-    rotated = q.to(tl.float32) * cos + other.to(tl.float32) * sin
-    rotated = rotated.to(q_ptr.dtype.element_ty).to(tl.float32)
+    """rope(q) in E4M3 [Q * I, C], and half of weights * scale * the queries' scales [Q * I]."""
+    column = tl.arange(0, C)
+    head = tl.arange(0, BLOCK_I)
+    mask_QI = (position_Q >= 0)[:, None] & (head < I)[None, :]
+    row_QI = token_Q[:, None] * stride_qn + head[None, :] * stride_qi
+    weights_QI = tl.load(
+        weights_ptr + token_Q[:, None] * stride_w + head[None, :], mask=mask_QI, other=0.0
+    )
+    q = tl.load(
+        q_ptr + row_QI[:, :, None] + column[None, None, :], mask=mask_QI[:, :, None], other=0.0
+    )
+    # Cosines in even columns, sines in odd ones; 1 and 0 before the rope.
+    rope = column - (C - R)
+    angle_ptr = rotary_ptr + tl.maximum(position_Q, 0)[:, None] * R + rope[None, :]
+    angles = tl.load(angle_ptr, mask=(rope >= 0)[None, :] & (position_Q >= 0)[:, None], other=0.0)
+    angles = tl.where((rope < 0)[None, :], (1 - column % 2)[None, :].to(tl.float32), angles)
+    cos, sin = tl.split(tl.reshape(angles, [BLOCK_Q, 1, C // 2, 2]))
+    even, odd = tl.split(tl.reshape(q, [BLOCK_Q, BLOCK_I, C // 2, 2]).to(tl.float32))
+    dtype = q_ptr.dtype.element_ty
+    even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
+    rotated = tl.reshape(tl.join(even, odd), [BLOCK_Q * BLOCK_I, C]).to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(rotated), axis=1), 1e-4)
     bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
     scale_bits = (bits + 0x7FFFFF) & 0x7F800000
     inverse = (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
-    weights = tl.load(weights_ptr + tokens * stride_w + heads, mask=mask, other=0.0) * scale
-    weights = weights * scale_bits.to(tl.float32, bitcast=True)
+    weights = tl.reshape(weights_QI * scale, [BLOCK_Q * BLOCK_I])
+    weights = weights * (0.5 * scale_bits.to(tl.float32, bitcast=True))
     return (rotated * inverse[:, None]).to(tl.float8e4nv), weights
 
 
@@ -104,43 +109,39 @@ def _scores_kernel(
     ROWS_PER_PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     # The last tokens of a chunk see most entries: they go first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
+    split, num_splits = tl.program_id(1), tl.num_programs(1)
     rows = first_row + tl.arange(0, BLOCK_Q)
     there = rows < num_rows
     token_Q = first_token + rows.to(tl.int64)
     position_Q = tl.load(positions_ptr + token_Q, mask=there, other=-1)
-    visible_Q = ((position_Q + 1) // RATIO).to(tl.int32)
-    if tl.max(visible_Q, axis=0) <= topk:
-        return
     sequence_Q = tl.load(sequence_ptr + token_Q, mask=there, other=-1)
+    visible_Q = ((position_Q + 1) // RATIO).to(tl.int32)
+    most = tl.max(visible_Q, axis=0)
+    if (most <= topk) | (split * ROWS_PER_PAGE >= most):
+        return
 
-    column = tl.arange(0, BLOCK_Q * BLOCK_I)
-    head = column % BLOCK_I
-    column_row = first_row + column // BLOCK_I
-    column_there = (column_row < num_rows) & (head < I)
-    column_token = first_token + column_row.to(tl.int64)
-    column_position = tl.load(positions_ptr + column_token, mask=column_there, other=0)
     q, weights = _rounded_queries(
         q_ptr,
         weights_ptr,
         rotary_ptr,
-        column_token,
-        head,
-        column_there,
-        tl.maximum(column_position, 0),
+        token_Q,
+        position_Q,
         scale,
+        I,
         stride_qn,
         stride_qi,
         stride_w,
         C,
         R,
+        BLOCK_Q,
+        BLOCK_I,
     )
     q_T = tl.trans(q)
-    lanes = tl.arange(0, BLOCK_E)
+    lanes = tl.arange(0, ROWS_PER_PAGE)
     values = tl.arange(0, C)
     score_row_Q = rows.to(tl.int64) * stride_scores
     before = -1
@@ -152,28 +153,29 @@ def _scores_kernel(
             member_Q = sequence_Q == own
             visible = tl.max(tl.where(member_Q, visible_Q, 0), axis=0)
             visible = tl.where(visible > topk, visible, 0)
+            num_pages = tl.cdiv(visible, ROWS_PER_PAGE)
             b = tl.maximum(own, 0).to(tl.int64)
             page_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
-            for tile in tl.range(
-                tl.program_id(1), tl.cdiv(visible, BLOCK_E), tl.num_programs(1), num_stages=STAGES
-            ):
-                entry = tile * BLOCK_E + lanes
-                seen = entry < visible
-                page = tl.load(page_ptr + entry // ROWS_PER_PAGE, mask=seen, other=0).to(tl.int64)
-                offset = entry % ROWS_PER_PAGE
-                key_row = page * stride_page + offset * C
-                keys = tl.load(keys_ptr + key_row[:, None] + values[None, :])
-                key_scale = tl.load(
-                    key_scales_ptr + page * stride_scale_page + (ROWS_PER_PAGE * C // 4) + offset
-                )
+            # A tile is a page; its number is read a tile ahead.
+            next_page = tl.load(page_ptr + split, mask=split < num_pages, other=0)
+            for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
+                page = next_page.to(tl.int64)
+                following = tile + num_splits
+                next_page = tl.load(page_ptr + following, mask=following < num_pages, other=0)
+                page_keys_ptr = keys_ptr + page * stride_page
+                keys = tl.load(page_keys_ptr + lanes[:, None] * C + values[None, :])
+                page_scales_ptr = key_scales_ptr + page * stride_scale_page
+                key_scale = tl.load(page_scales_ptr + ROWS_PER_PAGE * C // 4 + lanes)
                 product = tl.dot(keys, q_T)
-                product = tl.maximum(product, 0.0) * weights[None, :]
-                score = tl.sum(tl.reshape(product, [BLOCK_E, BLOCK_Q, BLOCK_I]), axis=2)
+                # x + |x| is 2 relu(x), exactly, in one instruction at full rate, unlike a maximum.
+                product = (product + tl.abs(product)) * weights[None, :]
+                score = tl.sum(tl.reshape(product, [ROWS_PER_PAGE, BLOCK_Q, BLOCK_I]), axis=2)
                 score = score * key_scale[:, None]
+                entry = tile * ROWS_PER_PAGE + lanes
                 tl.store(
                     scores_ptr + score_row_Q[None, :] + entry[:, None],
                     score,
-                    mask=seen[:, None] & member_Q[None, :],
+                    mask=(entry < visible)[:, None] & member_Q[None, :],
                 )
         before = own
 
@@ -190,6 +192,8 @@ def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_q
             f"index heads must have 32, 64 or 128 values that lie together, rope at most all of "
             f"them: got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
         )
+    if table.rows_per_page not in PAGE_ROWS:
+        raise ValueError(f"pages must hold {PAGE_ROWS} keys, got {table.rows_per_page}")
     wanted = page_bytes(table.rows_per_page, width)
     if key_pool.shape[1] < wanted or key_pool.stride(0) % 16 or key_pool.stride(1) != 1:
         raise ValueError(
@@ -225,7 +229,8 @@ def select_entries(
     block_i = max(16, triton.next_power_of_2(heads))
     prefill = tokens.max_query > 1
     block_q = max(1, PREFILL_COLUMNS // block_i) if prefill else 1
-    row_length = triton.cdiv(max_entries, TILE_ENTRIES) * TILE_ENTRIES
+    num_pages = triton.cdiv(max_entries, table.rows_per_page)
+    row_length = num_pages * table.rows_per_page
     limit = PREFILL_SCORE_BYTES if prefill else MAX_SCORE_BYTES
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
@@ -234,7 +239,7 @@ def select_entries(
         num_rows = min(rows, num_tokens - first_token)
         groups = triton.cdiv(num_rows, block_q)
         programs = PREFILL_PROGRAMS if prefill else DECODE_PROGRAMS
-        splits = max(1, min(programs // groups, row_length // TILE_ENTRIES))
+        splits = max(1, min(programs // groups, num_pages))
         _scores_kernel[(groups, splits)](
             q_NIC,
             weights_NI,
@@ -264,9 +269,8 @@ def select_entries(
             ROWS_PER_PAGE=table.rows_per_page,
             BLOCK_Q=block_q,
             BLOCK_I=block_i,
-            BLOCK_E=TILE_ENTRIES,
             STAGES=STAGES,
-            num_warps=PREFILL_WARPS if prefill else DECODE_WARPS,
+            num_warps=4,
         )
         select_topk(
             scores_NE[:num_rows], out_NK, tokens, table, first_token, topk, max_entries, RATIO

@@ -1,10 +1,10 @@
-"""The largest scores of each token, in order of position, as Triton kernels.
+"""The largest scores of each token, in order of position, as one Triton kernel.
 
 Exact whatever the batch, the chunk or the split: a token's set is the topk largest scores, equal
 ones by the lowest index. Floats are compared as integers of the same order; the threshold is found
 by counting how many reach three probes at a time, each pass a quarter of the range. A row that is
-longer than CHUNK is selected from in chunks, each by its own program, then once more from what the
-chunks chose.
+longer than BLOCK is selected from in chunks, each by its own program; of neighbouring chunks, the
+program that ends last selects from what they chose, until one program holds the row's.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from finwhale.ops.paging import PageTable, Tokens
 
-# Counts of a pass are packed in 16 bits.
-MAX_BLOCK = 16384
-MAX_CANDIDATES = 16384
-# Keys that are written at once: a larger block would leave its registers.
-MAX_PART = 4096
-MIN_BLOCK = 1024
+# Entries that one program selects from; the counts of a pass are packed in 16 bits.
+BLOCK = 4096
+MIN_BLOCK = 512
+# Values that one thread of a program holds.
+VALUES_PER_THREAD = 16
 
 
 @triton.jit
@@ -29,119 +28,47 @@ def _add_pair(a, b, c, d):
 
 
 @triton.jit
-def _ordered(score):
-    """Integers in the order of the floats; -0 as 0."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def _outer_pair(a, b, c, d):
+    return tl.minimum(a, c), tl.maximum(b, d)
 
 
 @triton.jit
 def _threshold(keys, valid, count):
-    """The largest t that at least `count` of the valid keys reach; the others are -2^31."""
-    low = tl.min(tl.where(valid, keys, 0x7FFFFFFF), axis=0).to(tl.int64)
-    high = tl.max(keys, axis=0).to(tl.int64)
-    if tl.sum(valid.to(tl.int32), axis=0) == count:
-        high = low
-    while low < high:
-        span = high - low
-        first = low + (span + 3) // 4
-        second = low + (span + 1) // 2
-        third = low + (3 * span + 3) // 4
-        reach_1 = (keys >= first.to(tl.int32)).to(tl.int32)
-        reach_2 = (keys >= second.to(tl.int32)).to(tl.int32)
-        reach_3 = (keys >= third.to(tl.int32)).to(tl.int32)
-        packed, count_3 = tl.reduce((reach_1 + (reach_2 << 16), reach_3), 0, _add_pair)
-        count_1 = packed & 0xFFFF
-        count_2 = packed >> 16
-        if count_3 >= count:
-            low = third
-            reached = count_3
-        elif count_2 >= count:
-            low = second
-            high = third - 1
-            reached = count_2
-        elif count_1 >= count:
-            low = first
-            high = second - 1
-            reached = count_1
-        else:
-            high = first - 1
-            reached = count + 1
-        if reached == count:
-            high = low
-    return low.to(tl.int32)
+    """The largest t that at least `count` of the valid keys reach; the others are -2^31.
 
-
-@triton.jit
-def _places(keys, threshold, ties_wanted, above_before, ties_before):
-    """Which keys are chosen, ties by the lowest index, and each one's place in the result.
-
-    The arguments count what stands before these keys; also returns the counts of these.
+    Differences of int32 are taken modulo 2^32 and are non-negative as uint32.
     """
+    low, high = tl.reduce((tl.where(valid, keys, 0x7FFFFFFF), keys), 0, _outer_pair)
+    while low < high:
+        span = (high - low).to(tl.uint32, bitcast=True)
+        quarter = span // 4
+        rest = span - 4 * quarter
+        first = low + (quarter + (rest + 3) // 4).to(tl.int32, bitcast=True)
+        second = low + (2 * quarter + (rest + 1) // 2).to(tl.int32, bitcast=True)
+        third = low + (3 * quarter + (3 * rest + 3) // 4).to(tl.int32, bitcast=True)
+        reach_12 = (keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16)
+        reach_3 = (keys >= third).to(tl.int32)
+        packed, count_3 = tl.reduce((reach_12, reach_3), 0, _add_pair)
+        count_1, count_2 = packed & 0xFFFF, packed >> 16
+        in_3, in_2, in_1 = count_3 >= count, count_2 >= count, count_1 >= count
+        high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)) - 1)
+        low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
+        reached = tl.where(in_3, count_3, tl.where(in_2, count_2, count_1))
+        # Exactly `count` reach it: nothing between matters.
+        high = tl.where(reached == count, low, high)
+    return low
+
+
+@triton.jit
+def _chosen(keys, threshold, count):
+    """Which keys are the `count` largest, ties by the lowest index, and each one's place."""
     above = (keys > threshold).to(tl.int32)
-    tie = (keys == threshold).to(tl.int32)
-    packed = above + (tie << 16)
+    packed = above + ((keys == threshold).to(tl.int32) << 16)
     before = tl.cumsum(packed, axis=0) - packed
-    total = tl.sum(packed, axis=0)
-    ties = (before >> 16) + ties_before
+    ties_wanted = count - tl.sum(above, axis=0)
+    ties = before >> 16
     chosen = (keys > threshold) | ((keys == threshold) & (ties < ties_wanted))
-    place = (before & 0xFFFF) + above_before + tl.minimum(ties, ties_wanted)
-    return chosen, place, total & 0xFFFF, total >> 16
-
-
-@triton.jit
-def _load_keys(scores_ptr, entries, valid):
-    scores = tl.load(scores_ptr + entries, mask=valid, other=0.0)
-    return tl.where(valid, _ordered(scores), -0x7FFFFFFF - 1)
-
-
-@triton.jit
-def _slots(entries, mask, table_row_ptr, first_page, ROWS_PER_PAGE: tl.constexpr):
-    page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE - first_page, mask=mask, other=0)
-    return page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
-
-
-@triton.jit
-def _select_chunk(
-    scores_row_ptr,
-    out_row_ptr,
-    candidates_ptr,
-    table_row_ptr,
-    first_page,
-    start,
-    length,
-    topk,
-    is_whole,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
-    """The best of one chunk: to the result where it is the whole row, else to the candidates."""
-    columns = tl.arange(0, BLOCK)
-    valid = columns < length
-    count = tl.minimum(topk, length)
-    keys = _load_keys(scores_row_ptr, start + columns, valid)
-    threshold = _threshold(keys, valid, count)
-    above_before = 0
-    ties_before = 0
-    ties_wanted = count - tl.sum((keys > threshold).to(tl.int32), axis=0)
-    for part in range(0, length if BLOCK > PART else 1, PART):
-        part_columns = part + tl.arange(0, PART if BLOCK > PART else BLOCK)
-        entries = start + part_columns
-        if BLOCK > PART:
-            part_keys = _load_keys(scores_row_ptr, entries, part_columns < length)
-            chosen, place, above, ties = _places(
-                part_keys, threshold, ties_wanted, above_before, ties_before
-            )
-        else:
-            chosen, place, above, ties = _places(keys, threshold, ties_wanted, 0, 0)
-        if is_whole:
-            slots = _slots(entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
-            tl.store(out_row_ptr + place, slots, mask=chosen)
-        else:
-            tl.store(candidates_ptr + place, entries, mask=chosen)
-        above_before += above
-        ties_before += ties
+    return chosen, (before & 0xFFFF) + tl.minimum(ties, ties_wanted)
 
 
 @triton.jit
@@ -149,6 +76,7 @@ def _select_kernel(
     scores_ptr,
     out_ptr,
     candidates_ptr,
+    counters_ptr,
     positions_ptr,
     sequence_ptr,
     pages_ptr,
@@ -156,184 +84,83 @@ def _select_kernel(
     first_token,
     topk,
     K,
+    fan,
     stride_scores,
     stride_out,
     stride_candidates,
+    stride_counters,
     stride_pages,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SMALL: tl.constexpr,
-    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = first_token + row
     visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
-    start = chunk * CHUNK
-    if (chunk > 0) & (start >= visible):
+    if (chunk > 0) & (chunk * BLOCK >= visible):
         return
     b = tl.load(sequence_ptr + token).to(tl.int64)
-    first_page = tl.load(first_ptr + b)
-    table_row_ptr = pages_ptr + b * stride_pages
+    table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
     out_row_ptr = out_ptr + token * stride_out
     if visible <= topk:
         if chunk == 0:
             columns = tl.arange(0, BLOCK_K)
             seen = columns < visible
-            slots = _slots(columns, seen, table_row_ptr, first_page, ROWS_PER_PAGE)
-            tl.store(out_row_ptr + columns, tl.where(seen, slots, -1), mask=columns < K)
+            page = tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
+            slots = tl.where(seen, page * ROWS_PER_PAGE + columns % ROWS_PER_PAGE, -1)
+            tl.store(out_row_ptr + columns, slots, mask=columns < K)
         return
-    length = tl.minimum(visible - start, CHUNK)
+
     scores_row_ptr = scores_ptr + row * stride_scores
-    if length <= SMALL:
-        _select_chunk(
-            scores_row_ptr,
-            out_row_ptr,
-            candidates_ptr + row * stride_candidates + chunk * topk,
-            table_row_ptr,
-            first_page,
-            start,
-            length,
-            topk,
-            visible <= CHUNK,
-            ROWS_PER_PAGE,
-            SMALL,
-            PART,
-        )
-    else:
-        _select_chunk(
-            scores_row_ptr,
-            out_row_ptr,
-            candidates_ptr + row * stride_candidates + chunk * topk,
-            table_row_ptr,
-            first_page,
-            start,
-            length,
-            topk,
-            visible <= CHUNK,
-            ROWS_PER_PAGE,
-            CHUNK,
-            PART,
-        )
-
-
-@triton.jit
-def _select_candidates(
-    scores_row_ptr,
-    out_row_ptr,
-    candidates_ptr,
-    table_row_ptr,
-    first_page,
-    length,
-    topk,
-    ROWS_PER_PAGE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PART: tl.constexpr,
-):
+    counter_ptr = counters_ptr + row * stride_counters
+    lists_ptr = candidates_ptr + row * stride_candidates  # what this level's programs choose
+    source_ptr = lists_ptr  # what this program selects from, after the first level
     columns = tl.arange(0, BLOCK)
-    valid = columns < length
-    entries = tl.load(candidates_ptr + columns, mask=valid, other=0)
-    keys = _load_keys(scores_row_ptr, entries, valid)
-    threshold = _threshold(keys, valid, topk)
-    above_before = 0
-    ties_before = 0
-    ties_wanted = topk - tl.sum((keys > threshold).to(tl.int32), axis=0)
-    for part in range(0, length if BLOCK > PART else 1, PART):
-        part_columns = part + tl.arange(0, PART if BLOCK > PART else BLOCK)
-        part_valid = part_columns < length
-        part_entries = tl.load(candidates_ptr + part_columns, mask=part_valid, other=0)
-        if BLOCK > PART:
-            part_keys = _load_keys(scores_row_ptr, part_entries, part_valid)
-            chosen, place, above, ties = _places(
-                part_keys, threshold, ties_wanted, above_before, ties_before
-            )
+    level = 0
+    mine = chunk
+    num_programs = tl.cdiv(visible, BLOCK)
+    last_length = visible - (num_programs - 1) * BLOCK
+    full_length = BLOCK
+    active = 1
+    while active > 0:
+        length = tl.where(mine == num_programs - 1, last_length, full_length)
+        valid = columns < length
+        entries = chunk * BLOCK + columns
+        if level > 0:
+            # Other programs wrote them: not to be looked for in this processor's own cache.
+            entries = tl.load(source_ptr + columns, mask=valid, other=0, cache_modifier=".cg")
+        scores = tl.load(scores_row_ptr + entries, mask=valid, other=0.0)
+        bits = (scores + 0.0).to(tl.int32, bitcast=True)
+        keys = tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF - 1)
+        count = tl.minimum(topk, length)
+        chosen, place = _chosen(keys, _threshold(keys, valid, count), count)
+        active = 0
+        if num_programs == 1:
+            page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=chosen, other=0)
+            slots = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
+            tl.store(out_row_ptr + place, slots, mask=chosen)
         else:
-            chosen, place, above, ties = _places(keys, threshold, ties_wanted, 0, 0)
-        slots = _slots(part_entries, chosen, table_row_ptr, first_page, ROWS_PER_PAGE)
-        tl.store(out_row_ptr + place, slots, mask=chosen)
-        above_before += above
-        ties_before += ties
-
-
-@triton.jit
-def _merge_kernel(
-    scores_ptr,
-    out_ptr,
-    candidates_ptr,
-    positions_ptr,
-    sequence_ptr,
-    pages_ptr,
-    first_ptr,
-    first_token,
-    topk,
-    stride_scores,
-    stride_out,
-    stride_candidates,
-    stride_pages,
-    RATIO: tl.constexpr,
-    ROWS_PER_PAGE: tl.constexpr,
-    CHUNK: tl.constexpr,
-    SMALL: tl.constexpr,
-    PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The best of what the chunks of a row chose: topk of each but the last, in order."""
-    row = tl.program_id(0).to(tl.int64)
-    token = first_token + row
-    visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
-    if visible <= CHUNK:
-        return
-    b = tl.load(sequence_ptr + token).to(tl.int64)
-    first_page = tl.load(first_ptr + b)
-    table_row_ptr = pages_ptr + b * stride_pages
-    full = (visible - 1) // CHUNK
-    length = full * topk + tl.minimum(visible - full * CHUNK, topk)
-    scores_row_ptr = scores_ptr + row * stride_scores
-    out_row_ptr = out_ptr + token * stride_out
-    candidates_row_ptr = candidates_ptr + row * stride_candidates
-    if length <= SMALL:
-        _select_candidates(
-            scores_row_ptr,
-            out_row_ptr,
-            candidates_row_ptr,
-            table_row_ptr,
-            first_page,
-            length,
-            topk,
-            ROWS_PER_PAGE,
-            SMALL,
-            PART,
-        )
-    else:
-        _select_candidates(
-            scores_row_ptr,
-            out_row_ptr,
-            candidates_row_ptr,
-            table_row_ptr,
-            first_page,
-            length,
-            topk,
-            ROWS_PER_PAGE,
-            BLOCK,
-            PART,
-        )
-
-
-def chunk_entries(max_entries: int, topk: int) -> int:
-    """Entries that one program selects from, so that the chunks' choices fit one program too."""
-    chunk: int = min(MAX_BLOCK, max(MIN_BLOCK, triton.next_power_of_2(max_entries)))
-    if topk > chunk or (max_entries > chunk and -(-max_entries // chunk) * topk > MAX_CANDIDATES):
-        raise ValueError(
-            f"cannot select {topk} of {max_entries} entries: chunks of {chunk} entries would "
-            f"choose more than {MAX_CANDIDATES}"
-        )
-    return chunk
-
-
-def _warps(block: int) -> int:
-    return min(32, max(4, block // 512))
+            tl.store(lists_ptr + mine * topk + place, entries, mask=chosen)
+            # Every thread's entries are stored before the count tells the other programs so.
+            tl.debug_barrier()
+            group = mine // fan
+            children = tl.minimum(fan, num_programs - group * fan)
+            if tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == children - 1:
+                tl.debug_barrier()
+                tl.store(counter_ptr + group, 0)
+                active = 1
+                level += 1
+                mine = group
+                source_ptr = lists_ptr + group * fan * topk
+                lists_ptr += num_programs * topk
+                num_groups = tl.cdiv(num_programs, fan)
+                counter_ptr += num_groups
+                last_children = num_programs - (num_groups - 1) * fan
+                last_length = (last_children - 1) * topk + tl.minimum(topk, last_length)
+                full_length = fan * topk
+                num_programs = num_groups
 
 
 def select_topk(
@@ -349,17 +176,27 @@ def select_topk(
     """Write the rows of `out` for tokens first_token .. first_token + len(scores) - 1.
 
     scores [n,E] float32, of which a token's visible entries are read if they are more than topk;
-    out [N,K] int32. No token sees more than max_entries.
+    out [N,K] int32. No token sees more than max_entries. Raises ValueError where topk is more
+    than half of BLOCK and a row does not fit one program.
     """
     num_rows = scores_NE.shape[0]
-    chunk = chunk_entries(max_entries, topk)
-    num_chunks = max(1, triton.cdiv(max_entries, chunk))
-    shape = (num_rows, num_chunks * topk) if num_chunks > 1 else (1, 1)
-    candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
-    _select_kernel[(num_rows, num_chunks)](
+    block: int = min(BLOCK, max(MIN_BLOCK, triton.next_power_of_2(max_entries)))
+    fan = max(1, block // topk)
+    lists = [max(1, triton.cdiv(max_entries, block))]
+    if lists[0] > 1 and fan < 2:
+        raise ValueError(f"cannot select {topk} of {max_entries} entries in blocks of {block}")
+    while lists[-1] > 1:
+        lists.append(triton.cdiv(lists[-1], fan))
+    candidates, counters = out_NK, out_NK
+    if len(lists) > 1:
+        shape = (num_rows, sum(lists[:-1]) * topk)
+        candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
+        counters = _counters(tokens, num_rows, sum(lists[1:]))
+    _select_kernel[(num_rows, lists[0])](
         scores_NE,
         out_NK,
         candidates,
+        counters,
         tokens.positions,
         tokens.sequence,
         table.pages,
@@ -367,40 +204,24 @@ def select_topk(
         first_token,
         topk,
         out_NK.shape[1],
+        fan,
         scores_NE.stride(0),
         out_NK.stride(0),
         candidates.stride(0),
+        counters.stride(0),
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
-        CHUNK=chunk,
-        SMALL=max(MIN_BLOCK, chunk // 8),
-        PART=MAX_PART,
-        BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
-        num_warps=_warps(chunk),
-    )
-    if num_chunks == 1:
-        return
-    block = triton.next_power_of_2(num_chunks * topk)
-    _merge_kernel[(num_rows,)](
-        scores_NE,
-        out_NK,
-        candidates,
-        tokens.positions,
-        tokens.sequence,
-        table.pages,
-        table.first,
-        first_token,
-        topk,
-        scores_NE.stride(0),
-        out_NK.stride(0),
-        candidates.stride(0),
-        table.pages.stride(0),
-        RATIO=ratio,
-        ROWS_PER_PAGE=table.rows_per_page,
-        CHUNK=chunk,
-        SMALL=max(MIN_BLOCK, block // 8),
-        PART=MAX_PART,
         BLOCK=block,
-        num_warps=_warps(block),
+        BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
+        num_warps=max(4, block // (32 * VALUES_PER_THREAD)),
     )
+
+
+def _counters(tokens: Tokens, num_rows: int, width: int) -> Tensor:
+    """How many programs have ended: 0 before and after each launch, so that layers share them."""
+    counters: Tensor | None = tokens.memo.get("topk counters")
+    if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
+        counters = torch.zeros(num_rows, width, dtype=torch.int32, device=tokens.positions.device)
+        tokens.memo["topk counters"] = counters
+    return counters
