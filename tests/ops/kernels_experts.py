@@ -109,6 +109,7 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.Monk
     x, ids, weights = pairs_of(40, 128, 3, 2)
     ids[7] = -1
     monkeypatch.setattr(kernels, "CHUNK", 32)
+    monkeypatch.setattr(kernels, "FEW_PAIRS", 32)
     plan = kernels.Plan(16, (128, 2, 8), (128, 2, 4))
     together = kernels._launch(x, ids, weights, w, LIMIT, None, plan)
     assert together[7].count_nonzero() == 0

@@ -21,16 +21,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton_experts as kernels
+from finwhale.ops.moe.hopper_experts import HopperPlan
 
 ALL_TYPES = {**TYPES, torch.uint8: "*u8"}
 # D, I, E, K.
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 128, 16, 4)}
 # Every plan that plan() makes for Hopper, and one of those for other GPUs.
 PLANS = (
-    kernels.Plan(16, hopper=(1, 4, 4)),
-    kernels.Plan(32, hopper=(1, 6, 6)),
-    kernels.Plan(64, hopper=(1, 4, 4)),
-    kernels.Plan(128, hopper=(1, 4, 4)),
+    kernels.Plan(16, hopper=HopperPlan(1, (1, 4), (1, 4))),
+    kernels.Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6))),
+    kernels.Plan(64, hopper=HopperPlan(1, (1, 4), (1, 4))),
+    kernels.Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4))),
     kernels.Plan(16, (128, 4, 8), (64, 4, 4)),
 )
 DONE: set[str] = set()
@@ -103,7 +104,7 @@ def main() -> None:
     JITFunction.run = compile_launch
     for D, I, E, K in MODELS.values():  # noqa: E741
         for plan in PLANS:
-            for N in (1, 8192) if plan.block_n in (16, 128) else (1024,):
+            for N in (1, 8192) if plan.block_n in (16, 256) else (1024,):
                 call(D, I, E, K, N, plan)
 
 

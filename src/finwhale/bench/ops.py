@@ -310,10 +310,10 @@ def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict |
     if args is None:
         return None
     plain = plain_args(case.operator, args) if ops.packed else args
-    args = tuple(ready(ops, arg) for arg in args)
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
     wanted = results(definition, plain, case.written)
     try:
+        args = tuple(ready(ops, arg) for arg in args)
         found = results(kernel, args, case.written)
     except ValueError as error:
         if ops.packed and case.operator in ACTIVATIONS:

@@ -7,6 +7,9 @@ while the next tile is being decoded.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import math
+from dataclasses import dataclass
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -75,458 +78,458 @@ def _decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load(
-    x_desc,
-    w_desc,
-    steps_desc,
+    descs,
     rings,
     first,
+    count,
     tile,
     blocks,
+    COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
 ):
-    x_ring, w_ring, steps_ring, full, empty = rings
-    size: gl.constexpr = x_desc.block_type.nbytes + GROUPS * (64 * 64 + 64 * 4)
+    """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns. Of x
+    come as many boxes of rows as `count` pairs need.
+    """
+    x_desc, scale_desc, w_desc, steps_desc = descs
+    x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
+    height: gl.constexpr = x_desc.block_type.shape[0]
+    scales: gl.constexpr = scale_desc.block_type.shape[1]
+    size: gl.constexpr = scales * 4 + GROUPS * (64 * 64 + 64 * 4)
+    boxes = gl.minimum((count + height - 1) // height, COLUMNS // height)
     slot = 0
     phase = 1
-    for k in range(blocks):
-        mbarrier.wait(empty.index(slot), phase)
-        ready = full.index(slot)
-        mbarrier.expect(ready, size)
-        for group in gl.static_range(GROUPS):
-            chunk = (tile + group) * blocks + k
-            place = slot * GROUPS + group
-            tma.async_copy_global_to_shared(w_desc, [chunk * 64, 0], ready, w_ring.index(place))
-            tma.async_copy_global_to_shared(steps_desc, [chunk, 0], ready, steps_ring.index(place))
-        tma.async_copy_global_to_shared(x_desc, [first, k * 128], ready, x_ring.index(slot))
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase ^= 1
+    for t in range(TILES):
+        for k in range(blocks):
+            mbarrier.wait(empty.index(slot), phase)
+            ready = full.index(slot)
+            for box in gl.static_range(COLUMNS // height):
+                mbarrier.expect(ready, size + (box + 1) * height * 128, pred=boxes == box + 1)
+            for group in gl.static_range(GROUPS):
+                chunk = (tile + t * GROUPS + group) * blocks + k
+                place = slot * GROUPS + group
+                tma.async_copy_global_to_shared(w_desc, [chunk * 64, 0], ready, w_ring.index(place))
+                tma.async_copy_global_to_shared(
+                    steps_desc, [chunk, 0], ready, steps_ring.index(place)
+                )
+            for box in gl.static_range(COLUMNS // height):
+                rows = x_ring.index(slot).slice(box * height, height, 0)
+                at = [first + box * height, k * 128]
+                tma.async_copy_global_to_shared(x_desc, at, ready, rows, pred=box < boxes)
+            tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
+            slot += 1
+            if slot == STAGES:
+                slot = 0
+                phase ^= 1
+
+
+@gluon.jit
+def _add_part(
+    total, a, x_tile, scale_tile, FROM: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
+):
+    """total + (a times WIDTH columns of the tile) times these columns' scale."""
+    zero = gl.full([64, WIDTH], 0.0, gl.float32, MMA)
+    x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
+    part = warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=[part])
+    scale = scale_tile.slice(FROM, WIDTH, 0).load(gl.SliceLayout(0, MMA))
+    return total + part * gl.expand_dims(scale, 0)
+
+
+@gluon.constexpr_function
+def _mma(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
 
 
 @gluon.jit
 def _multiply(
     rings,
-    x_scale_ptr,
-    first,
+    slot,
+    phase,
     blocks,
-    stride,
     COLUMNS: gl.constexpr,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    THIRD: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
-    MMA: gl.constexpr,
 ):
-    """w x^T [64,COLUMNS] in units of the rows: sums over 128 values, then over these."""
-    x_ring, w_ring, steps_ring, full, empty = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, MMA))
-    scale_ptrs = x_scale_ptr + first + column
-    zero = gl.full([64, COLUMNS], 0.0, gl.float32, MMA)
-    total = zero
-    steps_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slot = 0
-    phase = 0
-    for k in range(blocks):
+    """w x^T in units of the rows, as FIRST, SECOND and THIRD columns, and the ring's next place.
+
+    Sums over 128 values, then over these. A width of 0 is no columns; its result means nothing.
+    """
+    x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
+    operand: gl.constexpr = gl.DotOperandLayout(0, _mma(FIRST), 4)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    second: gl.constexpr = max(SECOND, 8)
+    third: gl.constexpr = max(THIRD, 8)
+    total = gl.full([64, FIRST], 0.0, gl.float32, _mma(FIRST))
+    total2 = gl.full([64, second], 0.0, gl.float32, _mma(second))
+    total3 = gl.full([64, third], 0.0, gl.float32, _mma(third))
+    for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         place = slot * GROUPS + GROUP
-        steps = steps_ring.index(place)._reinterpret(gl.int32, [64], steps_layout)
+        steps = steps_ring.index(place)._reinterpret(gl.int32, [64], plain)
         a = _decode(w_ring.index(place), steps, operand)
-        x = x_ring.index(slot).permute((1, 0))
-        part = warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
-        scale = gl.load(scale_ptrs + k * stride)
-        part = warpgroup_mma_wait(0, deps=[part])
+        x = x_ring.index(slot)
+        scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
+        total = _add_part(total, a, x, scale, 0, FIRST, _mma(FIRST))
+        if SECOND > 0:
+            total2 = _add_part(total2, a, x, scale, FIRST, SECOND, _mma(second))
+        if THIRD > 0:
+            total3 = _add_part(total3, a, x, scale, FIRST + SECOND, THIRD, _mma(third))
         mbarrier.arrive(empty.index(slot), count=1)
-        total += part * gl.expand_dims(scale, 0)
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    return total
+    return total, total2, total3, slot, phase
 
 
 @gluon.jit
-def _gate_up_group(
-    rings,
-    x_scale_ptr,
-    unit_ptr,
-    hidden_ptr,
-    first,
-    end,
-    tile,
-    row,
-    D,
-    I,  # noqa: E741
-    stride,
-    limit,
-    COLUMNS: gl.constexpr,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
-):
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    total = _multiply(
-        rings,
-        x_scale_ptr,
-        first,
-        D // 128,
-        stride,
-        COLUMNS,
-        STAGES,
-        GROUPS,
-        GROUP,
-        mma,
-    )
-    unit_ptr += (tile + GROUP) * 64
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma)))
+def _store_hidden(total, hidden, unit_ptr, first, end, row, limit, MMA: gl.constexpr):
+    """32 values of I of each column, from rows that alternate, eight of w1 and eight of w3."""
+    hidden_ptr, inner = hidden
+    columns: gl.constexpr = total.shape[1]
+    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
-    both = gl.permute(gl.reshape(total, [4, 2, 8, COLUMNS]), (0, 2, 3, 1))
+    both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
     gate, up = gl.split(both)
     gate = gl.minimum(gate, limit)
     up = gl.minimum(gl.maximum(up, -limit), limit)
-    hidden = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, COLUMNS])
+    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, columns])
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    hidden = gl.convert_layout(hidden, layout)
-    place = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    i = (row + GROUP) * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
-    target = hidden_ptr + gl.expand_dims(place.to(gl.int64) * I, 0) + gl.expand_dims(i, 1)
-    gl.store(target, hidden, mask=gl.expand_dims(place < end, 0))
+    result = gl.convert_layout(result, layout)
+    place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    i = row * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
+    target = hidden_ptr + gl.expand_dims(place.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
+    gl.store(target, result, mask=gl.expand_dims(place < end, 0))
 
 
 @gluon.jit
-def _down_group(
+def _store_out(total, out, unit_ptr, first, end, row, limit, MMA: gl.constexpr):
+    """64 values of D of each column, times its routed weight, to the pair's row."""
+    out_ptr, order_ptr, weights_ptr, width = out
+    columns: gl.constexpr = total.shape[1]
+    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
+    total *= gl.expand_dims(unit, 1)
+    place = first + gl.arange(0, columns, gl.SliceLayout(0, MMA))
+    pair = gl.load(order_ptr + place, mask=place < end, other=0)
+    total *= gl.expand_dims(gl.load(weights_ptr + pair), 0)
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    result = gl.convert_layout(total.to(gl.bfloat16), layout)
+    place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
+    pair = gl.load(order_ptr + place, mask=place < end, other=0).to(gl.int64)
+    d = row * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
+    target = out_ptr + gl.expand_dims(pair * width, 0) + gl.expand_dims(d, 1)
+    gl.store(target, result, mask=gl.expand_dims(place < end, 0))
+
+
+@gluon.jit
+def _opaque(x):
+    """x, so that what is computed from it stays in the loop: outside it would cost registers."""
+    asm: gl.constexpr = "mov.b32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _columns(
     rings,
-    x_scale_ptr,
+    results,
     unit_ptr,
-    order_ptr,
-    weights_ptr,
-    out_ptr,
     first,
     end,
-    tile,
     row,
-    D,
-    I,  # noqa: E741
-    stride,
+    blocks,
+    limit,
+    STORE: gl.constexpr,
     COLUMNS: gl.constexpr,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
+    THIRD: gl.constexpr,
+    TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
-    total = _multiply(
-        rings,
-        x_scale_ptr,
-        first,
-        I // 128,
-        stride,
-        COLUMNS,
-        STAGES,
-        GROUPS,
-        GROUP,
-        mma,
-    )
-    unit_ptr += (tile + GROUP) * 64
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma)))
-    total *= gl.expand_dims(unit, 1)
-    column: gl.constexpr = gl.SliceLayout(0, mma)
-    place = first + gl.arange(0, COLUMNS, column)
-    pair = gl.load(order_ptr + place, mask=place < end, other=0)
-    total *= gl.expand_dims(gl.load(weights_ptr + pair), 0)
-    layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    total = gl.convert_layout(total.to(gl.bfloat16), layout)
-    place = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
-    pair = gl.load(order_ptr + place, mask=place < end, other=0).to(gl.int64)
-    d = (row + GROUP) * 64 + gl.arange(0, 64, gl.SliceLayout(1, layout))
-    target = out_ptr + gl.expand_dims(pair * D, 0) + gl.expand_dims(d, 1)
-    gl.store(target, total, mask=gl.expand_dims(place < end, 0))
+    slot = 0
+    phase = 0
+    for t in range(TILES):
+        step = t * GROUPS + GROUP
+        total, total2, total3, slot, phase = _multiply(
+            rings,
+            slot,
+            phase,
+            blocks,
+            COLUMNS,
+            FIRST,
+            SECOND,
+            THIRD,
+            STAGES,
+            GROUPS,
+            GROUP,
+        )
+        unit = unit_ptr + step * 64
+        end = _opaque(end)
+        first = _opaque(first)
+        STORE(total, results, unit, first, end, row + step, limit, _mma(FIRST))
+        if SECOND > 0:
+            start = first + FIRST
+            STORE(total2, results, unit, start, end, row + step, limit, _mma(max(SECOND, 8)))
+        if THIRD > 0:
+            start = first + FIRST + SECOND
+            STORE(total3, results, unit, start, end, row + step, limit, _mma(max(THIRD, 8)))
 
 
 @gluon.jit
-def _ring(desc, SIZE: gl.constexpr):
-    shape: gl.constexpr = [SIZE, desc.block_type.shape[0], desc.block_type.shape[1]]
+def _group(
+    rings,
+    results,
+    unit_ptr,
+    first,
+    end,
+    row,
+    blocks,
+    limit,
+    STORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    GROUP: gl.constexpr,
+):
+    """What four warps do: their rows times as many columns as the block has pairs."""
+    count = end - first
+    # fmt: off
+    if COLUMNS <= 64:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 COLUMNS, 0, 0, TILES, STAGES, GROUPS, GROUP)
+    elif count <= 64:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 64, 0, 0, TILES, STAGES, GROUPS, GROUP)
+    elif COLUMNS == 128 or count <= 128:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 128, 0, 0, TILES, STAGES, GROUPS, GROUP)
+    elif count <= 160:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 128, 32, 0, TILES, STAGES, GROUPS, GROUP)
+    elif count <= 192:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 128, 64, 0, TILES, STAGES, GROUPS, GROUP)
+    elif count <= 224:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 128, 64, 32, TILES, STAGES, GROUPS, GROUP)
+    else:
+        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                 128, 128, 0, TILES, STAGES, GROUPS, GROUP)
+    # fmt: on
+
+
+@gluon.jit
+def _ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
+    shape: gl.constexpr = [SIZE, HEIGHT, desc.block_type.shape[1]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
-def _rings(
-    x_desc,
-    w_desc,
-    steps_desc,
-    STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-):
-    x_ring = _ring(x_desc, STAGES)
-    w_ring = _ring(w_desc, STAGES * GROUPS)
-    steps_ring = _ring(steps_desc, STAGES * GROUPS)
+def _rings(descs, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    x_desc, scale_desc, w_desc, steps_desc = descs
+    x = _ring(x_desc, STAGES, COLUMNS)
+    scale = _ring(scale_desc, STAGES, 1)
+    w = _ring(w_desc, STAGES * GROUPS, 64)
+    steps = _ring(steps_desc, STAGES * GROUPS, 1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
-    return x_ring, w_ring, steps_ring, full, empty
+    return x, scale, w, steps, full, empty
+
+
+@gluon.jit
+def _run(
+    descs,
+    results,
+    unit_ptr,
+    first,
+    end,
+    tiles,
+    blocks,
+    expert,
+    limit,
+    STORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+    GROUPS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    row = gl.program_id(0) * GROUPS * TILES
+    tile = expert * tiles + row
+    unit_ptr += tile * 64
+    rings = _rings(descs, COLUMNS, STAGES, GROUPS)
+    # fmt: off
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 0)),
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 1)),
+                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
+                         GROUPS)),
+            ],
+            [4, 1],
+            [REGISTERS, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 0)),
+                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
+                         GROUPS)),
+            ],
+            [1],
+            [24],
+        )
+    # fmt: on
 
 
 @gluon.jit
 def _gate_up_kernel(
     x_desc,
-    x_scale_ptr,
-    blocks_ptr,
+    scale_desc,
     w_desc,
     steps_desc,
+    blocks_ptr,
     unit_ptr,
     hidden_ptr,
-    stride,
     D,
     I,  # noqa: E741
     limit,
     COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """clamped SwiGLU of 32 rows of w1 and of w3 a group of warps, for a block of pairs."""
+    """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
+    first = gl.load(entry + 1)
+    end = gl.load(entry + 2)
     if expert >= 0:
-        first = gl.load(entry + 1)
-        end = gl.load(entry + 2)
-        row = gl.program_id(0) * GROUPS
-        tile = expert * (I // 32) + row
-        rings = _rings(x_desc, w_desc, steps_desc, STAGES, GROUPS)
-        blocks = D // 128
-        if GROUPS == 2:
-            gl.warp_specialize(
-                [
-                    (
-                        _gate_up_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            hidden_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            limit,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            0,
-                        ),
-                    ),
-                    (
-                        _gate_up_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            hidden_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            limit,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            1,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (x_desc, w_desc, steps_desc, rings, first, tile, blocks, STAGES, GROUPS),
-                    ),
-                ],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _gate_up_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            hidden_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            limit,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            0,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (x_desc, w_desc, steps_desc, rings, first, tile, blocks, STAGES, GROUPS),
-                    ),
-                ],
-                [1],
-                [24],
-            )
+        _run(
+            (x_desc, scale_desc, w_desc, steps_desc),
+            (hidden_ptr, I),
+            unit_ptr,
+            gl.multiple_of(first, 8),
+            end,
+            I // 32,
+            D // 128,
+            expert,
+            limit,
+            _store_hidden,
+            COLUMNS,
+            TILES,
+            STAGES,
+            GROUPS,
+            REGISTERS,
+        )
 
 
 @gluon.jit
 def _down_kernel(
     x_desc,
-    x_scale_ptr,
-    order_ptr,
-    blocks_ptr,
+    scale_desc,
     w_desc,
     steps_desc,
+    blocks_ptr,
     unit_ptr,
+    order_ptr,
     weights_ptr,
     out_ptr,
-    stride,
     D,
     I,  # noqa: E741
     COLUMNS: gl.constexpr,
+    TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """out[pair] = weight * w2 hidden, 64 rows a group of warps, for a block of pairs."""
+    """out[pair] = weight * w2 hidden for a block of pairs."""
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
+    first = gl.load(entry + 1)
+    end = gl.load(entry + 2)
     if expert >= 0:
-        first = gl.load(entry + 1)
-        end = gl.load(entry + 2)
-        row = gl.program_id(0) * GROUPS
-        tile = expert * (D // 64) + row
-        rings = _rings(x_desc, w_desc, steps_desc, STAGES, GROUPS)
-        blocks = I // 128
-        if GROUPS == 2:
-            gl.warp_specialize(
-                [
-                    (
-                        _down_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            order_ptr,
-                            weights_ptr,
-                            out_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            0,
-                        ),
-                    ),
-                    (
-                        _down_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            order_ptr,
-                            weights_ptr,
-                            out_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            1,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (x_desc, w_desc, steps_desc, rings, first, tile, blocks, STAGES, GROUPS),
-                    ),
-                ],
-                [4, 1],
-                [REGISTERS, 24],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (
-                        _down_group,
-                        (
-                            rings,
-                            x_scale_ptr,
-                            unit_ptr,
-                            order_ptr,
-                            weights_ptr,
-                            out_ptr,
-                            first,
-                            end,
-                            tile,
-                            row,
-                            D,
-                            I,
-                            stride,
-                            COLUMNS,
-                            STAGES,
-                            GROUPS,
-                            0,
-                        ),
-                    ),
-                    (
-                        _load,
-                        (x_desc, w_desc, steps_desc, rings, first, tile, blocks, STAGES, GROUPS),
-                    ),
-                ],
-                [1],
-                [24],
-            )
+        _run(
+            (x_desc, scale_desc, w_desc, steps_desc),
+            (out_ptr, order_ptr, weights_ptr, D),
+            unit_ptr,
+            gl.multiple_of(first, 8),
+            end,
+            D // 64,
+            I // 128,
+            expert,
+            0.0,
+            _store_out,
+            COLUMNS,
+            TILES,
+            STAGES,
+            GROUPS,
+            REGISTERS,
+        )
 
 
 # --- Launch ---------------------------------------------------------------------------------------
 
-# Registers a thread of the second group of warps; the first gets what is left, a little more.
-REGISTERS = 232
 BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+@dataclass(frozen=True, slots=True)
+class HopperPlan:
+    """Groups of warps in a program, and of either product: steps through the rows, tiles in the
+    ring.
+    """
+
+    groups: int
+    gate_up: tuple[int, int]
+    down: tuple[int, int]
+
+
 def _descriptors(
-    x: Tensor, w: Tensor, steps: Tensor, columns: int
-) -> tuple[TensorDescriptor, TensorDescriptor, TensorDescriptor]:
+    x: Tensor, scale: Tensor, w: Tensor, steps: Tensor, columns: int
+) -> tuple[TensorDescriptor, ...]:
     return (
-        TensorDescriptor.from_tensor(x, [columns, 128], BYTES),
+        TensorDescriptor.from_tensor(x, [min(columns, 64), 128], BYTES),
+        TensorDescriptor.from_tensor(
+            scale, [1, max(columns, 32)], WORDS
+        ),  # 128 bytes: a tile's unit
         TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
         TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
     )
 
 
-def _options(columns: int, groups: int) -> dict[str, int]:
-    """Without a limit a program of one group takes every register, and a multiprocessor one."""
-    options = {"num_warps": 4, "REGISTERS": REGISTERS, "COLUMNS": columns, "GROUPS": groups}
-    if groups == 1:
-        options["maxnreg"] = 64 if columns <= 32 else 128
-    return options
+def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
+    """Registers a thread: at launch (few let several programs share a multiprocessor), and of the
+    second group of warps then; the loader keeps 24, and the first group gets the rest.
+    """
+    registers, at_launch = (80, 64) if columns <= 32 else (232, 168 if groups == 2 else 128)
+    return {
+        "num_warps": 4,
+        "maxnreg": at_launch,
+        "REGISTERS": registers,
+        "COLUMNS": columns,
+        "GROUPS": groups,
+        "TILES": tiles,
+        "STAGES": stages,
+    }
 
 
 def gate_up(
@@ -539,26 +542,20 @@ def gate_up(
     hidden: Tensor,
     limit: float,
     columns: int,
-    groups: int,
-    stages: int,
+    plan: HopperPlan,
 ) -> None:
-    """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P or more]."""
-    x_desc, w_desc, steps_desc = _descriptors(x, w13, steps13, columns)
+    """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8."""
     width, inner = x.shape[1], hidden.shape[1]
-    _gate_up_kernel[(inner // (32 * groups), len(blocks))](
-        x_desc,
-        x_scale,
+    tiles = math.gcd(plan.gate_up[0], inner // 32 // plan.groups)
+    _gate_up_kernel[(inner // (32 * plan.groups * tiles), len(blocks))](
+        *_descriptors(x, x_scale, w13, steps13, columns),
         blocks,
-        w_desc,
-        steps_desc,
         unit13,
         hidden,
-        x_scale.stride(0),
         width,
         inner,
         limit,
-        STAGES=stages,
-        **_options(columns, groups),
+        **_options(columns, plan.groups, tiles, plan.gate_up[1]),
     )
 
 
@@ -573,25 +570,19 @@ def down(
     weights: Tensor,
     out: Tensor,
     columns: int,
-    groups: int,
-    stages: int,
+    plan: HopperPlan,
 ) -> None:
-    """out bfloat16 [P,D] of hidden E4M3 [P,I] and its scales [I/128,P or more]."""
-    x_desc, w_desc, steps_desc = _descriptors(hidden, w2, steps2, columns)
+    """out bfloat16 [pairs,D] of hidden E4M3 [P,I] and its scales [I/128,P]."""
     width, inner = out.shape[1], hidden.shape[1]
-    _down_kernel[(width // (64 * groups), len(blocks))](
-        x_desc,
-        hidden_scale,
-        order,
+    tiles = math.gcd(plan.down[0], width // 64 // plan.groups)
+    _down_kernel[(width // (64 * plan.groups * tiles), len(blocks))](
+        *_descriptors(hidden, hidden_scale, w2, steps2, columns),
         blocks,
-        w_desc,
-        steps_desc,
         unit2,
+        order,
         weights,
         out,
-        hidden_scale.stride(0),
         width,
         inner,
-        STAGES=stages,
-        **_options(columns, groups),
+        **_options(columns, plan.groups, tiles, plan.down[1]),
     )

@@ -29,14 +29,15 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.moe import hopper_experts as hopper
+from finwhale.ops.moe import ExpertWeight, hopper_experts
+from finwhale.ops.moe.hopper_experts import HopperPlan
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 GROUP = 128  # activations that share a scale
 SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
-# Up to here one chunk of pairs is counted by a histogram, and blocks are numbered without gaps.
-CHUNK = 2048
+# Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
+FEW_PAIRS = 2048
+CHUNK = 512
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
@@ -288,7 +289,34 @@ def _round_rows_kernel(
 
 
 @triton.jit
-def _order_kernel(
+def _aligned(count):
+    """Every expert's pairs start at a multiple of 8: what the copy engine wants of their scales."""
+    return (count + 7) // 8 * 8
+
+
+@triton.jit
+def _write_blocks(
+    blocks_ptr,
+    expert,
+    first,
+    count,
+    base,
+    room,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """Entries base to base + room: (expert, first, end) of up to BLOCK_N pairs, -1 after these."""
+    for start in tl.range(0, room, BLOCK_S):
+        block = start + tl.arange(0, BLOCK_S)
+        entry = blocks_ptr + (base + block) * 3
+        is_used = block * BLOCK_N < count
+        tl.store(entry, tl.where(is_used, expert, -1), mask=block < room)
+        tl.store(entry + 1, first + block * BLOCK_N, mask=block < room)
+        tl.store(entry + 2, first + count + 0 * block, mask=block < room)
+
+
+@triton.jit
+def _order_few_kernel(
     ids_ptr,
     order_ptr,
     place_ptr,
@@ -297,65 +325,101 @@ def _order_kernel(
     E,
     slots,
     BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Order one expert's pairs, and write its blocks (expert, first, end) of up to BLOCK_N pairs.
-
-    Blocks without pairs have expert -1. In one chunk blocks are numbered without gaps; else expert
-    e's from first // BLOCK_N + e on, where there is room for all of them.
-    """
+    """Order one expert's pairs and write its blocks, which are numbered without gaps."""
     expert = tl.program_id(0)
-    pair = tl.arange(0, CHUNK)
-    slot = tl.arange(0, BLOCK_S)
-    first = 0
-    count = 0
-    base = 0
-    room = 0
-    used = 0
-    if ONE_CHUNK:
+    pair = tl.arange(0, BLOCK_P)
+    ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
+    each = tl.arange(0, BLOCK_E)
+    before = tl.where(each < expert, counts, 0)
+    first = tl.sum(_aligned(before))
+    count = tl.sum(tl.where(each == expert, counts, 0))
+    is_expert = ids == expert
+    rank = first + tl.cumsum(is_expert.to(tl.int32), 0) - 1
+    tl.store(order_ptr + rank, pair, mask=is_expert)
+    tl.store(place_ptr + pair, rank, mask=is_expert)
+    if expert == 0:
+        tl.store(place_ptr + pair, -1, mask=(ids < 0) & (pair < P))
+    base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
+    room = tl.where(expert == E - 1, slots - base, (count + BLOCK_N - 1) // BLOCK_N)
+    _write_blocks(blocks_ptr, expert, first, count, base, room, BLOCK_N, BLOCK_S)
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
+    """How many pairs of a chunk each expert has: counts [chunks,BLOCK_E]; the last bin is -1's."""
+    chunk = tl.program_id(0)
+    pair = chunk * CHUNK + tl.arange(0, CHUNK)
+    ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
+    counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
+    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
+
+
+@triton.jit
+def _order_many_kernel(
+    ids_ptr,
+    counts_ptr,
+    bases_ptr,
+    order_ptr,
+    place_ptr,
+    blocks_ptr,
+    P,
+    E,
+    chunks,
+    slots,
+    BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The first programs order a chunk each, the others write an expert's blocks each.
+
+    Expert e's blocks are numbered from first // BLOCK_N + e on, where there is room for them.
+    """
+    program = tl.program_id(0)
+    each = tl.arange(0, BLOCK_E)
+    total = tl.zeros([BLOCK_E], tl.int32)
+    before = tl.zeros([BLOCK_E], tl.int32)
+    for start in tl.range(0, chunks, 8):
+        chunk = start + tl.arange(0, 8)
+        counts = tl.load(
+            counts_ptr + chunk[:, None] * BLOCK_E + each[None, :],
+            mask=(chunk < chunks)[:, None],
+            other=0,
+        )
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where((chunk < program)[:, None], counts, 0), axis=0)
+    aligned = tl.where(each < E, _aligned(total), 0)
+    first = tl.cumsum(aligned, 0) - aligned
+    if program < chunks:
+        pair = program * CHUNK + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
-        counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
-        each = tl.arange(0, BLOCK_E)
-        before = tl.where(each < expert, counts, 0)
-        first = tl.sum(before)
-        count = tl.sum(tl.where(each == expert, counts, 0))
-        is_expert = ids == expert
-        rank = first + tl.cumsum(is_expert.to(tl.int32), 0) - 1
-        tl.store(order_ptr + rank, pair, mask=is_expert)
-        tl.store(place_ptr + pair, rank, mask=is_expert)
-        if expert == 0:
-            tl.store(place_ptr + pair, -1, mask=(ids < 0) & (pair < P))
-        base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
-        used = (count + BLOCK_N - 1) // BLOCK_N
-        room = tl.where(expert == E - 1, slots - base, used)
+        is_used = ids >= 0
+        bases_ptr += program * BLOCK_E
+        tl.store(bases_ptr + each, first + before)
+        tl.debug_barrier()
+        rank = tl.load(bases_ptr + tl.where(is_used, ids, 0))
+        for start in tl.range(0, CHUNK, STEP):
+            other = program * CHUNK + start + tl.arange(0, STEP)
+            other_ids = tl.load(ids_ptr + other, mask=other < P, other=-1).to(tl.int32)
+            same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < pair[:, None])
+            rank += tl.sum(same.to(tl.int32), axis=1)
+        tl.store(order_ptr + rank, pair, mask=is_used)
+        tl.store(place_ptr + pair, tl.where(is_used, rank, -1), mask=pair < P)
     else:
-        for start in tl.range(0, P, CHUNK):
-            ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
-            first += tl.sum(((ids >= 0) & (ids < expert)).to(tl.int32))
-            count += tl.sum((ids == expert).to(tl.int32))
-        done = first
-        for start in tl.range(0, P, CHUNK):
-            ids = tl.load(ids_ptr + start + pair, mask=start + pair < P, other=-1).to(tl.int32)
-            is_expert = ids == expert
-            rank = done + tl.cumsum(is_expert.to(tl.int32), 0) - 1
-            tl.store(order_ptr + rank, start + pair, mask=is_expert)
-            tl.store(place_ptr + start + pair, rank, mask=is_expert)
-            if expert == 0:
-                tl.store(place_ptr + start + pair, -1, mask=(ids < 0) & (start + pair < P))
-            done += tl.sum(is_expert.to(tl.int32))
-        base = first // BLOCK_N + expert
-        used = (count + BLOCK_N - 1) // BLOCK_N
-        end = tl.where(expert == E - 1, slots, (first + count) // BLOCK_N + expert + 1)
-        room = end - base
-    for start in tl.range(0, room, BLOCK_S):
-        block = start + slot
-        entry = blocks_ptr + (base + block) * 3
-        tl.store(entry, tl.where(block < used, expert, -1), mask=block < room)
-        tl.store(entry + 1, first + block * BLOCK_N, mask=block < room)
-        tl.store(entry + 2, first + count + 0 * block, mask=block < room)
+        expert = program - chunks
+        is_expert = each == expert
+        start = tl.sum(tl.where(is_expert, first, 0))
+        count = tl.sum(tl.where(is_expert, total, 0))
+        base = start // BLOCK_N + expert
+        end = (start + _aligned(count)) // BLOCK_N + expert + 1
+        room = tl.where(expert == E - 1, slots, end) - base
+        _write_blocks(blocks_ptr, expert, start, count, base, room, BLOCK_N, BLOCK_S)
 
 
 @triton.jit
@@ -500,7 +564,7 @@ def _sum_kernel(
     tl.store(out_ptr + token * D + d, total.to(tl.bfloat16), mask=is_d)
 
 
-USES_ASM = isinstance(_order_kernel, JITFunction) and torch.version.hip is None
+USES_ASM = isinstance(_sum_kernel, JITFunction) and torch.version.hip is None
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -513,13 +577,13 @@ class Plan:
     Attributes:
         block_n: pairs of one expert that a program takes.
         gate_up, down: rows of weights (of w1, and as many of w3), pipeline stages, warps.
-        hopper: instead, hopper_experts' groups of warps, and tiles in the ring of either product.
+        hopper: instead, how hopper_experts runs.
     """
 
     block_n: int
     gate_up: tuple[int, int, int] = (64, 3, 8)
     down: tuple[int, int, int] = (128, 3, 8)
-    hopper: tuple[int, int, int] | None = None
+    hopper: HopperPlan | None = None
 
 
 def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
@@ -527,10 +591,12 @@ def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
     each = num_pairs / num_experts
     if USES_ASM and device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
         if each <= 6:
-            return Plan(16, hopper=(1, 4, 4))
+            return Plan(16, hopper=HopperPlan(1, (1, 4), (1, 4)))
         if each <= 32:
-            return Plan(32, hopper=(1, 6, 6))
-        return Plan(64 if each <= 64 else 128, hopper=(1, 4, 4))
+            return Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6)))
+        if each <= 64:
+            return Plan(64, hopper=HopperPlan(1, (1, 4), (1, 4)))
+        return Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4)))
     if each <= 6:
         return Plan(16, (128, 4, 8), (64, 4, 4))
     if each <= 20:
@@ -650,40 +716,61 @@ def _launch(
     num_tokens, topk = ids_NK.shape
     num_experts, width, row_bytes = w.w2.shape
     inner, pairs, device = row_bytes * 2, num_tokens * topk, x_ND.device
-    chunk = min(CHUNK, max(16, triton.next_power_of_2(pairs)))
-    slots = num_experts + pairs // plan.block_n
-    if pairs <= chunk:
-        slots = min(pairs, slots)
+    block_n = plan.block_n
+    padded = triton.cdiv(pairs + 7 * min(pairs, num_experts), 8) * 8
+    few = pairs <= FEW_PAIRS
+    slots = num_experts + padded // block_n
+    slots = min(pairs, slots) if few else slots
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
-    order, place, blocks = (
-        empty(pairs, dtype=i32),
-        empty(pairs, dtype=i32),
-        empty(slots, 3, dtype=i32),
-    )
-    _order_kernel[(num_experts,)](
-        ids_NK,
-        order,
-        place,
-        blocks,
-        pairs,
-        num_experts,
-        slots,
-        BLOCK_N=plan.block_n,
-        CHUNK=chunk,
-        ONE_CHUNK=pairs <= chunk,
-        BLOCK_E=triton.next_power_of_2(num_experts + 1),
-        BLOCK_S=min(1024, triton.next_power_of_2(slots)),
-        num_warps=4 if pairs <= chunk else 8,
-    )
+    order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
+    blocks = empty(slots, 3, dtype=i32)
+    block_e = triton.next_power_of_2(num_experts + 1)
+    if few:
+        _order_few_kernel[(num_experts,)](
+            ids_NK,
+            order,
+            place,
+            blocks,
+            pairs,
+            num_experts,
+            slots,
+            BLOCK_N=block_n,
+            BLOCK_P=max(16, triton.next_power_of_2(pairs)),
+            BLOCK_E=block_e,
+            BLOCK_S=min(1024, triton.next_power_of_2(slots)),
+            num_warps=4,
+        )
+    else:
+        chunks = triton.cdiv(pairs, CHUNK)
+        counts = empty(chunks, block_e, dtype=i32)
+        _count_kernel[(chunks,)](ids_NK, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4)
+        _order_many_kernel[(chunks + num_experts,)](
+            ids_NK,
+            counts,
+            torch.empty_like(counts),
+            order,
+            place,
+            blocks,
+            pairs,
+            num_experts,
+            chunks,
+            slots,
+            BLOCK_N=block_n,
+            CHUNK=CHUNK,
+            STEP=min(16, CHUNK),
+            BLOCK_E=block_e,
+            BLOCK_S=64,
+            num_warps=8,
+        )
 
     def rounded(x: Tensor, place: Tensor | None, topk: int) -> tuple[Tensor, Tensor]:
         rows, row_width = x.shape
-        values = empty(pairs, row_width, dtype=fp8)
-        scale = empty(row_width // GROUP, pairs + plan.block_n, dtype=f32)
+        values = empty(padded, row_width, dtype=fp8)
+        scale = empty(row_width // GROUP, padded + plan.block_n, dtype=f32)
         groups = 8 if rows <= 256 else 32
         _round_rows_kernel[(rows, triton.cdiv(row_width, groups * GROUP))](
             x,
@@ -704,27 +791,15 @@ def _launch(
     x, x_scale = rounded(x_ND, place, topk)
     each = empty(pairs, width)
     if plan.hopper:
-        groups, up_stages, down_stages = plan.hopper
-        hidden = empty(pairs, inner, dtype=f32)
-        first, second = w.first(), w.second()
-        hopper.gate_up(x, x_scale, blocks, *first, hidden, limit, plan.block_n, groups, up_stages)
+        hidden = empty(padded, inner, dtype=f32)
+        hopper_experts.gate_up(x, x_scale, blocks, *w.first(), hidden, limit, block_n, plan.hopper)
         hidden, scale = rounded(hidden, None, 1)
-        hopper.down(
-            hidden,
-            scale,
-            order,
-            blocks,
-            *second,
-            weights_NK,
-            each,
-            plan.block_n,
-            groups,
-            down_stages,
-        )
+        inputs = hidden, scale, order, blocks
+        hopper_experts.down(*inputs, *w.second(), weights_NK, each, block_n, plan.hopper)
         return _sum(each, ids_NK, shared, num_tokens)
     block_i, stages, warps = plan.gate_up
-    hidden = empty(pairs, inner, dtype=fp8 if block_i == GROUP else f32)
-    hidden_scale = empty(inner // GROUP, pairs + plan.block_n, dtype=f32)
+    hidden = empty(padded, inner, dtype=fp8 if block_i == GROUP else f32)
+    hidden_scale = empty(inner // GROUP, padded + plan.block_n, dtype=f32)
     _gate_up_kernel[(inner // block_i, slots)](
         TensorDescriptor.from_tensor(x, [plan.block_n, 64]),
         x_scale,
