@@ -8,6 +8,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.scheduler import Chunk
@@ -58,31 +59,31 @@ def test_the_table_is_not_the_reference(llm: LLM) -> None:
     assert not [op for op, where in names.items() if ".ref." in where and op not in at_loading]
 
 
-def test_text_is_the_cpu_s(llm: LLM) -> None:
-    """Perplexity within 2%, and the same best token wherever the CPU's leads by 1 or more."""
+def test_text_is_read_as_on_the_cpu(llm: LLM) -> None:
+    """As near to the CPU's float32 as the bfloat16 references are, and sure of the same tokens."""
     cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
-    sentence = (
-        "It was the best of times, it was the worst of times, and the old man sat down beside the "
-        "river to tell the children a story about a whale who wanted to see the mountains. "
-    )
-    ids = cpu.encode(" ".join([*PROMPTS, *[sentence] * 5]))
-    read = []
-    for one in (cpu, llm):
-        stepper = Stepper(one.engine)
-        read.append(stepper.logits(stepper.read(ids, [100, 150])).cpu().float())
-    losses = [
-        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
-        for logits in read
+    plain = LLM(device="cuda", reference=True, max_num_seqs=8, max_model_len=2048)
+    ids = cpu.encode(" ".join([*PROMPTS, *PROMPTS[::-1]] * 5))
+    wanted, found, bfloat16 = (log_probs(one, ids) for one in (cpu, llm, plain))
+    divergence = [
+        (wanted.exp() * (wanted - other)).sum(-1).mean().item() for other in (found, bfloat16)
     ]
-    top = read[0].topk(2, dim=-1).values
+    top = wanted.topk(2, dim=-1).values
     sure = top[:, 0] - top[:, 1] >= 1.0
-    same = read[0].argmax(-1) == read[1].argmax(-1)
-    share = same.float().mean().item()
-    print(f"loss: CPU {losses[0]:.4f}, GPU {losses[1]:.4f}; same best token: {share:.1%}")
-    assert abs(losses[1] - losses[0]) < 0.02
+    same = wanted.argmax(-1) == found.argmax(-1)
+    print(f"KL from the CPU: {divergence[0]:.5f}, of the references {divergence[1]:.5f}")
+    print(
+        f"same best token: {same.float().mean():.1%} of {len(ids)}, sure {sure.float().mean():.1%}"
+    )
+    assert divergence[0] <= 4 / 3 * divergence[1] + 1e-4
     assert sure.float().mean() > 0.3
-    assert same[sure].all()
-    assert share >= 0.9
+    assert same[sure].float().mean() >= 0.98
+    assert same.float().mean() >= 0.9
+
+
+def log_probs(llm: LLM, ids: list[int]) -> Tensor:
+    stepper = Stepper(llm.engine)
+    return stepper.logits(stepper.read(ids, [100, 150])).cpu().double().log_softmax(-1)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])

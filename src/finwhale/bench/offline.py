@@ -142,7 +142,7 @@ class Bench:
     def _replay_of(self, shape: Shape) -> Any:
         """Read `batch` prompts and return the replay of their next step."""
         for _ in range(shape.batch):
-            self.begin(self.prompt(shape.tokens), 16)
+            self.begin(self.prompt(shape.tokens), 10**6)  # none ends before all run
         running = self.engine.scheduler.running
         while len(running) < shape.batch or any(
             len(s.token_ids) - s.num_computed > 1 for s in running
@@ -331,6 +331,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         EngineConfig(
             device=args.device,
             reference=args.reference,
+            batch_invariant=args.batch_invariant,
             enforce_eager=args.enforce_eager,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(1, *(shape.batch for shape in shapes)),
@@ -393,6 +394,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=30, help="steps to time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--reference", action="store_true", help="the references' table")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the same bits whatever the batch"
+    )
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument(
         "--kernels", type=int, default=0, metavar="N", help="show each shape's N slowest kernels"

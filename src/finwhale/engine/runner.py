@@ -43,7 +43,9 @@ class ModelRunner:
         self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
-        self.ops = load_ops(self.platform, reference=not serves)
+        self.ops = load_ops(
+            self.platform, reference=not serves, batch_invariant=config.batch_invariant
+        )
         longest = _longest(config, model_config)
         self.groups = cache_spec(model_config)
         self.segments = Inline()

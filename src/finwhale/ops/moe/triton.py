@@ -18,6 +18,7 @@ from torch import Tensor
 
 # Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
 FEW_TOKENS = 128
+ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
 BLOCK_E = 32
 CHUNK = 256
 FEW_WARPS = 4
@@ -235,11 +236,11 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _multiply(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
     """x gate^T in parts [N,S,E] float32."""
     num_tokens, width = x_ND.shape
     experts = gate_ED.shape[0]
-    few = num_tokens <= FEW_TOKENS
+    few = num_tokens <= few_tokens
     slots = triton.cdiv(width, CHUNK) if few else 1
     parts = torch.empty((num_tokens, slots, experts), dtype=torch.float32, device=x_ND.device)
     tensors = (x_ND, gate_ED, parts)
@@ -276,6 +277,7 @@ def route_by_score(
     topk: int,
     scaling: float,
     positions_N: Tensor,
+    few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
@@ -284,7 +286,7 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    parts = _multiply(x_ND, gate_ED)
+    parts = _multiply(x_ND, gate_ED, few_tokens)
     _choose_kernel[(num_tokens,)](
         parts,
         bias_E,
@@ -308,6 +310,7 @@ def route_by_hash(
     token_ids_N: Tensor,
     scaling: float,
     positions_N: Tensor,
+    few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
@@ -323,11 +326,11 @@ def route_by_hash(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    few = num_tokens <= FEW_TOKENS
+    few = num_tokens <= few_tokens
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
-        x_ND if few else _multiply(x_ND, gate_ED),
+        x_ND if few else _multiply(x_ND, gate_ED, few_tokens),
         tid2eid_VK,
         token_ids_N,
         positions_N,
