@@ -60,25 +60,26 @@ def test_the_table_is_not_the_reference(llm: LLM) -> None:
 
 
 def test_text_is_read_as_on_the_cpu(llm: LLM) -> None:
-    """As near to the CPU's float32 as the bfloat16 references are, and sure of the same tokens."""
+    """A text of the CPU's, in float32: as near to it as the bfloat16 references are."""
     cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
     plain = LLM(device="cuda", reference=True, max_num_seqs=8, max_model_len=2048)
-    ids = cpu.encode(" ".join([*PROMPTS, *PROMPTS[::-1]] * 5))
+    tell = SamplingParams(temperature=0.7, max_tokens=400, ignore_eos=True, seed=0)
+    [result] = cpu.generate(["Once upon a time there was a little girl who"], tell)
+    ids = [*result.prompt_token_ids, *result.outputs[0].token_ids]
     wanted, found, bfloat16 = (log_probs(one, ids) for one in (cpu, llm, plain))
-    divergence = [
-        (wanted.exp() * (wanted - other)).sum(-1).mean().item() for other in (found, bfloat16)
-    ]
     top = wanted.topk(2, dim=-1).values
     sure = top[:, 0] - top[:, 1] >= 1.0
-    same = wanted.argmax(-1) == found.argmax(-1)
-    print(f"KL from the CPU: {divergence[0]:.5f}, of the references {divergence[1]:.5f}")
-    print(
-        f"same best token: {same.float().mean():.1%} of {len(ids)}, sure {sure.float().mean():.1%}"
-    )
-    assert divergence[0] <= 4 / 3 * divergence[1] + 1e-4
+    measured = []
+    for name, other in (("table", found), ("references", bfloat16)):
+        divergence = (wanted.exp() * (wanted - other)).sum(-1).mean().item()
+        same = (wanted.argmax(-1) == other.argmax(-1)).float()
+        measured.append((divergence, same.mean().item(), same[sure].mean().item()))
+        print(f"{name}: KL, same best token, the same where sure: {measured[-1]}")
+    (divergence, same_best, same_sure), (limit, wanted_best, wanted_sure) = measured
+    assert divergence <= 4 / 3 * limit
+    assert same_best >= wanted_best - 0.05
     assert sure.float().mean() > 0.3
-    assert same[sure].float().mean() >= 0.98
-    assert same.float().mean() >= 0.9
+    assert same_sure >= wanted_sure - 0.02
 
 
 def log_probs(llm: LLM, ids: list[int]) -> Tensor:

@@ -22,9 +22,10 @@ import torch
 import triton
 from torch import Tensor
 
+from finwhale.ops.launch import early_launch
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
-from finwhale.ops.linear.quantise import early_launch, quantise, round_input
+from finwhale.ops.linear.quantise import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_PROCESSORS = 132  # of an H100 or H200

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch import early_launch
+
 # Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
 FEW_TOKENS = 128
 ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
@@ -52,6 +54,7 @@ def _gate_few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Experts along the tile's rows: tensor cores take 16 of those, but 8 tokens at a time."""
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -63,6 +66,9 @@ def _gate_few_kernel(
         mask=(expert < E)[:, None] & (d < D)[None, :],
         other=0.0,
     )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(
         x_ptr + token[:, None] * stride_x + d[None, :],
         mask=(token < N)[:, None] & (d < D)[None, :],
@@ -138,11 +144,15 @@ def _choose_kernel(
     SLOTS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E
     bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     is_token = tl.load(positions_ptr + token) >= 0
     z = tl.zeros([BLOCK_E], tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -186,8 +196,12 @@ def _hash_kernel(
     MULTIPLY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """MULTIPLY: takes the products itself, else from the parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
     is_place = place < K
@@ -254,6 +268,7 @@ def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
             BLOCK_E=BLOCK_E,
             BLOCK_D=CHUNK,
             num_warps=FEW_WARPS,
+            **early_launch(x_ND),
         )
         return parts
     is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
@@ -299,6 +314,7 @@ def route_by_score(
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
+        **early_launch(x_ND),
     )
     return ids, weights
 
@@ -345,5 +361,6 @@ def route_by_hash(
         BLOCK_D=min(HASH_BLOCK_D, triton.next_power_of_2(width)),
         BLOCK_K=triton.next_power_of_2(topk),
         num_warps=8 if few else 1,
+        **early_launch(x_ND),
     )
     return ids, weights
