@@ -26,6 +26,8 @@ class EngineConfig:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward (prefill chunks and decodes together).
         cache_memory_bytes: memory for the paged state; None: sized from the device.
+        enable_prefix_caching: keep the state of what was read, so that a request which begins with
+            the same tokens goes on from there. No token changes.
     """
 
     device: str | None = None
@@ -38,6 +40,7 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
@@ -52,6 +55,10 @@ class EngineConfig:
             raise FinwhaleError(
                 f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.graph_sizes}"
+            )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise FinwhaleError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
             )
         for name in _COUNTS:
             value = getattr(self, name)

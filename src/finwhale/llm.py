@@ -48,6 +48,7 @@ class LLM:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward.
         cache_memory_bytes: memory for the paged state.
+        enable_prefix_caching: keep the state of what was read for prompts that begin the same.
         progress: called with (bytes read, bytes in all) while weights load.
 
     Raises:
@@ -70,6 +71,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
         progress: Progress | None = None,
     ) -> None:
         config = EngineConfig(
@@ -82,6 +84,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             cache_memory_bytes=cache_memory_bytes,
+            enable_prefix_caching=enable_prefix_caching,
         )
         directory = Path(path) if path is not None else DEMO_PATH
         model_config, source = _open(directory, load_format, device, progress)

@@ -21,6 +21,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
+from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -139,7 +140,6 @@ class ModelRunner:
             budget = CPU_CACHE_BYTES
             if self.device.type == "cuda":
                 budget = int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_SHARE)
-        page = max((g.tokens_per_page for g in self.groups if g.keep is None), default=1)
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
@@ -147,7 +147,9 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=-(-longest // page) * page * config.max_num_seqs,
+            wanted_tokens=-(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs,
+            least_tokens=longest,
+            shares=config.enable_prefix_caching,
         )
 
     @torch.inference_mode()
