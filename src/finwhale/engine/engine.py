@@ -9,23 +9,27 @@ import logging
 import operator
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.memory import MemoryUse
+from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
 from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.engine.watchdog import Watchdog
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -51,6 +55,7 @@ class _Stream:
     detokenizer: Detokenizer | None
     stop: StopChecker
     stop_after: int | None
+    clock: Clock
     ended: bool = False
 
 
@@ -103,7 +108,7 @@ class Engine:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.runner = ModelRunner(config, model_config, weights)
+        self.runner = self._new_runner(weights)
         logger.info("%s holds %s", self.runner.device, self.runner.memory)
         plan = self.runner.plan
         self.scheduler = Scheduler(
@@ -117,8 +122,14 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._flying: deque[_Flight] = deque()
         self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        self._meter = Meter()
+        self._watchdog = Watchdog(config.watchdog_seconds)
+        self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
+
+    def _new_runner(self, weights: WeightStream) -> ModelRunner:
+        return ModelRunner(self.config, self.model_config, weights)
 
     @property
     def max_model_len(self) -> int:
@@ -131,7 +142,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._dead is None and self.scheduler.has_work
 
     def add_request(
         self,
@@ -150,6 +161,7 @@ class Engine:
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
+            EngineDeadError: it broke in an earlier step.
         """
         with self._lock:
             return self._add(request_id, prompt_token_ids, params, prompt, stop_after, priority)
@@ -163,13 +175,14 @@ class Engine:
         stop_after: int | None,
         priority: int,
     ) -> RequestOutput:
-        self._check_process()
+        self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = self._checked(prompt_token_ids, params)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
+        began = time.monotonic()
         for index in range(params.n):
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -192,15 +205,19 @@ class Engine:
                 self._new_detokenizer(),
                 StopChecker(tuple(params.stop)),
                 stop_after if params.stop else None,
+                Clock(began),
             )
             self.scheduler.add(sequence)
         self._requests[request_id] = _Request(request, params.n)
+        self._meter.requests += 1
         return request
 
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         if os.getpid() != self._process:
             raise FinwhaleError(
                 f"this engine was made in process {self._process}, which forked: make the LLM in "
@@ -235,12 +252,43 @@ class Engine:
         return ids
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; returns the requests that have new tokens, in order."""
-        with self._lock:
-            self._check_process()
-            while len(self._flying) <= self.steps_ahead and self._launch():
-                pass
-            return self._collect() if self._flying else []
+        """Run one forward; returns the requests that have new tokens, in order.
+
+        What breaks before a step is on the device is raised as it is, and the engine can go on.
+
+        Raises:
+            EngineDeadError: the device failed, or what had been computed was lost: every request
+                has ended with this error, and the engine takes no more.
+        """
+        with self._lock, self._watchdog:
+            self._check_usable()
+            try:
+                while len(self._flying) <= self.steps_ahead and self._launch():
+                    pass
+            except torch.AcceleratorError as error:
+                raise self._die(error) from error
+            if not self._flying:
+                return []
+            try:
+                return self._collect()
+            except Exception as error:
+                raise self._die(error) from error
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        """End every request with an error, whatever the state of the rest."""
+        reason = str(error).strip().partition("\n")[0]
+        self._dead = f"the engine died ({type(error).__name__}: {reason}): start a new one"
+        for stream in self._streams.values():
+            stream.ended = True
+            stream.output.finish_reason = "error"
+            self._meter.endings["error"] += 1
+        for request in self._requests.values():
+            request.output.error = self._dead
+            request.output.finished = True
+        self._streams.clear()
+        self._requests.clear()
+        self._flying.clear()
+        return EngineDeadError(self._dead)
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
@@ -287,6 +335,16 @@ class Engine:
         assert flight.sampling is not None
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
+        now = time.monotonic()
+        self._meter.steps += 1
+        self._meter.tokens(
+            [
+                stream.clock
+                for stream, token in zip(flight.streams, sampled, strict=True)
+                if not stream.ended and token.error is None
+            ],
+            now,
+        )
         touched: dict[str, RequestOutput] = {}
         for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
             # One that ended while this step was in flight was run once too often.
@@ -317,7 +375,7 @@ class Engine:
                 return
             for stream in list(self._streams.values()):
                 if stream.sequence.request_id == request_id:
-                    self._retire(stream)
+                    self._retire(stream, "abort")
             self._forget_if_idle()
 
     def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
@@ -366,10 +424,11 @@ class Engine:
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         self._requests[stream.sequence.request_id].unfinished -= 1
-        self._retire(stream)
+        self._retire(stream, reason)
 
-    def _retire(self, stream: _Stream) -> None:
+    def _retire(self, stream: _Stream, how: Ending) -> None:
         stream.ended = True
+        self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
@@ -380,6 +439,31 @@ class Engine:
         """Forget what was read: no later request goes on from it."""
         with self._lock:
             self.scheduler.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """The present state and the counters; waits for no step."""
+        scheduler, meter = self.scheduler, self._meter
+        prefix = scheduler.prefix
+        return EngineMetrics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+            step_seconds=self._watchdog.elapsed,
+            pages={
+                name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
+                for name, pool in scheduler.pages.pools.items()
+            },
+            idle_blocks=0 if prefix is None else prefix.num_idle,
+            requests=meter.requests,
+            steps=meter.steps,
+            prompt_tokens=scheduler.counts.prompt_tokens,
+            cached_tokens=scheduler.counts.cached_tokens,
+            output_tokens=meter.output_tokens,
+            preemptions=scheduler.counts.preemptions,
+            endings=dict(meter.endings),
+            time_to_first_token=meter.time_to_first_token.read(),
+            time_between_tokens=meter.time_between_tokens.read(),
+            time_per_output_token=meter.time_per_output_token.read(),
+        )
 
     def check_integrity(self) -> None:
         """Assert that nothing is lost: pages, blocks and who holds them, requests."""
