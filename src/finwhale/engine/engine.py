@@ -5,6 +5,7 @@ not know yet, the next one is planned and launched with their ids taken from the
 are they waited for, appended, detokenised.
 """
 
+import logging
 import operator
 import os
 import threading
@@ -17,6 +18,7 @@ from torch import Tensor
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.engine.memory import MemoryUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
@@ -33,6 +35,8 @@ from finwhale.request import (
     RequestOutput,
     SamplingParams,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -100,6 +104,7 @@ class Engine:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.runner = ModelRunner(config, model_config, weights)
+        logger.info("%s holds %s", self.runner.device, self.runner.memory)
         plan = self.runner.plan
         self.scheduler = Scheduler(
             PageManager(self.runner.groups, plan.num_pages),
@@ -118,6 +123,11 @@ class Engine:
     @property
     def max_model_len(self) -> int:
         return self.runner.max_model_len
+
+    @property
+    def memory(self) -> MemoryUse:
+        """What is held on the device."""
+        return self.runner.memory
 
     @property
     def has_work(self) -> bool:
