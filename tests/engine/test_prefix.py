@@ -5,7 +5,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.config import Activations
 from finwhale.engine.engine import Engine
-from finwhale.engine.kv_cache import plan_cache
-from finwhale.engine.pages import pages_at_block_end
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.scheduler import Chunk, Scheduler
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -29,59 +27,86 @@ BLOCK = 256
 class Model:
     """One model, read as a whole (the definition) and by engines of all sizes."""
 
-    path: Path
-    options: dict[str, Any]
-    vocab: int
+    run: Engine
     stepper: Stepper
     known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
-    def engine(self, *, blocks: int, states: int, ahead: bool, **sizes: Any) -> Engine:
-        """An engine with memory for so many blocks and states, and no more."""
-        groups = self.stepper.runner.groups
-        budget = {
-            "itemsize": 4,
-            "max_num_seqs": sizes["max_num_seqs"],
-            "max_step_tokens": sizes["max_num_batched_tokens"],
-        }
-        plan = plan_cache(
-            groups,
-            **budget,
-            budget_bytes=10**12,
-            wanted_tokens=BLOCK * blocks,
-            shares=sizes.get("enable_prefix_caching", True),
-        )
-        more = sum(pages_at_block_end(g) * g.page_bytes(4) for g in groups if g.keep)
-        total = plan.total_bytes - more * (plan.num_states - min(states, plan.num_states))
-        llm = LLM(self.path, **self.options, **sizes, cache_memory_bytes=total)
-        assert llm.engine.runner.plan.capacity_tokens == BLOCK * blocks
-        llm.engine.steps_ahead = int(ahead)
-        return llm.engine
+    def engine(
+        self, *, blocks: int, states: int, seqs: int = 4, step: int = 150, **options: bool
+    ) -> Engine:
+        """The engine with a new scheduler that has so many blocks and states, and no more.
 
-    def alone(self, tokens: Sequence[int]) -> Tensor:
-        """[len(tokens),V]: the logits after each token, the text read as a whole."""
-        key = tuple(tokens)
+        Args:
+            ahead: plan each step before the tokens of the last are known.
+            prefix_caching: whether blocks are kept.
+        """
+        groups = self.run.runner.groups
+        ahead, caching = options.get("ahead", False), options.get("prefix_caching", True)
+        num_pages = {}
+        for group in groups:
+            num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
+            if group.keep is not None:
+                more = states * pages_at_block_end(group)
+                num_pages[group.name] = windowed_pages(group, seqs, step, caching) + more
+            assert num_pages[group.name] <= self.run.runner.plan.num_pages[group.name]
+        self.run.scheduler = Scheduler(
+            PageManager(groups, num_pages),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=step,
+            prefix_caching=caching,
+        )
+        self.run.steps_ahead = int(ahead)
+        return self.run
+
+    def alone(self, tokens: Sequence[int], start: int) -> Tensor:
+        """[len(tokens) - start,V]: logits after each token from `start` on, the text read whole."""
+        key = (start, *tokens)
         if key not in self.known:
             self.known.clear()
-            self.known[key] = self.stepper.logits(self.stepper.read(tokens))
+            self.known[key] = self.stepper.logits(self.stepper.read(tokens)[start:])
         return self.known[key]
 
 
-MODELS = ((3, "exact", False), (8, "as-trained", False), (3, "as-trained", True))
+# Seed, window, activations, whether the operators are the references.
+MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    seed, activations, reference = request.param
+    seed, window, activations, reference = request.param
     chosen: Activations = activations
-    config = tiny_config(seed) | {"max_position_embeddings": 2048}
+    config = tiny_config(seed) | {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "o_groups": 2,
+        "head_dim": 48,
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "compress_ratios": [128, 4, 4, 0],
+        "index_topk": 16,
+        "sliding_window": window,
+        "max_position_embeddings": 2048,
+    }
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "model"
         write_plain_checkpoint(path, config, random_weights(config, seed))
-        options = {"device": "cpu", "activations": chosen, "reference": reference}
-        stepper = Stepper(LLM(path, **options, max_num_batched_tokens=2048).engine)
-        yield Model(path, options, config["vocab_size"], stepper)
+        llm, other = (
+            LLM(
+                path,
+                device="cpu",
+                activations=chosen,
+                reference=reference,
+                max_num_seqs=4,
+                max_num_batched_tokens=2048,
+            )
+            for _ in range(2)
+        )
+        yield Model(llm.engine, Stepper(other.engine))
     torch.set_num_threads(threads)
 
 
@@ -89,7 +114,7 @@ class Recorder:
     """Stands in for the runner's logits and notes them: sequence, tokens read, logits."""
 
     def __init__(self, engine: Engine) -> None:
-        self.run = engine.runner.logits
+        self.run = type(engine.runner).logits.__get__(engine.runner)
         self.rows: dict[tuple[str, int], list[Tensor]] = {}
         self.num_read = 0
         engine.runner.logits = self  # type: ignore[method-assign,assignment]
@@ -107,10 +132,11 @@ def assert_as_alone(model: Model, recorder: Recorder, result: RequestOutput) -> 
     """Every logit that any of its tokens was chosen from is that of the text read as a whole."""
     for output in result.outputs:
         tokens = [*result.prompt_token_ids, *output.token_ids]
-        wanted = model.alone(tokens[:-1])
-        for end in range(len(result.prompt_token_ids), len(tokens)):
+        first = len(result.prompt_token_ids)
+        wanted = model.alone(tokens[:-1], first - 1)
+        for end in range(first, len(tokens)):
             for row in recorder.rows[f"{result.request_id}/{output.index}", end]:
-                assert torch.equal(row, wanted[end - 1]), (result.request_id, end)
+                assert torch.equal(row, wanted[end - first]), (result.request_id, end)
 
 
 def assert_idle(engine: Engine) -> None:
@@ -129,14 +155,13 @@ def run(engine: Engine) -> None:
 
 def text(model: Model, length: int, salt: object = 0) -> list[int]:
     draw = random.Random(f"{length} {salt}")
-    return [draw.randrange(2, model.vocab) for _ in range(length)]
+    return [draw.randrange(2, model.run.model_config.vocab_size) for _ in range(length)]
 
 
 def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
 
 
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 150}
 AROUND = sorted(
     {b + d for b in (4, 128, 256, 384, 512) for d in (-5, -4, -1, 0, 1, 3, 4)} - {-1, 0}
 )
@@ -144,7 +169,7 @@ AROUND = sorted(
 
 def test_a_hit_at_every_alignment(model: Model) -> None:
     """Prefixes that end around 4, 128 and the page: what is found, and every logit behind it."""
-    engine = model.engine(blocks=40, states=100, ahead=False, **SIZES)
+    engine = model.engine(blocks=20, states=20)
     recorder = Recorder(engine)
     common = text(model, 600)
     engine.add_request("first", common, greedy(3))
@@ -161,7 +186,7 @@ def test_a_hit_at_every_alignment(model: Model) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
     """Each turn finds all but the last partial block of what was said; the tokens in use agree."""
-    engine = model.engine(blocks=40, states=100, ahead=ahead, **SIZES)
+    engine = model.engine(blocks=20, states=20, ahead=ahead)
     recorder = Recorder(engine)
     said: list[int] = []
     for turn, (length, output) in enumerate([(200, 70), (30, 250), (3, 1), (255, 4), (40, 120)]):
@@ -177,7 +202,7 @@ def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
 
 @pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 600])
 def test_several_continuations_read_their_prompt_once(model: Model, length: int) -> None:
-    engine = model.engine(blocks=40, states=100, ahead=False, **SIZES)
+    engine = model.engine(blocks=20, states=20)
     recorder = Recorder(engine)
     params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=5, ignore_eos=True)
     result = engine.add_request("four", text(model, length), params)
@@ -192,40 +217,31 @@ def test_several_continuations_read_their_prompt_once(model: Model, length: int)
 
 def test_who_yields_has_the_tokens_of_who_did_not(model: Model) -> None:
     """Two that grow over a block's end with pages for one: the later one yields and comes back."""
-    engine = model.engine(blocks=3, states=2, ahead=False, **SIZES)
+    engine = model.engine(blocks=3, states=2)
     recorder = Recorder(engine)
-    results = [
-        engine.add_request(
-            str(i),
-            text(model, 250, i),
-            SamplingParams(
-                temperature=0.9, seed=i, max_tokens=30, frequency_penalty=0.5, ignore_eos=True
-            ),
+
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.9, seed=seed, max_tokens=30, frequency_penalty=0.5, ignore_eos=True
         )
-        for i in range(3)
-    ]
+
+    results = [engine.add_request(str(i), text(model, 250, i), params(i)) for i in range(3)]
     run(engine)
     assert engine.scheduler.counts.preemptions >= 1
     for result in results:
         assert result.outputs[0].finish_reason == "length" and result.error is None
         assert_as_alone(model, recorder, result)
-    roomy = model.engine(blocks=9, states=2, ahead=False, **SIZES)
+    assert_idle(engine)
+    engine = model.engine(blocks=9, states=2)
     for i, result in enumerate(results):
-        alone = roomy.add_request(
-            "alone",
-            result.prompt_token_ids,
-            SamplingParams(
-                temperature=0.9, seed=i, max_tokens=30, frequency_penalty=0.5, ignore_eos=True
-            ),
-        )
-        run(roomy)
+        alone = engine.add_request("alone", result.prompt_token_ids, params(i))
+        run(engine)
         assert alone.outputs[0].token_ids == result.outputs[0].token_ids
     assert_idle(engine)
-    assert_idle(roomy)
 
 
 def test_switched_off_nothing_is_found(model: Model) -> None:
-    engine = model.engine(blocks=9, states=0, ahead=False, enable_prefix_caching=False, **SIZES)
+    engine = model.engine(blocks=9, states=0, prefix_caching=False)
     for i in range(2):
         result = engine.add_request(str(i), text(model, 300), greedy(2))
         run(engine)
@@ -243,8 +259,8 @@ def test_random_schedules(model: Model, data: st.DataObject) -> None:
         blocks=blocks,
         states=data.draw(st.sampled_from([0, 1, 4]), "states"),
         ahead=data.draw(st.booleans(), "ahead"),
-        max_num_seqs=data.draw(st.integers(1, 4), "sequences"),
-        max_num_batched_tokens=data.draw(st.sampled_from([300, 70, 130, 520]), "tokens a step"),
+        seqs=data.draw(st.integers(1, 4), "sequences"),
+        step=data.draw(st.sampled_from([300, 70, 130, 520]), "tokens a step"),
     )
     recorder = Recorder(engine)
     draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
@@ -264,7 +280,7 @@ def test_random_schedules(model: Model, data: st.DataObject) -> None:
                 temperature=draw.choice((0.0, 0.8)),
                 seed=left,
                 presence_penalty=draw.choice((0.0, 0.4)),
-                max_tokens=min(draw.choice((2, 40, 80)), longest - len(prompt)),
+                max_tokens=min(draw.choice((2, 20, 50)), longest - len(prompt)),
                 ignore_eos=True,
             )
             priority = draw.choice((0, 0, 1))
