@@ -146,6 +146,8 @@ class RequestOutput:
         outputs: n continuations.
         finished: nothing more will come.
         error: why the request failed, one line; None where it did not.
+        num_cached_tokens: tokens of the prompt that were not read again, because the state of an
+            earlier request with the same beginning was still there.
     """
 
     request_id: str
@@ -154,3 +156,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     error: str | None = None
+    num_cached_tokens: int = 0

@@ -1,21 +1,35 @@
-"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise."""
+"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise.
 
+On a GPU the loop runs one step ahead: while the device computes a step whose tokens the host does
+not know yet, the next one is planned and launched with their ids taken from the device; only then
+are they waited for, appended, detokenised.
+"""
+
+import logging
 import operator
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.engine.memory import MemoryUse
+from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sampler import SampledToken, Sampler, Sampling
+from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.engine.watchdog import Watchdog
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -25,6 +39,8 @@ from finwhale.request import (
     RequestOutput,
     SamplingParams,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -39,6 +55,8 @@ class _Stream:
     detokenizer: Detokenizer | None
     stop: StopChecker
     stop_after: int | None
+    clock: Clock
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -47,8 +65,33 @@ class _Request:
     unfinished: int
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched and whose tokens are not known yet.
+
+    Attributes:
+        streams: those that get a token, in the order of the rows.
+        places: where in each one's token_ids it will stand.
+        logits: [M,V] until tokens are chosen from them.
+        sampling: the tokens.
+    """
+
+    streams: list[_Stream]
+    places: list[int]
+    logits: Tensor | None
+    sampling: Sampling | None = None
+
+    @property
+    def undecided(self) -> bool:
+        return self.logits is not None
+
+
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
+
+    Attributes:
+        steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
+            CPU, where the forward runs on the host. The tokens are the same.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -65,28 +108,41 @@ class Engine:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.runner = ModelRunner(config, model_config, weights)
+        self.runner = self._new_runner(weights)
+        logger.info("%s holds %s", self.runner.device, self.runner.memory)
         plan = self.runner.plan
         self.scheduler = Scheduler(
             PageManager(self.runner.groups, plan.num_pages),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            capacity_tokens=plan.capacity_tokens,
-            reserve_multiple=plan.reserve_multiple,
+            prefix_caching=config.enable_prefix_caching,
         )
         self.sampler = Sampler(self.runner.ops.sample)
         self._requests: dict[str, _Request] = {}
         self._streams: dict[str, _Stream] = {}
+        self._flying: deque[_Flight] = deque()
+        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        self._meter = Meter()
+        self._watchdog = Watchdog(config.watchdog_seconds)
+        self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
+
+    def _new_runner(self, weights: WeightStream) -> ModelRunner:
+        return ModelRunner(self.config, self.model_config, weights)
 
     @property
     def max_model_len(self) -> int:
         return self.runner.max_model_len
 
     @property
+    def memory(self) -> MemoryUse:
+        """What is held on the device."""
+        return self.runner.memory
+
+    @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._dead is None and self.scheduler.has_work
 
     def add_request(
         self,
@@ -95,17 +151,20 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         stop_after: int | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """Begin a request; the object returned is filled as `step` runs.
 
         Args:
             stop_after: look for stop strings only after this token: the end of the reasoning.
+            priority: lower goes first; those of one priority in the order of their arrival.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
+            EngineDeadError: it broke in an earlier step.
         """
         with self._lock:
-            return self._add(request_id, prompt_token_ids, params, prompt, stop_after)
+            return self._add(request_id, prompt_token_ids, params, prompt, stop_after, priority)
 
     def _add(
         self,
@@ -114,14 +173,16 @@ class Engine:
         params: SamplingParams,
         prompt: str | None,
         stop_after: int | None,
+        priority: int,
     ) -> RequestOutput:
-        self._check_process()
+        self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = self._checked(prompt_token_ids, params)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
+        began = time.monotonic()
         for index in range(params.n):
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -131,6 +192,7 @@ class Engine:
                 num_prompt=len(prompt_token_ids),
                 max_len=longest,
                 params=params,
+                priority=priority,
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
@@ -143,15 +205,19 @@ class Engine:
                 self._new_detokenizer(),
                 StopChecker(tuple(params.stop)),
                 stop_after if params.stop else None,
+                Clock(began),
             )
             self.scheduler.add(sequence)
         self._requests[request_id] = _Request(request, params.n)
+        self._meter.requests += 1
         return request
 
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         if os.getpid() != self._process:
             raise FinwhaleError(
                 f"this engine was made in process {self._process}, which forked: make the LLM in "
@@ -186,31 +252,121 @@ class Engine:
         return ids
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; returns the requests that have new tokens, in order."""
-        with self._lock:
-            self._check_process()
-            return self._step()
+        """Run one forward; returns the requests that have new tokens, in order.
 
-    def _step(self) -> list[RequestOutput]:
+        What breaks before a step is on the device is raised as it is, and the engine can go on.
+
+        Raises:
+            EngineDeadError: the device failed, or what had been computed was lost: every request
+                has ended with this error, and the engine takes no more.
+        """
+        with self._lock, self._watchdog:
+            self._check_usable()
+            try:
+                while len(self._flying) <= self.steps_ahead and self._launch():
+                    pass
+            except torch.AcceleratorError as error:
+                raise self._die(error) from error
+            if not self._flying:
+                return []
+            try:
+                return self._collect()
+            except Exception as error:
+                raise self._die(error) from error
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        """End every request with an error, whatever the state of the rest."""
+        reason = str(error).strip().partition("\n")[0]
+        self._dead = f"the engine died ({type(error).__name__}: {reason}): start a new one"
+        for stream in self._streams.values():
+            stream.ended = True
+            stream.output.finish_reason = "error"
+            self._meter.endings["error"] += 1
+        for request in self._requests.values():
+            request.output.error = self._dead
+            request.output.finished = True
+        self._streams.clear()
+        self._requests.clear()
+        self._flying.clear()
+        return EngineDeadError(self._dead)
+
+    def _launch(self) -> bool:
+        """Plan the next step and put it on the device; whether there was anything to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
-            return []
+            return False
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
-        keys = [s.key for s in complete]
-        sampling = self.sampler.start(keys, self.runner.logits(chunks))
-        # On a GPU all of this is still running: what the host can do meanwhile comes first.
+        flight = _Flight(
+            [self._streams[s.key] for s in complete],
+            [len(s.token_ids) for s in complete],
+            self.runner.logits(chunks),
+        )
+        if not any(
+            s.token_ids[-1] == PENDING and self.sampler.needs_history(s.key) for s in complete
+        ):
+            self._choose(flight)
+        # On a GPU all of this is still running. Pages may go to others even so: what these write
+        # is launched later.
         self.scheduler.computed(chunks)
-        sampled = self.sampler.commit(keys, sampling)
+        for sequence in complete:
+            sequence.token_ids.append(PENDING)
+        self._flying.append(flight)
+        return True
+
+    def _choose(self, flight: _Flight) -> None:
+        """Launch the choice of a step's tokens, for those that have not ended since."""
+        assert flight.logits is not None
+        logits, flight.logits = flight.logits, None
+        going = [row for row, stream in enumerate(flight.streams) if not stream.ended]
+        if len(going) < len(flight.streams):
+            logits = self.runner.rows(logits, going)
+            flight.streams = [flight.streams[row] for row in going]
+            flight.places = [flight.places[row] for row in going]
+        sequences = [stream.sequence for stream in flight.streams]
+        flight.sampling = self.sampler.start([s.key for s in sequences], logits)
+        if self.steps_ahead and flight.sampling.ids_S is not None:
+            self.runner.feed(flight.sampling.ids_S)
+            for row, sequence in enumerate(sequences):
+                sequence.sampled_row = row
+
+    def _collect(self) -> list[RequestOutput]:
+        """Wait for the tokens of the oldest step in flight, and hand them out."""
+        flight = self._flying[0]
+        assert flight.sampling is not None
+        sampled = self.sampler.commit(flight.sampling)
+        self._flying.popleft()
+        now = time.monotonic()
+        self._meter.steps += 1
+        self._meter.tokens(
+            [
+                stream.clock
+                for stream, token in zip(flight.streams, sampled, strict=True)
+                if not stream.ended and token.error is None
+            ],
+            now,
+        )
         touched: dict[str, RequestOutput] = {}
-        for sequence, token in zip(complete, sampled, strict=True):
-            self._append(self._streams[sequence.key], token)
-            request = self._requests.get(sequence.request_id)
+        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
+            # One that ended while this step was in flight was run once too often.
+            if stream.ended:
+                continue
+            self._append(stream, place, token)
+            request_id = stream.sequence.request_id
+            request = self._requests.get(request_id)
             if request is not None:
-                touched[sequence.request_id] = request.output
+                touched[request_id] = request.output
                 if request.unfinished == 0:
                     request.output.finished = True
-                    del self._requests[sequence.request_id]
+                    del self._requests[request_id]
+        self._forget_if_idle()
+        if self._flying and self._flying[0].undecided:
+            self._choose(self._flying[0])
         return list(touched.values())
+
+    def _forget_if_idle(self) -> None:
+        """What is in flight for nobody is not waited for."""
+        if not self._streams:
+            self._flying.clear()
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
@@ -219,15 +375,21 @@ class Engine:
                 return
             for stream in list(self._streams.values()):
                 if stream.sequence.request_id == request_id:
-                    self._retire(stream)
+                    self._retire(stream, "abort")
+            self._forget_if_idle()
 
-    def _append(self, stream: _Stream, token: SampledToken) -> None:
+    def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
         sequence, output, params = stream.sequence, stream.output, stream.sequence.params
+        if sequence.index == 0:
+            request = self._requests[sequence.request_id]
+            request.output.num_cached_tokens = sequence.num_cached or 0
         if token.error is not None:
             self._requests[sequence.request_id].output.error = token.error
             self._finish(stream, "error", None)
+            # Whatever went wrong may lie in its cached state: nobody shall go on from there.
+            self.scheduler.reset_prefix_cache()
             return
-        sequence.token_ids.append(token.token_id)
+        sequence.token_ids[place] = token.token_id
         output.token_ids.append(token.token_id)
         if output.logprobs is not None and token.logprobs is not None:
             output.logprobs.append(
@@ -250,7 +412,7 @@ class Engine:
             if stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
-        if len(sequence.token_ids) >= sequence.max_len:
+        if place + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
 
     def _token_text(self, token_id: int) -> str:
@@ -262,14 +424,49 @@ class Engine:
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         self._requests[stream.sequence.request_id].unfinished -= 1
-        self._retire(stream)
+        self._retire(stream, reason)
 
-    def _retire(self, stream: _Stream) -> None:
+    def _retire(self, stream: _Stream, how: Ending) -> None:
+        stream.ended = True
+        self._meter.ended(how, stream.clock, len(stream.output.token_ids))
+        while stream.sequence.token_ids[-1] == PENDING:
+            stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
         self.sampler.remove(stream.sequence.key)
         del self._streams[stream.sequence.key]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what was read: no later request goes on from it."""
+        with self._lock:
+            self.scheduler.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """The present state and the counters; waits for no step."""
+        scheduler, meter = self.scheduler, self._meter
+        prefix = scheduler.prefix
+        return EngineMetrics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+            step_seconds=self._watchdog.elapsed,
+            pages={
+                name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
+                for name, pool in scheduler.pages.pools.items()
+            },
+            idle_blocks=0 if prefix is None else prefix.num_idle,
+            requests=meter.requests,
+            steps=meter.steps,
+            prompt_tokens=scheduler.counts.prompt_tokens,
+            cached_tokens=scheduler.counts.cached_tokens,
+            output_tokens=meter.output_tokens,
+            preemptions=scheduler.counts.preemptions,
+            endings=dict(meter.endings),
+            time_to_first_token=meter.time_to_first_token.read(),
+            time_between_tokens=meter.time_between_tokens.read(),
+            time_per_output_token=meter.time_per_output_token.read(),
+        )
+
     def check_integrity(self) -> None:
-        """Assert that nothing is lost: every page free or held once, reservations add up."""
+        """Assert that nothing is lost: pages, blocks and who holds them, requests."""
         self.scheduler.check_integrity()
-        assert len(self._streams) == len(self.scheduler.running) + len(self.scheduler.waiting)
+        assert self._streams or not self._flying
+        assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
