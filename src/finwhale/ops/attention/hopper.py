@@ -517,12 +517,11 @@ def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=NUM_WARPS)
 
 
-def invariant_plan(p: Problem, max_keys: int) -> AttendPlan:
+def invariant_plan(p: Problem) -> AttendPlan:
     """As AttendPlan.invariant."""
-    share, splits = fixed_shares(p, BLOCK_K, max_keys)
-    block_h = 16 if p.q.shape[0] <= 2 else BLOCK_H
+    share, splits = fixed_shares(p, BLOCK_K)
     return AttendPlan(
-        block_h=block_h, block_k=BLOCK_K, splits=splits, num_warps=NUM_WARPS, share=share
+        block_h=BLOCK_H, block_k=BLOCK_K, splits=splits, num_warps=NUM_WARPS, share=share
     )
 
 

@@ -388,10 +388,10 @@ class AttendPlan:
         return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
 
     @classmethod
-    def invariant(cls, problem: "Problem", max_keys: int) -> "AttendPlan":
-        """Whose shares follow from the model alone; block_h only says who computes which head."""
+    def invariant(cls, problem: "Problem") -> "AttendPlan":
+        """The same for every step of a model."""
         block_k = 32
-        share, splits = fixed_shares(problem, block_k, max_keys)
+        share, splits = fixed_shares(problem, block_k)
         return cls(block_h=16, block_k=block_k, splits=splits, num_warps=8, share=share)
 
 
@@ -404,18 +404,19 @@ def num_splits(programs: int, tiles: int) -> int:
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
 
-def fixed_shares(p: "Problem", block_k: int, max_keys: int) -> tuple[int, int]:
-    """(tiles of a share, shares): the same keys in a share whatever the step.
-
-    A layer with entries always has two shares at least, since a single one is finished otherwise.
+def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
+    """(tiles of a share, shares) for the longest sequence that the model takes: two compilations
+    of a kernel need not agree in bits, so that not even the number of shares may follow the step.
     """
     if p.entries is None:
         return triton.cdiv(p.window.size, block_k), 1
-    share = FIXED_KEYS // block_k
-    if isinstance(p.entries, Complete):
-        longest = p.window.size + p.rotary.shape[0] // p.entries.ratio
-        share = max(share, triton.cdiv(longest, MAX_SPLITS * block_k))
-    return share, max(2, triton.cdiv(max_keys, share * block_k))
+    if isinstance(p.entries, Selected):
+        most = p.entries.slots.shape[1]
+    else:
+        most = p.rotary.shape[0] // p.entries.ratio
+    tiles = triton.cdiv(p.window.size + most, block_k)
+    share = max(FIXED_KEYS // block_k, triton.cdiv(tiles, MAX_SPLITS))
+    return share, triton.cdiv(tiles, share)
 
 
 def _columns(head_dim: int, rope: int) -> tuple[int, int]:
@@ -448,6 +449,7 @@ class Problem:
     sink: Tensor
     scale: float
     out: Tensor
+    invariant: bool = False
 
     @property
     def rope(self) -> int:
@@ -466,8 +468,9 @@ class Problem:
     def kind(self) -> int:
         if isinstance(self.entries, Selected) and self.entries.slots.shape[1]:
             return SELECTED
-        if isinstance(self.entries, Complete) and self.tokens.max_len >= self.entries.ratio:
-            return COMPLETE
+        if isinstance(self.entries, Complete):
+            seen = self.tokens.max_len >= self.entries.ratio
+            return COMPLETE if seen or self.invariant else NO_ENTRIES
         return NO_ENTRIES
 
     def slices(self, size: int) -> Iterator["Problem"]:

@@ -74,5 +74,6 @@ INVARIANT = replace(
     hc_head=_always(hc_head, few_tokens=ANY_NUMBER),
     route_by_score=_always(route_by_score, few_tokens=ANY_NUMBER),
     route_by_hash=_always(route_by_hash, few_tokens=ANY_NUMBER),
+    select_entries=_always(select_entries, invariant=True),
     sparse_attention=_always(sparse_attention, invariant=True),
 )
