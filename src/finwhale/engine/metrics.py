@@ -117,8 +117,9 @@ class Meter:
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)
 
-    def tokens(self, clocks: list[Clock], now: float) -> None:
-        """One token of each sequence came now."""
+    def step(self, clocks: list[Clock], now: float) -> None:
+        """A step is done: one token of each sequence came now."""
+        self.steps += 1
         self.output_tokens += len(clocks)
         # Most had their last token in the same step: few different times.
         gaps: dict[float, int] = {}
