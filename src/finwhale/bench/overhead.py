@@ -82,7 +82,7 @@ class StubRunner:
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         if are_decodes(chunks):
-            self.static.fill(chunks)
+            self.static.fill(chunks, decode=True)
             return self._logits[: len(chunks)]
         return self._logits[: sum(chunk.completes for chunk in chunks)]
 

@@ -17,7 +17,7 @@ class Detokenizer:
         """Starts an empty stream; `skip_special` as in `Tokenizer.decode`."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
-        self._token_bytes = tokenizer.token_bytes
+        self._ascii = tokenizer.ascii_texts
         self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
@@ -29,12 +29,13 @@ class Detokenizer:
 
     def next(self, token_id: int) -> str:
         """`feed` of one id, quicker."""
-        if token_id in self._skipped:
-            return ""
-        data = self._token_bytes(token_id)
-        if data.isascii() and not self._decoder.buffer:
-            return data.decode("ascii")
-        return self._decoder.decode(data)
+        text = self._ascii.get(token_id)
+        if text is not None and not self._decoder.buffer:
+            return text
+        data = self._tokenizer.token_bytes(token_id)
+        if data.isascii() and token_id not in self._tokenizer.special_ids:
+            self._ascii[token_id] = data.decode("ascii")
+        return self.feed((token_id,))
 
     def finish(self) -> str:
         """Ends the stream: U+FFFD where it ends inside a character, else nothing."""

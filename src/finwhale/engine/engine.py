@@ -350,23 +350,17 @@ class Engine:
         assert flight.sampling is not None
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
-        clocks = [
-            stream.clock
-            for stream, token in zip(flight.streams, sampled, strict=True)
-            if token.error is None and not stream.ended
+        # One that ended while this step was in flight was run once too often.
+        going = [
+            (stream, place, token)
+            for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True)
+            if not stream.ended
         ]
+        clocks = [stream.clock for stream, _, token in going if token.error is None]
         self._meter.step(clocks, time.monotonic())
-        touched: dict[str, RequestOutput] = {}
-        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
-            # One that ended while this step was in flight was run once too often.
-            if stream.ended:
-                continue
-            request = stream.request
-            touched[request.output.request_id] = request.output
+        touched = {s.sequence.request_id: s.request.output for s, _, _ in going}
+        for stream, place, token in going:
             self._append(stream, place, token)
-            if request.unfinished == 0:
-                request.output.finished = True
-                del self._requests[request.output.request_id]
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
@@ -436,6 +430,9 @@ class Engine:
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         stream.request.unfinished -= 1
+        if not stream.request.unfinished:
+            stream.request.output.finished = True
+            del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
     def _retire(self, stream: _Stream, how: Ending) -> None:

@@ -144,9 +144,9 @@ class Graphs:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> Tensor:
         """What forward gives for the chunks' tokens; valid until the next run of any graph."""
-        num_tokens = sum(c.end - c.start for c in chunks)
+        num_tokens = len(chunks) if self.decode else sum(c.end - c.start for c in chunks)
         captured = self._of(num_tokens)
-        self.static.fill(chunks)
+        self.static.fill(chunks, decode=self.decode)
         inputs = captured.inputs
         captured.replay(inputs if self.decode else with_bounds(inputs, chunks))
         return captured.out[:num_tokens]
