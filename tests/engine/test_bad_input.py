@@ -273,7 +273,10 @@ def test_weights_that_do_not_fit(
 
 
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
-    plan = LLM(tiny_path, device="cpu", max_num_seqs=1, max_model_len=256).engine.runner.plan
+    one = LLM(
+        tiny_path, device="cpu", max_num_seqs=1, max_model_len=256, enable_prefix_caching=False
+    )
+    plan = one.engine.runner.plan
     sizes = {"max_num_seqs": 1, "cache_memory_bytes": plan.total_bytes}
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
         LLM(tiny_path, device="cpu", max_model_len=512, **sizes)  # type: ignore[arg-type]
