@@ -26,6 +26,7 @@ class PageGroup(Protocol):
     def block_tokens(self) -> int: ...
     def first_needed(self, num_tokens: int) -> int: ...
     def first_written(self, start: int, end: int) -> int: ...
+    def forgets_at(self, first_page: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -121,9 +122,6 @@ class PageManager:
         self.forgetting = tuple(g for g in groups if g.keep is not None)
         self.pools = {group.name: PagePool(num_pages[group.name]) for group in groups}
         self.reclaimer: Reclaimer | None = None
-        # Every eighth token of every sequence comes by here.
-        self._sizes = [(g.name, g.tokens_per_row, g.rows_per_page, g) for g in groups]
-        self._keeps = [(g.name, g.tokens_per_page, *g.keep) for g in groups if g.keep is not None]
 
     def new_tables(self) -> BlockTables:
         return {group.name: BlockTable() for group in self.groups}
@@ -158,27 +156,24 @@ class PageManager:
         Returns:
             How many tokens the sequence may have before it must grow again.
         """
-        room = sys.maxsize
-        for name, per_row, rows, group in self._sizes:
-            table = tables[name]
-            num_rows = (table.first + len(table.pages)) * rows
-            if end // per_row > num_rows or not table.pages:
-                self._extend(group, table, start, end)
-                num_rows = table.end * rows
-            room = min(room, (num_rows + 1) * per_row - 1)
-        return room
+        room = []
+        for group in self.groups:
+            table, rows = tables[group.name], group.rows_per_page
+            first_row = group.first_written(start, end) // group.tokens_per_row
+            last_row = end // group.tokens_per_row - 1
+            if last_row >= first_row:
+                self._extend(group, table, start, end, first_row // rows, last_row // rows)
+            room.append((table.end * rows + 1) * group.tokens_per_row - 1)
+        return min(room)
 
-    def _extend(self, group: PageGroup, table: BlockTable, start: int, end: int) -> None:
-        """Pages for the rows that a step writes, and those that the ends of blocks need."""
-        first_row = group.first_written(start, end) // group.tokens_per_row
-        last_row = end // group.tokens_per_row - 1
-        if last_row < first_row:
-            return
-        first = first_row // group.rows_per_page
+    def _extend(
+        self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
+    ) -> None:
+        """Pages number first..last, and those before that the ends of blocks need."""
         shares = self.reclaimer is not None and group.tail_only
         if not table.pages:
             table.first = start // group.tokens_per_page if shares else first
-        for number in range(table.end, last_row // group.rows_per_page + 1):
+        for number in range(table.end, last + 1):
             # Pages between those read and those written are never touched.
             wanted = group.keep is None or number >= first
             if not wanted and shares:
@@ -197,16 +192,16 @@ class PageManager:
         Returns:
             The number of tokens at which there is something to take back again.
         """
-        again = sys.maxsize
-        for name, size, align, before in self._keeps:
-            table = tables[name]
-            gone = (num_tokens // align * align - before) // size - table.first
+        again = []
+        for group in self.forgetting:
+            table = tables[group.name]
+            gone = group.first_needed(num_tokens) // group.tokens_per_page - table.first
             if gone > 0:
-                self._give(name, table.pages[:gone])
+                self._give(group.name, table.pages[:gone])
                 del table.pages[:gone]
                 table.first += gone
-            again = min(again, -(-((table.first + 1) * size + before) // align) * align)
-        return again
+            again.append(group.forgets_at(table.first))
+        return min(again)
 
     def release(self, tables: BlockTables) -> None:
         """Take everything back."""

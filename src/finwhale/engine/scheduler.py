@@ -86,12 +86,9 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens start..end-1 of a sequence, to be read in this step.
-
-    Not frozen: one a sequence a step is made, and freezing trebles what that takes.
-    """
+    """Tokens start..end-1 of a sequence, to be read in this step."""
 
     sequence: Sequence
     start: int
@@ -184,9 +181,7 @@ class Scheduler:
                 continue  # Its last token is being chosen.
             if known - start > 1:
                 reading.append(sequence)
-            elif len(chunks) < budget and (
-                start < sequence.room or self._make_room(sequence, start + 1, chunks)
-            ):
+            elif len(chunks) < budget and self._make_room(sequence, start + 1, chunks):
                 chunks.append(Chunk(sequence, start, start + 1))
         decodes = bool(chunks)
         if decodes:
@@ -220,15 +215,15 @@ class Scheduler:
         """Plan as much of a prompt as the budget allows; returns the tokens that it took."""
         start = sequence.num_computed
         end = start + min(sequence.remaining, budget)
-        if end <= start or not sequence.running:
-            return 0
-        if end > sequence.room and not self._make_room(sequence, end, chunks):
+        if end <= start or not sequence.running or not self._make_room(sequence, end, chunks):
             return 0
         chunks.append(Chunk(sequence, start, end))
         return end - start
 
     def _make_room(self, sequence: Sequence, end: int, chunks: list[Chunk]) -> bool:
         """Give the pages for tokens up to `end`, whoever must yield; False: it did itself."""
+        if end <= sequence.room:
+            return True
         while not self.pages.fits(sequence.tables, end):
             last = self.running[-1]
             self._preempt(last)

@@ -101,6 +101,12 @@ class CacheGroup:
         align, before = self.keep
         return max(0, num_tokens // align * align - before)
 
+    def forgets_at(self, first_page: int) -> int:
+        """The number of tokens from which on the page of this number is not needed."""
+        assert self.keep is not None
+        align, before = self.keep
+        return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
+
     def first_written(self, start: int, end: int) -> int:
         """The first token whose row a step over tokens start..end-1 leaves to later steps."""
         return max(start, self.first_needed(end)) if self.tail_only else start
