@@ -59,6 +59,7 @@ class Tokenizer:
         self._plain = _build(plain, path)
         self._added_texts = {i: text for text, i in self.added_ids.items()}
         self._tokens.update(self._added_texts)
+        self._bytes: dict[int, bytes] = {}
         self.vocab_size = max(self._tokens) + 1
         self.bos_id = self.added_ids.get(_spelling(config.get("bos_token"), BOS))
         self.eos_id = self.added_ids.get(_spelling(config.get("eos_token"), EOS))
@@ -106,6 +107,12 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; none where the id is outside the vocabulary."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._bytes_of(token_id)
+        return known
+
+    def _bytes_of(self, token_id: int) -> bytes:
         text = self._tokens.get(token_id, "")
         if token_id in self._added_texts:
             return text.encode()

@@ -21,7 +21,6 @@ from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 ALIGN = 16  # words: page tables begin and rows lie where loads may be wide
-PageState = tuple[BlockTables, list[tuple[int, int, list[int]]]]
 
 
 class StaticInputs:
@@ -58,7 +57,7 @@ class StaticInputs:
         self._page_device = torch.zeros(self._layout.words, dtype=torch.int32, device=device)
         self._twins = [_Twin(self, device) for _ in range(2)]
         self._turn = 0
-        self._held: list[PageState | None] = [None] * num_seqs
+        self._versions: list[object] = [None] * num_seqs
         self._firsts = np.zeros((len(self.groups), num_seqs), np.int32)
         self.fill([])
 
@@ -98,12 +97,12 @@ class StaticInputs:
 
     def _fill_pages(self, twin: "_Twin", chunks: Items[Chunk]) -> None:
         """Send the rows whose pages are not there yet."""
-        changed = []
-        for row, chunk in enumerate(chunks):
-            if self._update(row, chunk.sequence.tables):
-                changed.append(row)
-        if not changed:
+        held, count = self._versions, len(chunks)
+        versions = [c.sequence.tables.version for c in chunks]
+        if versions == held[:count]:
             return
+        changed = [row for row in range(count) if versions[row] is not held[row]]
+        held[:count] = versions
         for each in self._twins:
             each.stale.update(changed)
         for row in changed:
@@ -116,16 +115,6 @@ class StaticInputs:
         for part in self._layout.parts(changed[0], changed[-1]):
             self._page_device[part].copy_(twin.pages[part], non_blocking=True)
 
-    def _update(self, row: int, tables: BlockTables) -> bool:
-        """Note the pages that a row is to have; whether they are not those that it has."""
-        # Of a sequence's tables, pages are given and taken at the ends alone.
-        ends = [(t.first, len(t.pages), t.pages[-1:]) for t in tables.values()]
-        held = self._held[row]
-        if held is not None and held[0] is tables and held[1] == ends:
-            return False
-        self._held[row] = tables, ends
-        return True
-
 
 class _Twin:
     """One of the pinned copies; free again when what was sent from it has arrived."""
@@ -137,12 +126,13 @@ class _Twin:
         self._ids, self._source, self._positions, self._sequence, self._query_start = (
             part.numpy() for part in _cut_step(self.step, static.num_tokens)
         )
-        self._num_seqs = static.num_seqs
+        self._own = np.arange(static.num_seqs, static.num_seqs + static.num_tokens)
         self.pages = torch.zeros(static._layout.words, dtype=torch.int32, pin_memory=pinned)
         tables, firsts = static._layout.cut(self.pages)
         self._tables: list[NDArray[np.int32]] = [table.numpy() for table in tables]
         self._firsts: list[NDArray[np.int32]] = [first.numpy() for first in firsts]
         self._names = [group.name for group in static.groups]
+        self._versions: list[list[object]] = [[None] * static.num_seqs for _ in static.groups]
         self.stale: set[int] = set()
         self._device = device
         self._event = torch.cuda.Event() if pinned else None
@@ -157,26 +147,30 @@ class _Twin:
             self._event.record(torch.cuda.current_stream(self._device))
 
     def write_step(self, chunks: Items[Chunk]) -> None:
-        lengths = [c.end - c.start for c in chunks]
-        starts = list(accumulate(lengths, initial=0))
-        count = starts.pop()
+        count = self._write_tokens(chunks)
+        self._positions[count:] = -1
+        self._sequence[count:] = 0
+
+    def _write_tokens(self, chunks: Items[Chunk]) -> int:
+        """Everything but padding; returns the number of tokens."""
+        starts = list(accumulate((c.end - c.start for c in chunks), initial=0))
+        count = starts[-1]
         if count == len(chunks):
-            self._ids[:count] = [c.sequence.token_ids[c.start] for c in chunks]
+            ids = [c.sequence.token_ids[c.start] for c in chunks]
             self._positions[:count] = [c.start for c in chunks]
             self._sequence[:count] = np.arange(count)
         else:
-            self._ids[:count] = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+            ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
             self._positions[:count] = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-            self._sequence[:count] = np.repeat(np.arange(len(chunks)), lengths)
-        self._source[:] = np.arange(self._num_seqs, self._num_seqs + len(self._source))
-        pending = np.flatnonzero(self._ids[:count] == PENDING)
-        if len(pending):
-            rows = [c.sequence.sampled_row for c in chunks if c.pending]
-            self._source[pending] = rows
-        self._positions[count:] = -1
-        self._sequence[count:] = 0
-        self._query_start[: len(chunks)] = starts
-        self._query_start[len(chunks) :] = count
+            self._sequence[:count] = np.repeat(np.arange(len(chunks)), np.diff(starts))
+        self._ids[:count] = ids
+        self._source[:] = self._own
+        if PENDING in ids:
+            pending = np.flatnonzero(self._ids[:count] == PENDING)
+            self._source[pending] = [c.sequence.sampled_row for c in chunks if c.pending]
+        self._query_start[: len(starts)] = starts
+        self._query_start[len(starts) :] = count
+        return count
 
     def write_firsts(self, firsts: NDArray[np.int32]) -> None:
         for mine, first in zip(self._firsts, firsts, strict=True):
@@ -184,9 +178,11 @@ class _Twin:
 
     def write_pages(self, row: int, tables: BlockTables) -> None:
         self.stale.discard(row)
-        for name, rows in zip(self._names, self._tables, strict=True):
-            pages = tables[name].pages
-            rows[row, : len(pages)] = pages
+        for name, versions, rows in zip(self._names, self._versions, self._tables, strict=True):
+            table = tables[name]
+            if versions[row] is not table.version:
+                versions[row] = table.version
+                rows[row, : len(table.pages)] = table.pages
 
 
 class _PageLayout:
