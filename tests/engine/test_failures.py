@@ -226,9 +226,9 @@ def test_cached_tokens_are_counted(new_llm: Callable[..., LLM]) -> None:
 def test_times_fall_into_their_buckets() -> None:
     meter = Meter()
     one, other = Clock(began=10.0), Clock(began=10.5)
-    meter.tokens([one, other], 11.0)
-    meter.tokens([one, other], 11.04)
-    meter.tokens([one], 11.1)
+    meter.step([one, other], 11.0)
+    meter.step([one, other], 11.04)
+    meter.step([one], 11.1)
     first = meter.time_to_first_token.read()
     assert first.count == 2 and first.total == pytest.approx(1.5)
     assert first.counts[BOUNDS.index(0.5)] == 1 and first.counts[BOUNDS.index(1.0)] == 1

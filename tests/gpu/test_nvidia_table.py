@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.scheduler import Chunk
@@ -62,32 +61,31 @@ def test_the_table_is_not_the_reference(llm: LLM) -> None:
     assert not [op for op, where in names.items() if ".ref." in where and op not in at_loading]
 
 
-def test_text_is_read_as_on_the_cpu(llm: LLM) -> None:
-    """A text of the CPU's, in float32: as near to it as the bfloat16 references are."""
+def test_text_is_the_cpu_s(llm: LLM) -> None:
+    """Perplexity within 2%, and the same best token wherever the CPU's leads by 1 or more."""
     cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
-    plain = LLM(device="cuda", reference=True, max_num_seqs=8, max_model_len=2048)
-    tell = SamplingParams(temperature=0.7, max_tokens=400, ignore_eos=True, seed=0)
-    [result] = cpu.generate(["Once upon a time there was a little girl who"], tell)
-    ids = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    wanted, found, bfloat16 = (log_probs(one, ids) for one in (cpu, llm, plain))
-    top = wanted.topk(2, dim=-1).values
+    sentence = (
+        "It was the best of times, it was the worst of times, and the old man sat down beside the "
+        "river to tell the children a story about a whale who wanted to see the mountains. "
+    )
+    ids = cpu.encode(" ".join([*PROMPTS, *[sentence] * 5]))
+    read = []
+    for one in (cpu, llm):
+        stepper = Stepper(one.engine)
+        read.append(stepper.logits(stepper.read(ids, [100, 150])).cpu().float())
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
+        for logits in read
+    ]
+    top = read[0].topk(2, dim=-1).values
     sure = top[:, 0] - top[:, 1] >= 1.0
-    measured = []
-    for name, other in (("table", found), ("references", bfloat16)):
-        divergence = (wanted.exp() * (wanted - other)).sum(-1).mean().item()
-        same = (wanted.argmax(-1) == other.argmax(-1)).float()
-        measured.append((divergence, same.mean().item(), same[sure].mean().item()))
-        print(f"{name}: KL, same best token, the same where sure: {measured[-1]}")
-    (divergence, same_best, same_sure), (limit, wanted_best, wanted_sure) = measured
-    assert divergence <= 4 / 3 * limit
-    assert same_best >= wanted_best - 0.05
+    same = read[0].argmax(-1) == read[1].argmax(-1)
+    share = same.float().mean().item()
+    print(f"loss: CPU {losses[0]:.4f}, GPU {losses[1]:.4f}; same best token: {share:.1%}")
+    assert abs(losses[1] - losses[0]) < 0.02
     assert sure.float().mean() > 0.3
-    assert same_sure >= wanted_sure - 0.02
-
-
-def log_probs(llm: LLM, ids: list[int]) -> Tensor:
-    stepper = Stepper(llm.engine)
-    return stepper.logits(stepper.read(ids, [100, 150])).cpu().double().log_softmax(-1)
+    assert same[sure].all()
+    assert share >= 0.9
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
@@ -214,7 +212,7 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
 
 
 def test_reported_memory_is_what_is_held() -> None:
-    """Measured before serving: the longest prompt, the fullest batch, any sampling add nothing."""
+    """Measured before serving; long prompts, full batches and any sampling add nothing."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     llm = LLM(device="cuda", max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=1024)

@@ -100,7 +100,7 @@ class Case:
         )
         if plan is None:
             head = (self.q, self.rotary, EPS, problem.tokens, self.window, self.entries)
-            kernels.sparse_attention(*head, self.sink, self.scale, out, invariant)
+            kernels.sparse_attention(*head, self.sink, self.scale, out, invariant=invariant)
         else:
             attend(problem, plan)
         return out.float()

@@ -60,11 +60,17 @@ def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> N
     w = weight(inputs, width)
     args = state(inputs, 70, width, dtype)
     head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
-    assert_all_close(kernels.mhc_post_pre(*args, w, PARAMS, 4), ref.mhc_post_pre(*args, w, PARAMS))
+    assert_all_close(
+        kernels.mhc_post_pre(*args, w, PARAMS, few_tokens=4), ref.mhc_post_pre(*args, w, PARAMS)
+    )
     args = tuple(t[:6] for t in args)
-    assert_close(kernels.mhc_post(*args, 4), ref.mhc_post(*args))
-    assert_all_close(kernels.mhc_pre(args[3], w, PARAMS, 4), ref.mhc_pre(args[3], w, PARAMS))
-    assert_close(kernels.hc_head(args[3], head, PARAMS, 4), ref.hc_head(args[3], head, PARAMS))
+    assert_close(kernels.mhc_post(*args, few_tokens=4), ref.mhc_post(*args))
+    assert_all_close(
+        kernels.mhc_pre(args[3], w, PARAMS, few_tokens=4), ref.mhc_pre(args[3], w, PARAMS)
+    )
+    assert_close(
+        kernels.hc_head(args[3], head, PARAMS, few_tokens=4), ref.hc_head(args[3], head, PARAMS)
+    )
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import event, given
 from hypothesis import strategies as st
 
+from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.pages import PageManager
 from finwhale.engine.scheduler import PATIENCE, PENDING, Chunk, Scheduler, Sequence
@@ -564,3 +565,10 @@ def test_integrity_finds_what_is_wrong_with_a_block(what: str) -> None:
         first.state = None
     with pytest.raises(AssertionError):
         driver.scheduler.check_integrity()
+
+
+def test_a_lookup_is_linear_and_cheap() -> None:
+    """Far below a microsecond a token, for any length; `finwhale bench prefix` says how far."""
+    assert bench_prefix.main(["--tokens", "2048", "32768", "--repeats", "5"]) == 0
+    short, long = (bench_prefix.measure(n, 5)["whole_ns"]["min"] for n in (8192, 131072))
+    assert long < 3 * short

@@ -24,6 +24,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
+from finwhale.engine.graphs import are_decodes
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.memory import MemoryUse
 from finwhale.engine.scheduler import Chunk
@@ -80,10 +81,10 @@ class StubRunner:
         self._step = 0
 
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        complete = sum(chunk.completes for chunk in chunks)
-        if complete == len(chunks) and all(c.end - c.start == 1 for c in chunks):
-            self.static.fill(chunks)
-        return self._logits[:complete]
+        if are_decodes(chunks):
+            self.static.fill(chunks, decode=True)
+            return self._logits[: len(chunks)]
+        return self._logits[: sum(chunk.completes for chunk in chunks)]
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         count = len(logits)

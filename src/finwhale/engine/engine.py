@@ -47,15 +47,21 @@ logger = logging.getLogger(__name__)
 class _Stream:
     """The text side of one running sequence.
 
-    Stop strings are looked for once `stop_after` has been generated; None: from the beginning.
+    Attributes:
+        ends: token ids that end it.
+        stop_after: stop strings are looked for once this has been generated; None: from the start.
+        needs_history: the host must know all of its tokens before the next is chosen.
     """
 
     sequence: RunningSequence
+    request: "_Request"
     output: CompletionOutput
+    ends: frozenset[int]
     detokenizer: Detokenizer | None
-    stop: StopChecker
+    stop: StopChecker | None
     stop_after: int | None
     clock: Clock
+    needs_history: bool
     ended: bool = False
 
 
@@ -183,6 +189,10 @@ class Engine:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
         began = time.monotonic()
+        running = _Request(request, params.n)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self.model_config.eos_token_ids)
         for index in range(params.n):
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -201,14 +211,17 @@ class Engine:
             )
             self._streams[sequence.key] = _Stream(
                 sequence,
+                running,
                 output,
+                ends,
                 self._new_detokenizer(),
-                StopChecker(tuple(params.stop)),
+                StopChecker(tuple(params.stop)) if params.stop else None,
                 stop_after if params.stop else None,
                 Clock(began),
+                self.sampler.needs_history(sequence.key),
             )
             self.scheduler.add(sequence)
-        self._requests[request_id] = _Request(request, params.n)
+        self._requests[request_id] = running
         self._meter.requests += 1
         return request
 
@@ -295,14 +308,16 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
-        complete = [chunk.sequence for chunk in chunks if chunk.completes]
+        complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
         flight = _Flight(
             [self._streams[s.key] for s in complete],
             [len(s.token_ids) for s in complete],
             self.runner.logits(chunks),
         )
         if not any(
-            s.token_ids[-1] == PENDING and self.sampler.needs_history(s.key) for s in complete
+            stream.sequence.token_ids[-1] == PENDING
+            for stream in flight.streams
+            if stream.needs_history
         ):
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
@@ -335,29 +350,17 @@ class Engine:
         assert flight.sampling is not None
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
-        now = time.monotonic()
-        self._meter.steps += 1
-        self._meter.tokens(
-            [
-                stream.clock
-                for stream, token in zip(flight.streams, sampled, strict=True)
-                if not stream.ended and token.error is None
-            ],
-            now,
-        )
-        touched: dict[str, RequestOutput] = {}
-        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
-            # One that ended while this step was in flight was run once too often.
-            if stream.ended:
-                continue
+        # One that ended while this step was in flight was run once too often.
+        going = [
+            (stream, place, token)
+            for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True)
+            if not stream.ended
+        ]
+        clocks = [stream.clock for stream, _, token in going if token.error is None]
+        self._meter.step(clocks, time.monotonic())
+        touched = {s.sequence.request_id: s.request.output for s, _, _ in going}
+        for stream, place, token in going:
             self._append(stream, place, token)
-            request_id = stream.sequence.request_id
-            request = self._requests.get(request_id)
-            if request is not None:
-                touched[request_id] = request.output
-                if request.unfinished == 0:
-                    request.output.finished = True
-                    del self._requests[request_id]
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
@@ -379,37 +382,37 @@ class Engine:
             self._forget_if_idle()
 
     def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
-        sequence, output, params = stream.sequence, stream.output, stream.sequence.params
-        if sequence.index == 0:
-            request = self._requests[sequence.request_id]
-            request.output.num_cached_tokens = sequence.num_cached or 0
+        sequence, output, token_id = stream.sequence, stream.output, token.token_id
+        if not output.token_ids and sequence.index == 0:
+            stream.request.output.num_cached_tokens = sequence.num_cached or 0
         if token.error is not None:
-            self._requests[sequence.request_id].output.error = token.error
+            stream.request.output.error = token.error
             self._finish(stream, "error", None)
             # Whatever went wrong may lie in its cached state: nobody shall go on from there.
             self.scheduler.reset_prefix_cache()
             return
-        sequence.token_ids[place] = token.token_id
-        output.token_ids.append(token.token_id)
-        if output.logprobs is not None and token.logprobs is not None:
+        sequence.token_ids[place] = token_id
+        output.token_ids.append(token_id)
+        if token.logprobs is not None and output.logprobs is not None:
             output.logprobs.append(
                 {
                     i: Logprob(entry.logprob, entry.rank, self._token_text(i))
                     for i, entry in token.logprobs.items()
                 }
             )
-        if token.token_id in params.stop_token_ids:
-            self._finish(stream, "stop", token.token_id)
-            return
-        if token.token_id in self.model_config.eos_token_ids and not params.ignore_eos:
-            self._finish(stream, "stop", None)
+        if token_id in stream.ends:
+            is_asked_for = token_id in sequence.params.stop_token_ids
+            self._finish(stream, "stop", token_id if is_asked_for else None)
             return
         if stream.detokenizer is not None:
-            text = stream.detokenizer.feed((token.token_id,))
-            output.text += text if stream.stop_after is not None else stream.stop.feed(text)
-            if token.token_id == stream.stop_after:
-                stream.stop_after = None
-            if stream.stop.matched is not None:
+            text = stream.detokenizer.next(token_id)
+            if stream.stop_after is not None:
+                if token_id == stream.stop_after:
+                    stream.stop_after = None
+            elif stream.stop is not None:
+                text = stream.stop.feed(text)
+            output.text += text
+            if stream.stop is not None and stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
         if place + 1 >= sequence.max_len:
@@ -419,11 +422,17 @@ class Engine:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
-        if stream.detokenizer is not None and stream.stop.matched is None:
-            stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
+        if stream.detokenizer is not None:
+            if stream.stop is None:
+                stream.output.text += stream.detokenizer.finish()
+            elif stream.stop.matched is None:
+                stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
-        self._requests[stream.sequence.request_id].unfinished -= 1
+        stream.request.unfinished -= 1
+        if not stream.request.unfinished:
+            stream.request.output.finished = True
+            del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
     def _retire(self, stream: _Stream, how: Ending) -> None:

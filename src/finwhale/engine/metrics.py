@@ -1,6 +1,7 @@
 """What an engine did and holds, in numbers: counters since its start, and the present state."""
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -117,21 +118,23 @@ class Meter:
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)
 
-    def tokens(self, clocks: list[Clock], now: float) -> None:
-        """One token of each sequence came now."""
+    def step(self, clocks: list[Clock], now: float) -> None:
+        """A step is done: one token of each sequence came now."""
+        self.steps += 1
         self.output_tokens += len(clocks)
         # Most had their last token in the same step: few different times.
-        gaps: dict[float, int] = {}
-        for clock in clocks:
-            last = clock.last
+        for last, times in Counter([clock.last for clock in clocks]).items():
             if last:
-                gaps[last] = gaps.get(last, 0) + 1
+                self.time_between_tokens.add(now - last, times)
             else:
-                clock.first = now
-                self.time_to_first_token.add(now - clock.began)
+                self._begin([clock for clock in clocks if not clock.last], now)
+        for clock in clocks:
             clock.last = now
-        for last, times in gaps.items():
-            self.time_between_tokens.add(now - last, times)
+
+    def _begin(self, clocks: list[Clock], now: float) -> None:
+        for clock in clocks:
+            clock.first = now
+            self.time_to_first_token.add(now - clock.began)
 
     def ended(self, how: Ending, clock: Clock, num_tokens: int) -> None:
         self.endings[how] += 1

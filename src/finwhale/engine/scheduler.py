@@ -69,7 +69,7 @@ class Sequence:
     num_computed: int = 0
     sampled_row: int = 0
     num_cached: int | None = None
-    tables: BlockTables = field(default_factory=dict)
+    tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
     arrival: int = -1
     room: int = 0
@@ -86,7 +86,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens start..end-1 of a sequence, to be read in this step."""
 
@@ -181,8 +181,10 @@ class Scheduler:
                 continue  # Its last token is being chosen.
             if known - start > 1:
                 reading.append(sequence)
-            elif len(chunks) < budget and self._make_room(sequence, start + 1, chunks):
-                chunks.append(Chunk(sequence, start, start + 1))
+            elif len(chunks) < budget:
+                end = start + 1
+                if end <= sequence.room or self._make_room(sequence, end, chunks):
+                    chunks.append(Chunk(sequence, start, end))
         decodes = bool(chunks)
         if decodes:
             mixed = max(self.mixed_tokens - len(chunks), self.long_tokens)
@@ -340,7 +342,9 @@ class Scheduler:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
             if end >= sequence.due:
-                self._settle(sequence, end - chunk.pending)
+                known = end - chunk.pending
+                if known >= sequence.due:
+                    self._settle(sequence, known)
 
     def _settle(self, sequence: Sequence, known: int) -> None:
         """Enter the blocks that are complete, and trim; `known` tokens are read and known."""

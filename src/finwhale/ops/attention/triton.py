@@ -227,6 +227,7 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    *,
     invariant: bool = False,
 ) -> None:
     """Packed pools only. invariant: a token's bits do not depend on the step's other tokens."""

@@ -212,6 +212,7 @@ def select_entries(
     topk: int,
     scale: float,
     round_query: bool,
+    *,
     invariant: bool = False,
 ) -> Tensor:
     """[N,K] int32 slots of packed keys; grids depend on N, max_len and max_query alone.

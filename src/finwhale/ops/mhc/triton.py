@@ -253,7 +253,7 @@ def _run_block_input(
 
 
 def mhc_pre(
-    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, few_tokens: int = FEW_TOKENS
+    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
 ) -> tuple[Tensor, Tensor, Tensor]:
     streams, parts = _run_streams(residual_NHD, None, w.fn, few_tokens)
     return _run_block_input(streams, parts, w, params, few_tokens)
@@ -264,6 +264,7 @@ def mhc_post(
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,
+    *,
     few_tokens: int = FEW_TOKENS,
 ) -> Tensor:
     return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, few_tokens)[0]
@@ -276,6 +277,7 @@ def mhc_post_pre(
     residual_NHD: Tensor,
     w: MhcWeight,
     params: MhcParams,
+    *,
     few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, few_tokens)
@@ -283,7 +285,7 @@ def mhc_post_pre(
 
 
 def hc_head(
-    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, few_tokens: int = FEW_TOKENS
+    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
 ) -> Tensor:
     streams, parts = _run_streams(streams_NHD, None, w.fn, few_tokens)
     return _run_block_input(streams, parts, w, params, few_tokens)[0]

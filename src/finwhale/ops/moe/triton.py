@@ -292,6 +292,7 @@ def route_by_score(
     topk: int,
     scaling: float,
     positions_N: Tensor,
+    *,
     few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
@@ -326,6 +327,7 @@ def route_by_hash(
     token_ids_N: Tensor,
     scaling: float,
     positions_N: Tensor,
+    *,
     few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
