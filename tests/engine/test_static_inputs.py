@@ -6,8 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.graphs import StaticInputs, decode_sizes
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.graphs import decode_sizes
+from finwhale.engine.scheduler import PENDING, Chunk
+from finwhale.engine.static_inputs import StaticInputs, with_bounds
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.testing.traffic import Traffic
 
@@ -40,25 +41,50 @@ def assert_same(found: StepInputs, traffic: Traffic, chunks: list[Chunk], size: 
             assert torch.equal(static.pages[row, :held], table.pages[row, :held])
 
 
+def filled(static: StaticInputs, chunks: list[Chunk], size: int, decode: bool) -> StepInputs:
+    """What a graph of `size` tokens reads once it has put the ids in their place."""
+    static.fill(chunks)
+    static.gather_ids(size)
+    inputs = static.inputs(size, decode=decode)
+    return inputs if decode else with_bounds(inputs, chunks)
+
+
 @settings(max_examples=60, deadline=None)
 @given(SEEDS, DRAWS, NUM_SEQS)
 def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
-    """Several steps in the same buffers: tokens go on, sequences come, go and change places."""
+    """Many steps in the same buffers: tokens go on, sequences come, go and change places.
+
+    Some of the tokens are pending: their ids stand among those sampled last, anywhere.
+    """
     traffic = Traffic(seed, draw, num_seqs, decode=True)
-    static = StaticInputs(6, None, traffic.groups, MAX_LEN, CPU)
-    chunks = traffic.chunks
-    for _ in range(12):
-        assert_same(static.fill(chunks), traffic, chunks, 6)
-        assert static.inputs.tokens.max_query == 1 and static.inputs.tokens.max_len == MAX_LEN
-        following = []
-        for chunk in draw.sample(chunks, draw.randint(1, len(chunks))):
+    static = StaticInputs(9, 6, traffic.groups, MAX_LEN, CPU)
+    chunks = everyone = traffic.chunks
+    for _ in range(16):
+        rows = draw.sample(range(6), len(chunks))
+        hidden = [draw.random() < 0.5 for _ in chunks]
+        known = [chunk.sequence.token_ids[chunk.start] for chunk in chunks]
+        static.sampled.fill_(399)
+        for chunk, row, hide, token in zip(chunks, rows, hidden, known, strict=True):
+            if hide:
+                chunk.sequence.token_ids[chunk.start] = PENDING
+                chunk.sequence.sampled_row = row
+                static.sampled[row] = token
+        size = draw.randint(len(chunks), 6)
+        found = filled(static, chunks, size, decode=True)
+        for chunk, token in zip(chunks, known, strict=True):
+            chunk.sequence.token_ids[chunk.start] = token
+        assert_same(found, traffic, chunks, size)
+        assert found.tokens.max_query == 1 and found.tokens.max_len == MAX_LEN
+        chunks = draw.sample(everyone, draw.randint(1, len(everyone)))
+        for place, chunk in enumerate(chunks):
             sequence = chunk.sequence
-            while len(sequence.token_ids) <= chunk.end:
+            end = sequence.num_computed = max(sequence.num_computed, chunk.end)
+            while len(sequence.token_ids) <= end:
                 sequence.token_ids.append(draw.randrange(100))
-            traffic.pages.trim(sequence.tables, chunk.end)
-            traffic.pages.grow(sequence.tables, chunk.end, chunk.end + 1)
-            following.append(Chunk(sequence, chunk.end, chunk.end + 1))
-        chunks = following
+            traffic.pages.trim(sequence.tables, end)
+            traffic.pages.grow(sequence.tables, end, end + 1)
+            sequence.num_computed += 1
+            chunks[place] = Chunk(sequence, end, end + 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -67,10 +93,9 @@ def test_prefills(seed: int, draw: random.Random, num_seqs: int) -> None:
     traffic = Traffic(seed, draw, num_seqs)
     chunks = traffic.chunks
     count = sum(c.end - c.start for c in chunks)
-    # As many sequences as tokens do not make it a decode.
-    static = StaticInputs(count + 3, max(5, count + 3), traffic.groups, MAX_LEN, CPU)
+    static = StaticInputs(count + 3, 5, traffic.groups, MAX_LEN, CPU)
     for some in (chunks, chunks[:1], chunks):
-        inputs = static.fill(some)
+        inputs = filled(static, some, count + 3, decode=False)
         assert_same(inputs, traffic, some, count + 3)
         assert inputs.tokens.max_len == max(c.end for c in some)
         assert inputs.tokens.max_query == max(c.end - c.start for c in some)

@@ -5,12 +5,15 @@ part where the model is undecided; perplexity and most of the greedy tokens must
 """
 
 import random
+from typing import Any
 
 import pytest
 import torch
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.static_inputs import with_bounds
+from finwhale.engine.transfer import Arrival
 from finwhale.testing.stepping import Stepper
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -93,7 +96,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
     chunks = prefilled(stepper, [3, 127, 128, 260, 700, 1, 1300, 64][:batch])
     assert runner.graphs is not None and runner.graphs.fits(chunks)
     captured = runner.graphs.run(chunks).clone()
-    inputs = runner.graphs._of(batch).static.inputs
+    inputs = runner.graphs._of(batch).inputs
     eager = runner.model.compute_logits(runner.model(inputs, runner.cache, runner.segments))
     assert captured.isfinite().all()
     assert torch.equal(captured, eager[:batch])
@@ -117,7 +120,7 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
         graphs = runner.prefill_graphs
         assert graphs is not None and graphs.fits(chunks)
         captured = graphs.run(chunks).clone()
-        inputs = graphs._of(sum(lengths)).static.fill(chunks)
+        inputs = with_bounds(graphs._of(sum(lengths)).inputs, chunks)
         eager = runner.model(inputs, runner.cache, runner.segments)[: sum(lengths)]
         assert torch.equal(captured, eager)
         for sequence in sequences:
@@ -125,13 +128,14 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def test_a_decode_step_neither_allocates_nor_waits(llm: LLM) -> None:
-    """Inputs and replay: no allocation on the device, no host that waits for it."""
+def test_inputs_and_replay_neither_allocate_nor_wait(llm: LLM) -> None:
+    """No allocation on the device, no host that waits for it."""
     runner = llm.engine.runner
     stepper = Stepper(llm.engine)
     chunks = prefilled(stepper, [300, 20, 5])
     assert runner.graphs is not None
-    runner.graphs.run(chunks)
+    for _ in range(2):
+        runner.graphs.run(chunks)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -142,6 +146,69 @@ def test_a_decode_step_neither_allocates_nor_waits(llm: LLM) -> None:
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     for chunk in chunks:
         stepper.release(chunk.sequence)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0.8, top_p=0.9, top_k=40, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, logprobs=3, max_tokens=40, ignore_eos=True),
+        SamplingParams(temperature=0, presence_penalty=1.0, max_tokens=40, ignore_eos=True),
+    ],
+    ids=["greedy", "drawn", "logprobs", "penalties"],
+)
+def test_a_decode_step_waits_for_tokens_alone(
+    llm: LLM, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole steps: one wait each, once the next is launched; the device's memory is flat."""
+    engine = llm.engine
+    results = [engine.add_request(str(i), text(i, 20 + i), params) for i in range(3)]
+    for _ in range(6):
+        engine.step()
+    log: list[str] = []
+    wait, logits = Arrival.wait, engine.runner.logits
+
+    def waiting(arrival: Arrival) -> Any:
+        log.append("wait")
+        return wait(arrival)
+
+    def launching(chunks: list[Chunk]) -> torch.Tensor:
+        log.append("launch")
+        return logits(chunks)
+
+    monkeypatch.setattr(Arrival, "wait", waiting)
+    monkeypatch.setattr(engine.runner, "logits", launching)
+    torch.cuda.synchronize()
+    segments = torch.cuda.memory_stats()["segment.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(12):
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["segment.all.allocated"] == segments
+    assert log == ["launch", "wait"] * 12
+    while engine.has_work:
+        engine.step()
+    assert all(len(result.outputs[0].token_ids) == 40 for result in results)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature: float) -> None:
+    """The same batches, so the same bits: the ids that stay on the device are the right ones."""
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=20 + i, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    found = []
+    try:
+        for ahead in (1, 0):
+            llm.engine.steps_ahead = ahead
+            found.append([r.outputs[0].token_ids for r in llm.generate(PROMPTS, params)])
+    finally:
+        llm.engine.steps_ahead = 1
+    assert found[0] == found[1]
 
 
 def test_requests_in_one_batch_end_as_alone(llm: LLM) -> None:

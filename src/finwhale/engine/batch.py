@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops.paging import PageTable, Tokens
@@ -29,11 +30,19 @@ class Batch:
 
 
 class BatchBuilder:
-    """Builds batches for one model's cache groups on one device."""
+    """Builds batches for one model's cache groups on one device.
 
-    def __init__(self, groups: Items[CacheGroup], device: torch.device) -> None:
+    Args:
+        sampled: [num_seqs] int64 on the device: the ids that the step before chose, row by row;
+            left out where no token is ever pending.
+    """
+
+    def __init__(
+        self, groups: Items[CacheGroup], device: torch.device, sampled: Tensor | None = None
+    ) -> None:
         self.groups = tuple(groups)
         self.device = device
+        self.sampled = sampled
 
     def build(self, chunks: Items[Chunk]) -> Batch:
         """The inputs of the chunks, in their order; logits of each that completes."""
@@ -47,14 +56,22 @@ class BatchBuilder:
             positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
             sequence = np.repeat(np.arange(len(chunks), dtype=np.int32), lengths)
         tables = [_table(group, chunks) for group in self.groups]
-        ids, places, rows, sequences, starts, *paged = self._place(
+        ids, places, rows, pending, sampled_rows, sequences, starts, *paged = send(
+            self.device,
             np.array(token_ids, np.int64),
             positions,
             _logits_rows(chunks),
+            np.array(
+                [e - 1 for c, e in zip(chunks, query_start[1:], strict=True) if c.pending], np.int64
+            ),
+            np.array([c.sequence.sampled_row for c in chunks if c.pending], np.int64),
             sequence,
             np.array(query_start, np.int32),
             *(array for table in tables for array in table),
         )
+        if len(pending):
+            assert self.sampled is not None
+            ids.index_copy_(0, pending, self.sampled.index_select(0, sampled_rows))
         return Batch(
             inputs=StepInputs(
                 token_ids=ids,
@@ -77,31 +94,13 @@ class BatchBuilder:
 
     def logits_rows(self, chunks: Items[Chunk]) -> Tensor:
         """Rows of the step's tokens whose logits are wanted: [M] int64."""
-        (rows,) = self._place(_logits_rows(chunks))
+        (rows,) = send(self.device, _logits_rows(chunks))
         return rows
-
-    def _place(self, *arrays: NDArray[Any]) -> list[Tensor]:
-        """The arrays on the device, 64-bit ones first: one transfer."""
-        if self.device.type == "cpu":
-            return [torch.from_numpy(array) for array in arrays]
-        staged = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=True)
-        staged_bytes = staged.numpy()
-        ends = list(accumulate(a.nbytes for a in arrays))
-        for array, end in zip(arrays, ends, strict=True):
-            staged_bytes[end - array.nbytes : end] = array.reshape(-1).view(np.uint8)
-        placed = staged.to(self.device, non_blocking=True)
-        return [
-            placed[end - a.nbytes : end].view(_DTYPES[a.dtype.itemsize]).view(a.shape)
-            for a, end in zip(arrays, ends, strict=True)
-        ]
 
 
 def _logits_rows(chunks: Items[Chunk]) -> NDArray[np.int64]:
     ends = accumulate(c.end - c.start for c in chunks)
     return np.array([e - 1 for c, e in zip(chunks, ends, strict=True) if c.completes], np.int64)
-
-
-_DTYPES = {8: torch.int64, 4: torch.int32}
 
 
 def _table(group: CacheGroup, chunks: Items[Chunk]) -> tuple[NDArray[Any], NDArray[Any]]:

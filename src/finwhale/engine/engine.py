@@ -1,18 +1,26 @@
-"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise."""
+"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise.
+
+On a GPU the loop runs one step ahead: while the device computes a step whose tokens the host does
+not know yet, the next one is planned and launched with their ids taken from the device; only then
+are they waited for, appended, detokenised.
+"""
 
 import operator
 import os
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sampler import SampledToken, Sampler, Sampling
+from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.errors import FinwhaleError, RequestError
@@ -39,6 +47,7 @@ class _Stream:
     detokenizer: Detokenizer | None
     stop: StopChecker
     stop_after: int | None
+    ended: bool = False
 
 
 @dataclass(slots=True)
@@ -47,8 +56,33 @@ class _Request:
     unfinished: int
 
 
+@dataclass(slots=True)
+class _Flight:
+    """A step that was launched and whose tokens are not known yet.
+
+    Attributes:
+        streams: those that get a token, in the order of the rows.
+        places: where in each one's token_ids it will stand.
+        logits: [M,V] until tokens are chosen from them.
+        sampling: the tokens.
+    """
+
+    streams: list[_Stream]
+    places: list[int]
+    logits: Tensor | None
+    sampling: Sampling | None = None
+
+    @property
+    def undecided(self) -> bool:
+        return self.logits is not None
+
+
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
+
+    Attributes:
+        steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
+            CPU, where the forward runs on the host. The tokens are the same.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -77,6 +111,8 @@ class Engine:
         self.sampler = Sampler(self.runner.ops.sample)
         self._requests: dict[str, _Request] = {}
         self._streams: dict[str, _Stream] = {}
+        self._flying: deque[_Flight] = deque()
+        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -189,28 +225,77 @@ class Engine:
         """Run one forward; returns the requests that have new tokens, in order."""
         with self._lock:
             self._check_process()
-            return self._step()
+            while len(self._flying) <= self.steps_ahead and self._launch():
+                pass
+            return self._collect() if self._flying else []
 
-    def _step(self) -> list[RequestOutput]:
+    def _launch(self) -> bool:
+        """Plan the next step and put it on the device; whether there was anything to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
-            return []
+            return False
         complete = [chunk.sequence for chunk in chunks if chunk.completes]
-        keys = [s.key for s in complete]
-        sampling = self.sampler.start(keys, self.runner.logits(chunks))
-        # On a GPU all of this is still running: what the host can do meanwhile comes first.
+        flight = _Flight(
+            [self._streams[s.key] for s in complete],
+            [len(s.token_ids) for s in complete],
+            self.runner.logits(chunks),
+        )
+        if not any(
+            s.token_ids[-1] == PENDING and self.sampler.needs_history(s.key) for s in complete
+        ):
+            self._choose(flight)
+        # On a GPU all of this is still running. Pages may go to others even so: what these write
+        # is launched later.
         self.scheduler.computed(chunks)
-        sampled = self.sampler.commit(keys, sampling)
+        for sequence in complete:
+            sequence.token_ids.append(PENDING)
+        self._flying.append(flight)
+        return True
+
+    def _choose(self, flight: _Flight) -> None:
+        """Launch the choice of a step's tokens, for those that have not ended since."""
+        assert flight.logits is not None
+        logits, flight.logits = flight.logits, None
+        going = [row for row, stream in enumerate(flight.streams) if not stream.ended]
+        if len(going) < len(flight.streams):
+            logits = self.runner.rows(logits, going)
+            flight.streams = [flight.streams[row] for row in going]
+            flight.places = [flight.places[row] for row in going]
+        sequences = [stream.sequence for stream in flight.streams]
+        flight.sampling = self.sampler.start([s.key for s in sequences], logits)
+        if self.steps_ahead and flight.sampling.ids_S is not None:
+            self.runner.feed(flight.sampling.ids_S)
+            for row, sequence in enumerate(sequences):
+                sequence.sampled_row = row
+
+    def _collect(self) -> list[RequestOutput]:
+        """Wait for the tokens of the oldest step in flight, and hand them out."""
+        flight = self._flying[0]
+        assert flight.sampling is not None
+        sampled = self.sampler.commit(flight.sampling)
+        self._flying.popleft()
         touched: dict[str, RequestOutput] = {}
-        for sequence, token in zip(complete, sampled, strict=True):
-            self._append(self._streams[sequence.key], token)
-            request = self._requests.get(sequence.request_id)
+        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
+            # One that ended while this step was in flight was run once too often.
+            if stream.ended:
+                continue
+            self._append(stream, place, token)
+            request_id = stream.sequence.request_id
+            request = self._requests.get(request_id)
             if request is not None:
-                touched[sequence.request_id] = request.output
+                touched[request_id] = request.output
                 if request.unfinished == 0:
                     request.output.finished = True
-                    del self._requests[sequence.request_id]
+                    del self._requests[request_id]
+        self._forget_if_idle()
+        if self._flying and self._flying[0].undecided:
+            self._choose(self._flying[0])
         return list(touched.values())
+
+    def _forget_if_idle(self) -> None:
+        """What is in flight for nobody is not waited for."""
+        if not self._streams:
+            self._flying.clear()
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
@@ -220,14 +305,15 @@ class Engine:
             for stream in list(self._streams.values()):
                 if stream.sequence.request_id == request_id:
                     self._retire(stream)
+            self._forget_if_idle()
 
-    def _append(self, stream: _Stream, token: SampledToken) -> None:
+    def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
         sequence, output, params = stream.sequence, stream.output, stream.sequence.params
         if token.error is not None:
             self._requests[sequence.request_id].output.error = token.error
             self._finish(stream, "error", None)
             return
-        sequence.token_ids.append(token.token_id)
+        sequence.token_ids[place] = token.token_id
         output.token_ids.append(token.token_id)
         if output.logprobs is not None and token.logprobs is not None:
             output.logprobs.append(
@@ -250,7 +336,7 @@ class Engine:
             if stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
-        if len(sequence.token_ids) >= sequence.max_len:
+        if place + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
 
     def _token_text(self, token_id: int) -> str:
@@ -265,6 +351,9 @@ class Engine:
         self._retire(stream)
 
     def _retire(self, stream: _Stream) -> None:
+        stream.ended = True
+        while stream.sequence.token_ids[-1] == PENDING:
+            stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
         self.sampler.remove(stream.sequence.key)
         del self._streams[stream.sequence.key]
@@ -272,4 +361,5 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that nothing is lost: every page free or held once, reservations add up."""
         self.scheduler.check_integrity()
+        assert self._streams or not self._flying
         assert len(self._streams) == len(self.scheduler.running) + len(self.scheduler.waiting)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -11,6 +12,8 @@ from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.static_inputs import StaticInputs
+from finwhale.engine.transfer import send
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -31,6 +34,10 @@ class ModelRunner:
 
     Args:
         stream: the weights as they are read, in any order.
+
+    Attributes:
+        sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
+            pending (Sequence.sampled_row).
 
     Raises:
         ResourceError: no such device, or model and cache do not fit it.
@@ -80,15 +87,21 @@ class ModelRunner:
             raise ResourceError(
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
-        self.batches = BatchBuilder(self.groups, self.device)
         self.graphs: Graphs | None = None
         self.prefill_graphs: Graphs | None = None
         if self.ops.packed and not config.enforce_eager:
-            self._capture(config)
+            self.sampled = self._capture(config)
+        else:
+            self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
+        self.batches = BatchBuilder(self.groups, self.device, self.sampled)
 
     @torch.inference_mode()
-    def _capture(self, config: EngineConfig) -> None:
-        """Record decodes whole, logits included, and steps of few tokens up to the streams."""
+    def _capture(self, config: EngineConfig) -> Tensor:
+        """Record decodes whole, logits included, and steps of few tokens up to the streams.
+
+        Returns:
+            `sampled` of the inputs that they read.
+        """
 
         def streams(inputs: StepInputs, segments: Segments) -> Tensor:
             result: Tensor = self.model(inputs, self.cache, segments)
@@ -100,25 +113,25 @@ class ModelRunner:
 
         pool = torch.cuda.graph_pool_handle()
         most = config.max_num_batched_tokens
+        decodes = sorted(set(config.graph_sizes or decode_sizes(config.max_num_seqs)))
+        prefills: list[int] = []
         if config.graph_sizes is None:
+            prefills = [size for size in PREFILL_SIZES if size < most] or [most]
+        static = StaticInputs(
+            max(decodes[-1], *prefills, 0),
+            config.max_num_seqs,
+            self.groups,
+            self.max_model_len,
+            self.device,
+        )
+        if prefills:
             self.prefill_graphs = Graphs(
-                streams,
-                self.groups,
-                sizes=[size for size in PREFILL_SIZES if size < most] or [most],
-                num_seqs=config.max_num_seqs,
-                max_len=self.max_model_len,
-                device=self.device,
-                pool=pool,
+                streams, static, sizes=prefills, decode=False, device=self.device, pool=pool
             )
         self.graphs = Graphs(
-            logits,
-            self.groups,
-            sizes=sorted(set(config.graph_sizes or decode_sizes(config.max_num_seqs))),
-            num_seqs=None,
-            max_len=self.max_model_len,
-            device=self.device,
-            pool=pool,
+            logits, static, sizes=decodes, decode=True, device=self.device, pool=pool
         )
+        return static.sampled
 
     def _plan(self, config: EngineConfig, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
@@ -157,6 +170,16 @@ class ModelRunner:
             return streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
         logits: Tensor = self.model.compute_logits(streams.index_select(0, rows))
         return logits
+
+    @torch.inference_mode()
+    def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
+        """Some rows of a step's logits."""
+        return logits.index_select(0, send(self.device, np.array(rows, np.int64))[0])
+
+    @torch.inference_mode()
+    def feed(self, ids: Tensor) -> None:
+        """Keep the ids [M] int64 that were sampled from a step's logits for the next step."""
+        self.sampled[: len(ids)].copy_(ids)
 
 
 def _table_serves(

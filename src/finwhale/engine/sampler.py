@@ -3,19 +3,21 @@
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finwhale.engine.transfer import Arrival, Receiver, send
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import (
     Filters,
     LogprobRows,
+    Logprobs,
     Penalties,
     Sample,
-    SampledTokens,
     SamplingBatch,
 )
 from finwhale.ops.sampling.draws import derive_seed, uniforms
@@ -58,6 +60,7 @@ class Sampler:
     def __init__(self, sample: Sample) -> None:
         """`sample` is the platform's operator."""
         self._sample = sample
+        self._receiver: Receiver | None = None
         self._requests: dict[Hashable, _Request] = {}
         self._fixed_keys: tuple[Hashable, ...] | None = None
         self._fixed_device: torch.device | None = None
@@ -98,14 +101,33 @@ class Sampler:
             keys: S distinct requests.
             logits_SV: [S,V] float32, row i for keys[i]; not changed.
         """
-        return self.commit(keys, self.start(keys, logits_SV))
+        return self.commit(self.start(keys, logits_SV))
 
-    def start(self, keys: Sequence[Hashable], logits_SV: Tensor) -> SampledTokens | None:
-        """The first half of `sample`, for `commit`; nothing waits for the device. None: no keys."""
+    def start(self, keys: Sequence[Hashable], logits_SV: Tensor) -> "Sampling":
+        """The first half of `sample`, for `commit`; nothing waits for the device.
+
+        A request may be started again before its last token was committed, unless it
+        `needs_history`, and be removed in between.
+        """
         assert logits_SV.shape[0] == len(keys), "one row of logits for each request"
+        device = logits_SV.device
+        if self._receiver is None:
+            self._receiver = Receiver(device)
         if not keys:
-            return None
-        return self._sample(logits_SV, self.prepare(keys, logits_SV.device))
+            return Sampling([], None, self._receiver.begin(()))
+        sampled = self._sample(logits_SV, self.prepare(keys, device))
+        requests = [self._requests[key] for key in keys]
+        for request in requests:
+            request.step += 1
+        parts = [sampled.ids_S, sampled.valid_S]
+        if sampled.logprobs is not None:
+            rows = sampled.logprobs
+            parts += [rows.token_S, rows.rank_S, rows.top_SL, rows.top_ids_SL]
+        return Sampling(requests, sampled.ids_S, self._receiver.begin(parts))
+
+    def needs_history(self, key: Hashable) -> bool:
+        """Whether the host must know all of a request's tokens before its next is chosen."""
+        return self._requests[key].seen is not None
 
     def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
         """The choices of the requests' next step, on `device`; changes no state."""
@@ -118,7 +140,7 @@ class Sampler:
         if self._fixed.filters is not None:
             drawing = [request for request in requests if not request.greedy]
             draws = uniforms([r.seed for r in drawing], [r.step for r in drawing])
-            uniform_R = torch.from_numpy(draws).to(device)
+            (uniform_R,) = send(device, draws)
         return SamplingBatch(
             filters=self._fixed.filters,
             uniform_R=uniform_R,
@@ -126,25 +148,39 @@ class Sampler:
             logprobs=self._fixed.logprobs,
         )
 
-    def commit(self, keys: Sequence[Hashable], sampled: SampledTokens | None) -> list[SampledToken]:
-        """Reads the tokens of a step back and counts them as output."""
-        if sampled is None:
+    def commit(self, sampling: "Sampling") -> list[SampledToken]:
+        """Waits for the tokens of a step and counts them as output."""
+        parts = sampling.arrival.wait()
+        if not parts:
             return []
-        ids, valid = sampled.ids_S.tolist(), sampled.valid_S.tolist()
-        logprobs = _LogprobLists(sampled) if sampled.logprobs is not None else None
+        ids_S, valid_S, *logprobs_S = parts
+        ids, valid = ids_S.tolist(), valid_S.tolist()
+        logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
         tokens = []
-        for row, key in enumerate(keys):
-            request = self._requests[key]
+        for row, request in enumerate(sampling.requests):
             if not valid[row]:
                 tokens.append(SampledToken(-1, error=NOT_FINITE))
                 continue
-            request.step += 1
             if request.seen is not None:
                 request.seen.count(ids[row])
             wanted = logprobs is not None and request.params.logprobs is not None
             table = logprobs.of(row, ids[row]) if wanted and logprobs is not None else None
             tokens.append(SampledToken(ids[row], table))
         return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A step's choices, which the device may still be making.
+
+    Attributes:
+        ids_S: int64 on the device, ids of the vocabulary even where a row turns out not to be
+            valid; None: no rows.
+    """
+
+    requests: "list[_Request]"
+    ids_S: Tensor | None
+    arrival: Arrival
 
 
 class _Seen:
@@ -218,7 +254,7 @@ def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
         if request.params.logprobs is not None:
             wanted.setdefault(min(request.params.logprobs, request.vocab_size), []).append(row)
     logprobs = tuple(
-        LogprobRows(rows_G=torch.tensor(rows, device=device), num_top=num)
+        LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
         for num, rows in sorted(wanted.items())
     )
     return _Fixed(_filters(requests, device), logprobs)
@@ -234,18 +270,18 @@ def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | No
     top_p = {i: p.top_p for i, p in enumerate(params) if p.top_p < 1}
     min_p = [p.min_p for p in params]
 
-    def tensor(values: Iterable[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, device=device)
+    def tensor(values: Iterable[float], dtype: type) -> Tensor:
+        return send(device, np.array(list(values), dtype))[0]
 
     return Filters(
-        rows_R=None if len(rows) == len(requests) else tensor(rows, torch.int64),
-        temperature_R=tensor((p.temperature for p in params), torch.float32),
-        min_p_R=tensor(min_p, torch.float32) if any(min_p) else None,
-        top_k_rows_K=tensor(top_k, torch.int64) if top_k else None,
-        top_k_K=tensor(top_k.values(), torch.int64) if top_k else None,
+        rows_R=None if len(rows) == len(requests) else tensor(rows, np.int64),
+        temperature_R=tensor((p.temperature for p in params), np.float32),
+        min_p_R=tensor(min_p, np.float32) if any(min_p) else None,
+        top_k_rows_K=tensor(top_k, np.int64) if top_k else None,
+        top_k_K=tensor(top_k.values(), np.int64) if top_k else None,
         max_top_k=max(top_k.values(), default=0),
-        top_p_rows_P=tensor(top_p, torch.int64) if top_p else None,
-        top_p_P=tensor(top_p.values(), torch.float64) if top_p else None,
+        top_p_rows_P=tensor(top_p, np.int64) if top_p else None,
+        top_p_P=tensor(top_p.values(), np.float64) if top_p else None,
     )
 
 
@@ -255,28 +291,40 @@ def _penalties(requests: Sequence[_Request], device: torch.device) -> Penalties 
         return None
     lengths = [len(seen) for _, seen, _ in rows]
 
-    def spread(values: Sequence[float], dtype: type) -> Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype), lengths)).to(device)
+    def spread(values: Sequence[float], dtype: type) -> NDArray[Any]:
+        return np.repeat(np.array(values, dtype), lengths)
 
-    return Penalties(
-        rows_N=spread([row for row, _, _ in rows], np.int64),
-        ids_N=torch.from_numpy(np.concatenate([seen.ids for _, seen, _ in rows])).to(device),
-        counts_N=torch.from_numpy(np.concatenate([seen.counts for _, seen, _ in rows])).to(device),
-        repetition_N=spread([p.repetition_penalty for _, _, p in rows], np.float32),
-        frequency_N=spread([p.frequency_penalty for _, _, p in rows], np.float32),
-        presence_N=spread([p.presence_penalty for _, _, p in rows], np.float32),
+    rows_N, ids_N, counts_N, repetition_N, frequency_N, presence_N = send(
+        device,
+        spread([row for row, _, _ in rows], np.int64),
+        np.concatenate([seen.ids for _, seen, _ in rows]),
+        np.concatenate([seen.counts for _, seen, _ in rows]),
+        spread([p.repetition_penalty for _, _, p in rows], np.float32),
+        spread([p.frequency_penalty for _, _, p in rows], np.float32),
+        spread([p.presence_penalty for _, _, p in rows], np.float32),
     )
+    return Penalties(
+        rows_N=rows_N,
+        ids_N=ids_N,
+        counts_N=counts_N,
+        repetition_N=repetition_N,
+        frequency_N=frequency_N,
+        presence_N=presence_N,
+    )
+
+
+def _as_logprobs(token_S: Tensor, rank_S: Tensor, top_SL: Tensor, top_ids_SL: Tensor) -> Logprobs:
+    return Logprobs(token_S=token_S, rank_S=rank_S, top_SL=top_SL, top_ids_SL=top_ids_SL)
 
 
 class _LogprobLists:
     """A step's log-probabilities on the host."""
 
-    def __init__(self, sampled: SampledTokens) -> None:
-        assert sampled.logprobs is not None
-        self._token: list[float] = sampled.logprobs.token_S.tolist()
-        self._rank: list[int] = sampled.logprobs.rank_S.tolist()
-        self._top: list[list[float]] = sampled.logprobs.top_SL.tolist()
-        self._top_ids: list[list[int]] = sampled.logprobs.top_ids_SL.tolist()
+    def __init__(self, logprobs: Logprobs) -> None:
+        self._token: list[float] = logprobs.token_S.tolist()
+        self._rank: list[int] = logprobs.rank_S.tolist()
+        self._top: list[list[float]] = logprobs.top_SL.tolist()
+        self._top_ids: list[list[int]] = logprobs.top_ids_SL.tolist()
 
     def of(self, row: int, token_id: int) -> dict[int, TokenLogprob]:
         table = {token_id: TokenLogprob(self._token[row], self._rank[row])}

@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from finwhale.engine.pages import BlockTables, PageManager
 from finwhale.request import SamplingParams
 
+# Stands in token_ids for a token that the device is still choosing; never more than one is read.
+PENDING = -1
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -20,10 +23,11 @@ class Sequence:
     Attributes:
         key: unique among living sequences.
         index: which of the request's n.
-        token_ids: prompt, then output.
+        token_ids: prompt, then output; PENDING where the id is not known yet.
         num_prompt: tokens of the prompt.
         num_computed: tokens whose state is in the cache.
         max_len: tokens of prompt and output at most.
+        sampled_row: where its pending token stands among the ids that the device chose last.
         reserved: cache tokens set aside for it.
         tables: its pages.
     """
@@ -36,6 +40,7 @@ class Sequence:
     max_len: int
     params: SamplingParams
     num_computed: int = 0
+    sampled_row: int = 0
     reserved: int = 0
     tables: BlockTables = field(default_factory=dict)
 
@@ -52,6 +57,11 @@ class Chunk:
     def completes(self) -> bool:
         """Whether the last known token is read, so that its logits give the next."""
         return self.end == len(self.sequence.token_ids)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the id of its last token is still on the device."""
+        return self.sequence.token_ids[self.end - 1] == PENDING
 
 
 class Scheduler:
@@ -93,8 +103,10 @@ class Scheduler:
         """The next step's chunks, their pages given; empty when there is no work."""
         budget = self.max_num_batched_tokens
         chunks: list[Chunk] = []
-        decoding = [s for s in self.running if len(s.token_ids) - s.num_computed == 1]
-        reading = [s for s in self.running if len(s.token_ids) - s.num_computed > 1]
+        # A sequence at its end waits for its last token to be known.
+        going = [s for s in self.running if len(s.token_ids) < s.max_len]
+        decoding = [s for s in going if len(s.token_ids) - s.num_computed == 1]
+        reading = [s for s in going if len(s.token_ids) - s.num_computed > 1]
         for sequence in decoding + reading:
             budget -= self._plan(sequence, budget, chunks)
         while self.waiting and budget and len(self.running) < self.max_num_seqs:

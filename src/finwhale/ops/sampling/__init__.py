@@ -105,7 +105,7 @@ class Logprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """Attributes:
-    ids_S: int64 token ids; meaningless where not valid.
+    ids_S: int64 token ids; where not valid, meaningless ids of the vocabulary.
     valid_S: bool, False where the row has a NaN, +inf or nothing but -inf.
     logprobs: None where no row wants them.
     """
