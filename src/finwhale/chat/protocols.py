@@ -50,24 +50,28 @@ class ProtocolRequest:
 
 
 def convert(
-    protocol: ProtocolName, body: Mapping[str, Any], *, default_thinking: bool
+    protocol: ProtocolName,
+    body: Mapping[str, Any],
+    *,
+    default_thinking: bool,
+    echo_body: Mapping[str, Any] | None = None,
 ) -> ProtocolRequest:
     """A request body (parsed JSON) of `protocol` as a conversation.
 
     Args:
         body: what the client sent; its "model" is not looked at.
         default_thinking: whether a request that does not say thinks.
+        echo_body: what a Responses answer repeats, where it is not `body`.
 
     Raises:
         RequestError: it is not a valid request of the protocol.
     """
     options = recipe.ConversionOptions(default_thinking_mode=default_thinking)
     try:
-        text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
-        request = _REQUESTS[protocol](text)
+        request = _parsed(protocol, body)
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)
-            echo = request.echo()
+            echo = _parsed(protocol, echo_body or body).echo()
             return ProtocolRequest(protocol, request.convert(options), echo, namespaces)
         return ProtocolRequest(protocol, request.convert(options))
     except recipe.ConversionError as error:
@@ -75,6 +79,11 @@ def convert(
     # Not JSON (TypeError), nested too deeply, lone surrogates (a ValueError), or not the protocol.
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"not a valid request: {error}") from error
+
+
+def _parsed(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
+    text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
+    return _REQUESTS[protocol](text)
 
 
 class AnswerStream:

@@ -130,6 +130,10 @@ class EngineClient:
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
         self._process = process
+        self._threads = [
+            threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True)
+            for target in (self._read, self._write)
+        ]
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
@@ -166,8 +170,8 @@ class EngineClient:
             EngineDeadError: it could not be.
         """
         self._loop = asyncio.get_running_loop()
-        for target in (self._read, self._write):
-            threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         await self._settled.wait()
         if self.ready is None:
             raise EngineDeadError(self.failure or "the engine did not start")
@@ -212,6 +216,10 @@ class EngineClient:
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
+        # The engine's end closes when it has stopped, and with it these end.
+        for thread in self._threads:
+            if thread.is_alive():
+                await asyncio.to_thread(thread.join, timeout_s)
         self._connection.close()
 
     def _send(self, command: Command) -> None:

@@ -65,7 +65,7 @@ def _prepare(
     state: ServerState, protocol: ProtocolName, body: ConversationBody, answer_id: str
 ) -> Turn:
     template = state.need_template()
-    plan = plan_chat(state, protocol, body, plain_fields(body))
+    plan = plan_chat(state, protocol, plain_fields(body))
     converted = plan.converted
     options = converted.request.inference_options
     prompt = template.encode(converted.request)

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.engine import Engine
 from finwhale.llm import LLM
 from finwhale.server import logs
@@ -29,4 +30,12 @@ def load_engine(path: str | None, log_level: str, options: Mapping[str, Any]) ->
             tenth = done * 10 // total
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
-    return LLM(path, progress=progress, **options).engine
+    engine = LLM(path, progress=progress, **options).engine
+    if engine.tokenizer is not None:
+        warm(engine.tokenizer)
+    return engine
+
+
+def warm(tokenizer: Tokenizer) -> None:
+    """Makes what the first request would otherwise wait for."""
+    _ = tokenizer.guidance, tokenizer.recipe, tokenizer.words_but_end

@@ -34,8 +34,11 @@ def serve(config: ServerConfig, tokenizer: Tokenizer | None, load: Callable[[], 
     Raises:
         FinwhaleError: the address is not to be had, or the model does not load.
     """
-    listener = _listen(config)
+    listener = listen(config)
     client = EngineClient.spawn(load)
+    if tokenizer is not None:
+        # What the first request would otherwise wait for, while the engine loads.
+        _ = tokenizer.guidance, tokenizer.recipe
     return asyncio.run(_serve(ServerState(config, client, tokenizer), listener))
 
 
@@ -110,7 +113,7 @@ class Server(uvicorn.Server):
         raise AssertionError("signals are handled by the loop")
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     """Raises FinwhaleError."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

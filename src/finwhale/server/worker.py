@@ -82,6 +82,7 @@ class EngineLoop:
         finally:
             for request_id in list(self._sent):
                 self._engine.abort(request_id)
+            self._connection.close()
 
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it where there is no other work."""
