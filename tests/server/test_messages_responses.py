@@ -19,7 +19,7 @@ def test_messages(server: RunningServer, thinking: bool) -> None:
         "model": MODEL,
         "max_tokens": 120,
         "messages": QUESTION,
-        "temperature": 0,
+        "extra_body": {"temperature": 0},
         "thinking": (
             {"type": "enabled", "budget_tokens": 1024} if thinking else {"type": "disabled"}
         ),
@@ -43,7 +43,9 @@ def test_messages(server: RunningServer, thinking: bool) -> None:
 
 def test_messages_stop_and_length(server: RunningServer) -> None:
     client = server.anthropic()
-    options: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0}
+    options: dict[str, Any] = {
+        "model": MODEL, "messages": QUESTION, "extra_body": {"temperature": 0},
+    }  # fmt: skip
     made = client.messages.create(**options, max_tokens=50, stop_sequences=["Par"])
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "Par")
     made = client.messages.create(**options, max_tokens=2, system="Be short.")

@@ -4,8 +4,8 @@ import json
 import re
 from typing import Any
 
-import jsonschema
 import pytest
+from jsonschema_rs import validate
 
 from .running import MODEL, RunningServer
 from .test_openai import QUESTION
@@ -27,10 +27,10 @@ TOOL_PARAMETERS = {
     "properties": {
         "city": {"type": "string", "maxLength": 10},
         "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
+        "unit": {"type": "string", "enum": ["C", "F"]},
         "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
     },
-    "required": ["city", "days", "exact"],
+    "required": ["city", "days", "unit", "exact"],
     "additionalProperties": False,
 }
 
@@ -49,7 +49,7 @@ def test_twenty_of_twenty_match_the_schema(server: RunningServer, effort: str) -
     assert len(set(contents)) > 5
     for choice in made.choices:
         assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content or ""), PERSON)
+        validate(PERSON, json.loads(choice.message.content or ""))
         reasoning = getattr(choice.message, "reasoning_content", None)
         assert bool(reasoning) == (effort == "low")
 
@@ -110,7 +110,7 @@ def test_tool_choice(server: RunningServer, effort: str, choice: Any) -> None:
     (call,) = made.choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "sky" or choice == "required"
-    jsonschema.validate(json.loads(call.function.arguments), TOOL_PARAMETERS)
+    validate(TOOL_PARAMETERS, json.loads(call.function.arguments))
     name, arguments, pieces = "", "", 0
     for chunk in client.chat.completions.create(**options, stream=True):
         for delta in chunk.choices[0].delta.tool_calls or []:
@@ -143,7 +143,7 @@ def test_messages_tool_choice(server: RunningServer, choice: dict[str, Any]) -> 
     assert made.stop_reason == "tool_use"
     block = made.content[-1]
     assert block.type == "tool_use" and (block.name == "sky" or choice["type"] == "any")
-    jsonschema.validate(block.input, TOOL_PARAMETERS)
+    validate(TOOL_PARAMETERS, block.input)
     # The answer, with the tool's result, is a conversation that goes on.
     result = {"type": "tool_result", "tool_use_id": block.id, "content": "21 degrees"}
     more = client.messages.create(
@@ -161,7 +161,7 @@ def test_messages_output_format(server: RunningServer) -> None:
     )  # fmt: skip
     block = made.content[-1]
     assert block.type == "text"
-    jsonschema.validate(json.loads(block.text), PERSON)
+    validate(PERSON, json.loads(block.text))
 
 
 def test_responses_tools_and_format(server: RunningServer) -> None:
@@ -173,7 +173,7 @@ def test_responses_tools_and_format(server: RunningServer) -> None:
     )  # fmt: skip
     call = made.output[-1]
     assert call.type == "function_call" and call.name == "sky"
-    jsonschema.validate(json.loads(call.arguments), TOOL_PARAMETERS)
+    validate(TOOL_PARAMETERS, json.loads(call.arguments))
     assert made.tool_choice == "required"
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
     more = client.responses.create(
@@ -185,4 +185,4 @@ def test_responses_tools_and_format(server: RunningServer) -> None:
         model=MODEL, input="Hi", max_output_tokens=300,
         text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}},
     )  # fmt: skip
-    jsonschema.validate(json.loads(shaped.output_text), PERSON)
+    validate(PERSON, json.loads(shaped.output_text))

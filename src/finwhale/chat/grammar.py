@@ -12,9 +12,9 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
 from finwhale.request import Guide
 
-# Some white space between the parts of a JSON text, but never without end: a model that is unsure
-# likes to go on with it.
-_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+# Between the parts of a JSON text a space, or a line's end and an indent; never white space without
+# end, with which a model that is unsure likes to go on.
+_JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})?"}
 MAX_GRAMMAR_CHARS = 1 << 20
 
 Words = NDArray[np.int32]
