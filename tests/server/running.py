@@ -25,6 +25,7 @@ class RunningServer:
         config = ServerConfig(model_names=(MODEL,), port=0, default_thinking=False)
         config = ServerConfig(**{**_fields(config), **options})
         ours, theirs = Pipe()
+        self.engine = engine
         self._engine_thread = threading.Thread(target=EngineLoop(engine, theirs).run, daemon=True)
         self._engine_thread.start()
         self.client = EngineClient(ours)

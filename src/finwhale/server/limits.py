@@ -38,6 +38,7 @@ class Gate:
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
+        body = _LimitedBody(receive, self._state.config.max_body_bytes)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -48,11 +49,18 @@ class Gate:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
+        async def send_unless_exceeded(message: Message) -> None:
+            if not body.exceeded:
+                await send_marked(message)
+            elif message["type"] == "http.response.start":
+                # Not what the application makes of a body that breaks off.
+                told = error_response(_too_large(self._state.config.max_body_bytes), path)
+                await told(scope, receive, send_marked)
+
         self._in_flight += 1
         try:
             self._check(scope, path)
-            body = _LimitedBody(receive, self._state.config.max_body_bytes)
-            await self._app(scope, body.receive, send_marked)
+            await self._app(scope, body.receive, send_unless_exceeded)
         except ApiError as error:
             if status:
                 raise
@@ -112,18 +120,20 @@ class Gate:
 
 
 class _LimitedBody:
-    """Passes a request's body on, up to a size."""
+    """Passes a request's body on, up to a size: past it, `exceeded` is set and ApiError raised."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
         self._seen = 0
+        self.exceeded = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
             self._seen += len(message.get("body", b""))
             if self._seen > self._max_bytes:
+                self.exceeded = True
                 raise _too_large(self._max_bytes)
         return message
 
