@@ -127,5 +127,6 @@ def assert_idle(llm: LLM) -> None:
     assert not engine.has_work
     assert not engine.scheduler.running
     assert not engine._streams and not engine._requests and not engine.sampler._requests
+    engine.reset_prefix_cache()
     for name, pool in engine.scheduler.pages.pools.items():
         assert pool.num_free == pool.num_pages - 1, f"pages of {name} are still held"

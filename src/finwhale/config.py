@@ -25,7 +25,12 @@ class EngineConfig:
             checkpoint allows and the memory holds.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward (prefill chunks and decodes together).
-        cache_memory_bytes: memory for the paged state; None: sized from the device.
+        gpu_memory_utilization: of a GPU's memory, the part that weights, workspaces and cache may
+            take; what others hold on it counts too.
+        cache_memory_bytes: memory for the paged state; None: on a GPU what is left of
+            gpu_memory_utilization, on a CPU at most 1 GiB.
+        enable_prefix_caching: keep the state of what was read, so that a request which begins with
+            the same tokens goes on from there. No token changes.
     """
 
     device: str | None = None
@@ -37,7 +42,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
+    gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
@@ -52,6 +59,15 @@ class EngineConfig:
             raise FinwhaleError(
                 f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.graph_sizes}"
+            )
+        if not isinstance(self.enable_prefix_caching, bool):
+            raise FinwhaleError(
+                f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise FinwhaleError(
+                f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
             )
         for name in _COUNTS:
             value = getattr(self, name)

@@ -47,7 +47,10 @@ class LLM:
         max_model_len: tokens of prompt and output of one sequence at most.
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of one forward.
-        cache_memory_bytes: memory for the paged state.
+        gpu_memory_utilization: of a GPU's memory, the part that weights, workspaces and cache may
+            take.
+        cache_memory_bytes: memory for the paged state, instead of what is left of that.
+        enable_prefix_caching: keep the state of what was read for prompts that begin the same.
         progress: called with (bytes read, bytes in all) while weights load.
 
     Raises:
@@ -69,7 +72,9 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
+        gpu_memory_utilization: float = 0.9,
         cache_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
         progress: Progress | None = None,
     ) -> None:
         config = EngineConfig(
@@ -81,7 +86,9 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            gpu_memory_utilization=gpu_memory_utilization,
             cache_memory_bytes=cache_memory_bytes,
+            enable_prefix_caching=enable_prefix_caching,
         )
         directory = Path(path) if path is not None else DEMO_PATH
         model_config, source = _open(directory, load_format, device, progress)

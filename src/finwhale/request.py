@@ -186,6 +186,8 @@ class RequestOutput:
         finished: nothing more will come.
         num_cached_tokens: tokens of the prompt whose state was found in the prefix cache.
         error: why the request failed, one line; None where it did not.
+        num_cached_tokens: tokens of the prompt that were not read again, because the state of an
+            earlier request with the same beginning was still there.
     """
 
     request_id: str

@@ -49,7 +49,7 @@ def filled(static: StaticInputs, chunks: list[Chunk], size: int, decode: bool) -
     return inputs if decode else with_bounds(inputs, chunks)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(SEEDS, DRAWS, NUM_SEQS)
 def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
     """Many steps in the same buffers: tokens go on, sequences come, go and change places.

@@ -211,6 +211,23 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
     assert found[0] == found[1]
 
 
+def test_reported_memory_is_what_is_held() -> None:
+    """Measured before serving; the longest prompt, the fullest batch and any sampling add nothing."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    llm = LLM(device="cuda", max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=1024)
+    held = llm.engine.memory
+    print(held)
+    reserved = torch.cuda.memory_reserved()
+    assert held.total == reserved - before
+    assert held.cache == llm.engine.runner.plan.total_bytes
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= 0.9 * total
+    drawn = SamplingParams(top_p=0.9, top_k=50, logprobs=5, presence_penalty=1.0, max_tokens=20)
+    llm.generate([text(1, 4000), *(text(i, 30) for i in range(16))], drawn)
+    assert torch.cuda.memory_reserved() - reserved <= 2**22  # torch's smallest steps
+
+
 def test_requests_in_one_batch_end_as_alone(llm: LLM) -> None:
     """Batches of other sizes may round otherwise; most tokens must be the same."""
     together = [r.outputs[0].token_ids for r in llm.generate(PROMPTS, GREEDY)]

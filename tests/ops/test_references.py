@@ -262,7 +262,8 @@ def _compressed(
     ends = {b: position + 1 for _, b, position in places(tokens)}
     mixed = {4: 8, 128: 128}[w.ratio]
     for n, b, position in places(tokens):
-        if position >= kept_from(ends[b], w.ratio):
+        at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)
+        if position >= kept_from(ends[b], w.ratio) or at_block_end:
             state[slot(states, b, position)] = projected[n]
         if (position + 1) % w.ratio:
             continue

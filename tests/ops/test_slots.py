@@ -87,6 +87,8 @@ def check_compress(traffic: Traffic, group: Literal["c4", "c128"], ratio: int, m
         for c, t in tokens
         if t >= (c.end // ratio + 1) * ratio - mixed  # the first entry still to complete
     ]
+    if ratio == 4:  # and at the ends of blocks, where another sequence may go on
+        left += [(c, t) for c, t in tokens if t % 256 >= 252 and t < c.end // 4 * 4 - 4]
     assert step.state_sources.tolist() == [row_of[c.sequence.key, t] for c, t in left]
     assert step.state_slots.tolist() == [traffic.slot(c.sequence, state, t) for c, t in left]
 

@@ -178,7 +178,7 @@ class Bench:
         scheduler = self.engine.scheduler
         chunks: list[Any] = []
         for sequence in scheduler.running:
-            scheduler._plan(sequence, 1, chunks)
+            scheduler._read(sequence, 1, chunks)
         return chunks
 
     def _graph_ms(self) -> float | None:

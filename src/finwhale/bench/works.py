@@ -359,12 +359,12 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
         def moved(chunks: Chunks) -> float:
             """New rows, kept rows read and written, entries."""
             found = left = entries = 0
-            for (start, end), (before, after) in zip(
+            for (start, end), (before, *after) in zip(
                 chunks, state_rows(chunks, ratio), strict=True
             ):
                 completes = end // ratio - start // ratio
                 found += len(before) if completes else 0
-                left += len(after)
+                left += sum(map(len, after))
                 entries += completes
             values = num_tokens(chunks) + found + left
             return values * sum(columns) * 4 + entries * entry_bytes

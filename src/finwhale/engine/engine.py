@@ -5,6 +5,7 @@ not know yet, the next one is planned and launched with their ids taken from the
 are they waited for, appended, detokenised.
 """
 
+import logging
 import operator
 import os
 import threading
@@ -18,6 +19,7 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.engine.memory import MemoryUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
@@ -34,6 +36,8 @@ from finwhale.request import (
     RequestOutput,
     SamplingParams,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -101,13 +105,13 @@ class Engine:
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.runner = ModelRunner(config, model_config, weights)
+        logger.info("%s holds %s", self.runner.device, self.runner.memory)
         plan = self.runner.plan
         self.scheduler = Scheduler(
             PageManager(self.runner.groups, plan.num_pages),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            capacity_tokens=plan.capacity_tokens,
-            reserve_multiple=plan.reserve_multiple,
+            prefix_caching=config.enable_prefix_caching,
         )
         self.sampler = Sampler(self.runner.ops.sample)
         self._requests: dict[str, _Request] = {}
@@ -122,6 +126,11 @@ class Engine:
         return self.runner.max_model_len
 
     @property
+    def memory(self) -> MemoryUse:
+        """What is held on the device."""
+        return self.runner.memory
+
+    @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
@@ -132,17 +141,19 @@ class Engine:
         params: SamplingParams,
         prompt: str | None = None,
         stop_after: int | None = None,
+        priority: int = 0,
     ) -> RequestOutput:
         """Begin a request; the object returned is filled as `step` runs.
 
         Args:
             stop_after: look for stop strings only after this token: the end of the reasoning.
+            priority: lower goes first; those of one priority in the order of their arrival.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
         """
         with self._lock:
-            return self._add(request_id, prompt_token_ids, params, prompt, stop_after)
+            return self._add(request_id, prompt_token_ids, params, prompt, stop_after, priority)
 
     def _add(
         self,
@@ -151,6 +162,7 @@ class Engine:
         params: SamplingParams,
         prompt: str | None,
         stop_after: int | None,
+        priority: int,
     ) -> RequestOutput:
         self._check_process()
         assert request_id not in self._requests, f"request {request_id} is running already"
@@ -169,6 +181,7 @@ class Engine:
                 num_prompt=len(prompt_token_ids),
                 max_len=longest,
                 params=params,
+                priority=priority,
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
@@ -327,9 +340,14 @@ class Engine:
 
     def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
         sequence, output, params = stream.sequence, stream.output, stream.sequence.params
+        if sequence.index == 0:
+            request = self._requests[sequence.request_id]
+            request.output.num_cached_tokens = sequence.num_cached or 0
         if token.error is not None:
             self._requests[sequence.request_id].output.error = token.error
             self._finish(stream, "error", None)
+            # Whatever went wrong may lie in its cached state: nobody shall go on from there.
+            self.scheduler.reset_prefix_cache()
             return
         sequence.token_ids[place] = token.token_id
         output.token_ids.append(token.token_id)
@@ -376,8 +394,13 @@ class Engine:
         self.sampler.remove(stream.sequence.key)
         del self._streams[stream.sequence.key]
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what was read: no later request goes on from it."""
+        with self._lock:
+            self.scheduler.reset_prefix_cache()
+
     def check_integrity(self) -> None:
-        """Assert that nothing is lost: every page free or held once, reservations add up."""
+        """Assert that nothing is lost: pages, blocks and who holds them, requests."""
         self.scheduler.check_integrity()
         assert self._streams or not self._flying
-        assert len(self._streams) == len(self.scheduler.running) + len(self.scheduler.waiting)
+        assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting

@@ -5,9 +5,15 @@ from dataclasses import dataclass
 
 import torch
 
-from finwhale.engine.pages import windowed_pages
+from finwhale.engine.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, FieldName, PagedCache
+
+
+# Of the memory that is left once every sequence can run: the part for states at the ends of blocks,
+# which let other sequences go on there. A state of Flash takes as much as five blocks, and a
+# conversation of some thousand tokens needs one or two.
+STATE_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +23,13 @@ class CachePlan:
     Attributes:
         num_pages: by group, page 0 included.
         capacity_tokens: tokens that the groups which keep everything hold together.
-        reserve_multiple: the tokens of one of their pages.
+        num_states: ends of blocks whose state is kept beside what running sequences need.
         total_bytes: of all pools.
     """
 
     num_pages: dict[str, int]
     capacity_tokens: int
-    reserve_multiple: int
+    num_states: int
     total_bytes: int
 
 
@@ -36,12 +42,16 @@ def plan_cache(
     max_num_seqs: int,
     max_step_tokens: int,
     wanted_tokens: int,
+    least_tokens: int = 1,
+    shares: bool = False,
 ) -> CachePlan:
     """Share budget_bytes out: what forgets gets what it can ever need, the rest what is left.
 
     Args:
         itemsize, packed: bytes of an activation, and whether rows are packed.
         wanted_tokens: no more capacity than this.
+        least_tokens: no part for states before there is this much capacity.
+        shares: sequences go on from each other's blocks: keep states as well.
 
     Raises:
         ResourceError: the budget does not hold one page of everything.
@@ -49,31 +59,38 @@ def plan_cache(
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
     num_pages: dict[str, int] = {
-        g.name: windowed_pages(g, max_num_seqs, max_step_tokens) for g in windowed
+        g.name: windowed_pages(g, max_num_seqs, max_step_tokens, shares) for g in windowed
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
-    multiple = max((g.tokens_per_page for g in keeping), default=1)
-    assert all(multiple % g.tokens_per_page == 0 for g in keeping)
-    per_multiple = sum(
-        multiple // g.tokens_per_page * g.page_bytes(itemsize, packed) for g in keeping
-    )
-    wanted = -(-wanted_tokens // multiple)
+    block = windowed[0].block_tokens if keeping else 1
+    per_block = sum(block // g.tokens_per_page * g.page_bytes(itemsize, packed) for g in keeping)
+    per_state = sum(pages_at_block_end(g) * g.page_bytes(itemsize, packed) for g in windowed)
+    wanted = -(-wanted_tokens // block)
+    states = 0
     if keeping:
         # One page of each is page 0.
         fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
-        wanted = min(wanted, (budget_bytes - fixed) // per_multiple)
+        left = budget_bytes - fixed
+        wanted = min(wanted, left // per_block)
+        if shares and wanted > 0:
+            least = min(wanted, -(-least_tokens // block))
+            for_states = left // STATE_SHARE // per_state * per_state
+            wanted = min(wanted, max(least, (left - for_states) // per_block))
+            states = min(wanted, (left - wanted * per_block) // per_state)
     if wanted < 1 or (not keeping and fixed > budget_bytes):
         raise ResourceError(
-            f"the cache needs at least {fixed + per_multiple:,} bytes for {max_num_seqs} sequences "
+            f"the cache needs at least {fixed + per_block:,} bytes for {max_num_seqs} sequences "
             f"and {max_step_tokens} tokens a step, but {budget_bytes:,} are available: lower "
             "max_num_seqs or max_num_batched_tokens, or give cache_memory_bytes"
         )
-    num_pages |= {g.name: 1 + wanted * (multiple // g.tokens_per_page) for g in keeping}
+    num_pages |= {g.name: 1 + wanted * (block // g.tokens_per_page) for g in keeping}
+    for g in windowed:
+        num_pages[g.name] += states * pages_at_block_end(g)
     return CachePlan(
         num_pages=num_pages,
-        capacity_tokens=wanted * multiple,
-        reserve_multiple=multiple,
-        total_bytes=fixed + wanted * per_multiple,
+        capacity_tokens=wanted * block,
+        num_states=states,
+        total_bytes=fixed + wanted * per_block + states * per_state,
     )
 
 

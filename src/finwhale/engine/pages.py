@@ -1,5 +1,7 @@
 """Pages of cached state: who holds which. Pure Python; the tensors are in kv_cache.py."""
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,8 +20,13 @@ class PageGroup(Protocol):
     def tokens_per_page(self) -> int: ...
     @property
     def keep(self) -> tuple[int, int] | None: ...
+    @property
+    def tail_only(self) -> bool: ...
+    @property
+    def block_tokens(self) -> int: ...
     def first_needed(self, num_tokens: int) -> int: ...
     def first_written(self, start: int, end: int) -> int: ...
+    def forgets_at(self, first_page: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -41,10 +48,15 @@ BlockTables = dict[str, BlockTable]
 
 
 class PagePool:
-    """The free pages of one group. Page 0 is nobody's: it stands where there is no page."""
+    """The pages of one group. Page 0 is nobody's: it stands where there is no page.
+
+    Attributes:
+        holders: by page, how many hold it; 0: it is free.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.holders = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -52,76 +64,200 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        assert self._free, "no free page: admission must have reserved them"
-        return self._free.pop()
+        """A page that nobody held."""
+        assert self._free, "no free page: whoever plans a step must see that there are enough"
+        page = self._free.pop()
+        self.holders[page] = 1
+        return page
+
+    def hold(self, page: int) -> None:
+        """Hold a page that others hold too."""
+        assert self.holders[page] > 0
+        self.holders[page] += 1
 
     def give(self, page: int) -> None:
-        assert 0 < page < self.num_pages
-        self._free.append(page)
+        """Hold a page no longer; the last one frees it."""
+        assert 0 < page < self.num_pages and self.holders[page] > 0
+        self.holders[page] -= 1
+        if not self.holders[page]:
+            self._free.append(page)
+
+    def check_integrity(self, held: Sequence[int], name: str) -> None:
+        """Assert that the pages of `held`, as often as they stand there, are held, others free."""
+        counts = [0] * self.num_pages
+        for page in held:
+            counts[page] += 1
+        assert counts[0] == 0
+        assert counts == self.holders, f"pages of {name} lost or held by nobody who knows"
+        free = [page for page in range(1, self.num_pages) if not counts[page]]
+        assert sorted(self._free) == free, f"pages of {name} lost or free twice"
+
+
+class Reclaimer(Protocol):
+    """Who holds pages that sequences may have when there is no free one (prefix.PrefixIndex)."""
+
+    @property
+    def num_idle(self) -> int:
+        """Blocks of the groups that keep everything which could be free at once."""
+        ...
+
+    def reclaim(self, group: PageGroup) -> None:
+        """Give at least one page of the group back, if there is one to give."""
+        ...
 
 
 class PageManager:
-    """Gives pages to sequences as they grow and takes back those that no later token needs."""
+    """Gives pages to sequences as they grow and takes back those that no later token needs.
+
+    Attributes:
+        keeping, forgetting: the groups that keep every row, and those that do not.
+        reclaimer: gives pages back that it holds for later; with one, a step also gets pages for
+            what is kept at the ends of blocks.
+    """
 
     def __init__(self, groups: Sequence[PageGroup], num_pages: Mapping[str, int]) -> None:
         """num_pages: pages of each group, page 0 included."""
         self.groups = tuple(groups)
+        self.keeping = tuple(g for g in groups if g.keep is None)
+        self.forgetting = tuple(g for g in groups if g.keep is not None)
         self.pools = {group.name: PagePool(num_pages[group.name]) for group in groups}
+        self.reclaimer: Reclaimer | None = None
 
     def new_tables(self) -> BlockTables:
         return {group.name: BlockTable() for group in self.groups}
 
-    def grow(self, tables: BlockTables, start: int, end: int) -> None:
-        """Give the pages that a step over tokens start..end-1 reads and writes."""
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that sequences can still be given in the groups that keep everything."""
+        idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
+        if not self.keeping:
+            return sys.maxsize
+        return idle + min(
+            self.pools[g.name].num_free * g.tokens_per_page // g.block_tokens for g in self.keeping
+        )
+
+    def fits(self, tables: BlockTables, end: int) -> bool:
+        """Whether `grow` can give what a step up to token end-1 needs.
+
+        The groups that forget have pages for every step (`windowed_pages`).
+        """
+        idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
+        for group in self.keeping:
+            missing = -(-(end // group.tokens_per_row) // group.rows_per_page)
+            missing -= tables[group.name].end
+            spare = idle * (group.block_tokens // group.tokens_per_page)
+            if missing > self.pools[group.name].num_free + spare:
+                return False
+        return True
+
+    def grow(self, tables: BlockTables, start: int, end: int) -> int:
+        """Give the pages that a step over tokens start..end-1 reads and writes.
+
+        Returns:
+            How many tokens the sequence may have before it must grow again.
+        """
+        room = []
         for group in self.groups:
-            table = tables[group.name]
+            table, rows = tables[group.name], group.rows_per_page
             first_row = group.first_written(start, end) // group.tokens_per_row
             last_row = end // group.tokens_per_row - 1
-            if last_row < first_row:
-                continue
-            if not table.pages:
-                table.first = first_row // group.rows_per_page
-            while table.end <= last_row // group.rows_per_page:
-                # Pages between those read and those written are never touched.
-                skipped = group.keep is not None and table.end < first_row // group.rows_per_page
-                table.pages.append(0 if skipped else self.pools[group.name].take())
+            if last_row >= first_row:
+                self._extend(group, table, start, end, first_row // rows, last_row // rows)
+            room.append((table.end * rows + 1) * group.tokens_per_row - 1)
+        return min(room)
 
-    def trim(self, tables: BlockTables, num_tokens: int) -> None:
-        """Take back the pages whose rows no token at position num_tokens or later needs."""
-        for group in self.groups:
+    def _extend(
+        self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
+    ) -> None:
+        """Pages number first..last, and those before that the ends of blocks need."""
+        shares = self.reclaimer is not None and group.tail_only
+        if not table.pages:
+            table.first = start // group.tokens_per_page if shares else first
+        for number in range(table.end, last + 1):
+            # Pages between those read and those written are never touched.
+            wanted = group.keep is None or number >= first
+            if not wanted and shares:
+                wanted = _is_at_block_end(group, number, end)
+            table.pages.append(self._take(group) if wanted else 0)
+
+    def _take(self, group: PageGroup) -> int:
+        pool = self.pools[group.name]
+        if not pool.num_free and self.reclaimer is not None:
+            self.reclaimer.reclaim(group)
+        return pool.take()
+
+    def trim(self, tables: BlockTables, num_tokens: int) -> int:
+        """Take back the pages whose rows no token at position num_tokens or later needs.
+
+        Returns:
+            The number of tokens at which there is something to take back again.
+        """
+        again = []
+        for group in self.forgetting:
             table = tables[group.name]
-            first = group.first_needed(num_tokens) // group.tokens_per_page
-            while table.pages and table.first < first:
-                self._give(group.name, table.pages.pop(0))
-                table.first += 1
+            gone = group.first_needed(num_tokens) // group.tokens_per_page - table.first
+            if gone > 0:
+                self._give(group.name, table.pages[:gone])
+                del table.pages[:gone]
+                table.first += gone
+            again.append(group.forgets_at(table.first))
+        return min(again)
 
     def release(self, tables: BlockTables) -> None:
         """Take everything back."""
-        for group in self.groups:
-            table = tables[group.name]
-            for page in table.pages:
-                self._give(group.name, page)
+        for name, table in tables.items():
+            self._give(name, table.pages)
             table.pages.clear()
 
-    def _give(self, name: str, page: int) -> None:
-        if page:
-            self.pools[name].give(page)
+    def _give(self, name: str, pages: Sequence[int]) -> None:
+        give = self.pools[name].give
+        for page in pages:
+            if page:
+                give(page)
 
-    def check_integrity(self, live: Sequence[BlockTables]) -> None:
-        """Assert that every page is free or held exactly once by one of `live`."""
+    def check_integrity(
+        self, live: Sequence[BlockTables], kept: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Assert that every page is free, or held as often as `live` tables and `kept` say."""
         for group in self.groups:
             held = [page for tables in live for page in tables[group.name].pages if page]
-            free = self.pools[group.name]._free
-            every = sorted(held + free)
-            assert every == list(range(1, self.pools[group.name].num_pages)), (
-                f"pages of {group.name} lost or held twice"
-            )
+            held += (kept or {}).get(group.name, ())
+            self.pools[group.name].check_integrity(held, group.name)
 
 
-def windowed_pages(group: PageGroup, max_num_seqs: int, max_step_tokens: int) -> int:
-    """Pages that let max_num_seqs sequences and one step always run, for a group that forgets."""
+def _is_at_block_end(group: PageGroup, number: int, end: int) -> bool:
+    """Whether a sequence that goes on at the end of the page's block needs the page."""
+    page_end = (number + 1) * group.tokens_per_page
+    block_end = -(-page_end // group.block_tokens) * group.block_tokens
+    return block_end <= end and group.first_needed(block_end) < page_end
+
+
+def pages_at_block_end(group: PageGroup) -> int:
+    """Pages of a group that forgets which a sequence needs to go on at the end of a block."""
+    assert group.keep is not None
+    end = group.block_tokens * (1 + sum(group.keep) // group.block_tokens)
+    return end // group.tokens_per_page - group.first_needed(end) // group.tokens_per_page
+
+
+def windowed_pages(
+    group: PageGroup, max_num_seqs: int, max_step_tokens: int, shares: bool = False
+) -> int:
+    """Pages that let max_num_seqs sequences and one step always run, for a group that forgets.
+
+    Args:
+        shares: steps also keep what is needed at the ends of blocks.
+    """
     assert group.keep is not None
     align, before = group.keep
-    kept = align + before
-    each = -(-kept // group.tokens_per_page) + 2
-    return 1 + max_num_seqs * each + -(-max_step_tokens // group.tokens_per_page)
+    size = group.tokens_per_page
+    # Between two steps a sequence keeps at most align + before - 1 rows, which begin anywhere that
+    # `unit` divides.
+    unit = math.gcd(align, before, size)
+    kept = (size - unit + align + before - 2) // size + 1
+    if not group.tail_only:
+        return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size)
+    num_pages = 1 + max_num_seqs * 2 * kept
+    if shares:
+        num_blocks = max_num_seqs + max_step_tokens // group.block_tokens
+        num_pages += num_blocks * pages_at_block_end(group)
+    return num_pages

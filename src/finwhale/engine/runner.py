@@ -11,6 +11,7 @@ from finwhale.config import EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.scheduler import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
@@ -18,15 +19,15 @@ from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
+from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
-GPU_CACHE_SHARE = 0.6
 
 
 class ModelRunner:
@@ -38,6 +39,7 @@ class ModelRunner:
     Attributes:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
+        memory: what is held on the device, measured where it is a GPU.
 
     Raises:
         ResourceError: no such device, or model and cache do not fit it.
@@ -49,58 +51,110 @@ class ModelRunner:
     ) -> None:
         self.platform, self.device = choose_device(config.device)
         self.dtype = _choose_dtype(config.dtype, self.platform)
+        self._round = config.activations == "as-trained"
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
         self.ops = load_ops(self.platform, reference=not serves)
         longest = _longest(config, model_config)
+        self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
+        allocated = 0
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            allocated = torch.cuda.memory_allocated(self.device)
+            self._reserved_before = torch.cuda.memory_reserved(self.device)
         try:
             weights = load_weights(
                 model_config,
                 stream,
                 dtype=self.dtype,
                 device=self.device,
-                round_activations=config.activations == "as-trained",
+                round_activations=self._round,
                 ops=self.ops,
             )
-            self.plan = self._plan(config, longest)
+            if self.device.type == "cuda":
+                self._weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
+            else:
+                self._weight_bytes = tensor_bytes(weights)
+            self.plan = self._plan(config, weights, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
                 raise ResourceError(
                     f"max_model_len {config.max_model_len} was asked for, but the cache's memory "
                     f"({self.plan.total_bytes:,} bytes) holds {self.plan.capacity_tokens} tokens: "
-                    "raise cache_memory_bytes"
+                    "raise gpu_memory_utilization or cache_memory_bytes"
                 )
-            self.model = DeepseekV4(
-                model_config,
-                self.ops,
-                weights,
-                round_activations=config.activations == "as-trained",
-                max_positions=self.max_model_len,
-            )
+            self.model = self._build(weights, self.max_model_len)
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
+            self.graphs: Graphs | None = None
+            self.prefill_graphs: Graphs | None = None
+            self.sampled = self._capture(config)
+            self.memory = self._hold(config)
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
             raise ResourceError(
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
-        self.graphs: Graphs | None = None
-        self.prefill_graphs: Graphs | None = None
-        if self.ops.packed and not config.enforce_eager:
-            self.sampled = self._capture(config)
-        else:
-            self.sampled = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.batches = BatchBuilder(self.groups, self.device, self.sampled)
+
+    def _build(self, weights: ModelWeights, max_positions: int) -> DeepseekV4:
+        return DeepseekV4(
+            self.model_config,
+            self.ops,
+            weights,
+            round_activations=self._round,
+            max_positions=max_positions,
+        )
+
+    def _largest(self, config: EngineConfig, max_len: int) -> Largest:
+        """The largest steps, and the graphs that there are to be."""
+        decodes: tuple[int, ...] = ()
+        prefills: tuple[int, ...] = ()
+        most = config.max_num_batched_tokens
+        if self.ops.packed and not config.enforce_eager:
+            decodes = config.graph_sizes or tuple(decode_sizes(config.max_num_seqs))
+            if config.graph_sizes is None:
+                prefills = tuple(size for size in PREFILL_SIZES if size < most) or (most,)
+        return Largest(
+            num_tokens=most,
+            num_seqs=config.max_num_seqs,
+            max_len=max_len,
+            decode_graphs=tuple(sorted(set(decodes))),
+            prefill_graphs=prefills,
+        )
+
+    def _hold(self, config: EngineConfig) -> MemoryUse:
+        """Run the largest steps once, so that what they need is there and compiled.
+
+        Returns:
+            What is held from then on.
+        """
+        weights, cache = self._weight_bytes, self.plan.total_bytes
+        if self.device.type != "cuda" or not self.ops.packed:
+            return MemoryUse(weights=weights, workspace=0, cache=cache)
+        largest = self._largest(config, self.max_model_len)
+        LargestSteps(self.model, self.groups, self.ops, self.cache).run(largest)
+        torch.cuda.synchronize(self.device)
+        held = torch.cuda.memory_reserved(self.device) - self._reserved_before
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(total * config.gpu_memory_utilization)
+        if config.cache_memory_bytes is None and total - free > allowed:
+            logger.warning(
+                "%s bytes of the GPU are in use, of %s that gpu_memory_utilization allows",
+                f"{total - free:,}",
+                f"{allowed:,}",
+            )
+        return MemoryUse(weights=weights, workspace=max(0, held - weights - cache), cache=cache)
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig) -> Tensor:
         """Record decodes whole, logits included, and steps of few tokens up to the streams.
 
         Returns:
-            `sampled` of the inputs that they read.
+            `sampled` of the inputs that they read; where nothing is captured, one of its own.
         """
 
         def streams(inputs: StepInputs, segments: Segments) -> Tensor:
@@ -111,35 +165,48 @@ class ModelRunner:
             result: Tensor = self.model.compute_logits(streams(inputs, segments))
             return result
 
+        largest = self._largest(config, self.max_model_len)
+        if not largest.decode_graphs:
+            return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         pool = torch.cuda.graph_pool_handle()
-        most = config.max_num_batched_tokens
-        decodes = sorted(set(config.graph_sizes or decode_sizes(config.max_num_seqs)))
-        prefills: list[int] = []
-        if config.graph_sizes is None:
-            prefills = [size for size in PREFILL_SIZES if size < most] or [most]
         static = StaticInputs(
-            max(decodes[-1], *prefills, 0),
+            max(largest.decode_graphs + largest.prefill_graphs),
             config.max_num_seqs,
             self.groups,
             self.max_model_len,
             self.device,
         )
-        if prefills:
+        if largest.prefill_graphs:
             self.prefill_graphs = Graphs(
-                streams, static, sizes=prefills, decode=False, device=self.device, pool=pool
+                streams,
+                static,
+                sizes=largest.prefill_graphs,
+                decode=False,
+                device=self.device,
+                pool=pool,
             )
         self.graphs = Graphs(
-            logits, static, sizes=decodes, decode=True, device=self.device, pool=pool
+            logits,
+            static,
+            sizes=largest.decode_graphs,
+            decode=True,
+            device=self.device,
+            pool=pool,
         )
         return static.sampled
 
-    def _plan(self, config: EngineConfig, longest: int) -> CachePlan:
+    def _plan(self, config: EngineConfig, weights: ModelWeights, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
-        if budget is None:
+        if budget is None and self.device.type != "cuda":
             budget = CPU_CACHE_BYTES
-            if self.device.type == "cuda":
-                budget = int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_SHARE)
-        page = max((g.tokens_per_page for g in self.groups if g.keep is None), default=1)
+        elif budget is None and self.ops.packed:
+            steps = LargestSteps.alone(self._build(weights, longest), self.groups, self.ops)
+            workspace = steps.workspace_bytes(self._largest(config, longest))
+            del steps
+            budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
+        elif budget is None:
+            # The references are for comparing: nothing bounds their temporaries.
+            budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
@@ -147,7 +214,9 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=-(-longest // page) * page * config.max_num_seqs,
+            wanted_tokens=-(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs,
+            least_tokens=longest,
+            shares=config.enable_prefix_caching,
         )
 
     @torch.inference_mode()

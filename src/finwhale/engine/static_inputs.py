@@ -59,6 +59,7 @@ class StaticInputs:
         self._twins = [_Twin(self, device) for _ in range(2)]
         self._turn = 0
         self._held: list[PageState | None] = [None] * num_seqs
+        self._firsts = np.zeros((len(self.groups), num_seqs), np.int32)
         self.fill([])
 
     def inputs(self, num_tokens: int, *, decode: bool) -> StepInputs:
@@ -105,6 +106,10 @@ class StaticInputs:
             return
         for each in self._twins:
             each.stale.update(changed)
+        for row in changed:
+            tables = chunks[row].sequence.tables
+            self._firsts[:, row] = [tables[group.name].first for group in self.groups]
+        twin.write_firsts(self._firsts)
         # Rows past the batch stay stale: they are not sent.
         for row in [row for row in twin.stale if row < len(chunks)]:
             twin.write_pages(row, chunks[row].sequence.tables)
@@ -173,12 +178,15 @@ class _Twin:
         self._query_start[: len(chunks)] = starts
         self._query_start[len(chunks) :] = count
 
+    def write_firsts(self, firsts: NDArray[np.int32]) -> None:
+        for mine, first in zip(self._firsts, firsts, strict=True):
+            mine[:] = first
+
     def write_pages(self, row: int, tables: BlockTables) -> None:
         self.stale.discard(row)
-        for name, pages, first in zip(self._names, self._tables, self._firsts, strict=True):
-            table = tables[name]
-            first[row] = table.first
-            pages[row, : len(table.pages)] = table.pages
+        for name, rows in zip(self._names, self._tables, strict=True):
+            pages = tables[name].pages
+            rows[row, : len(pages)] = pages
 
 
 class _PageLayout:

@@ -13,6 +13,10 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
+# Tokens of a block: where one ends, another sequence with the same beginning may go on from what is
+# kept. Pages of every group hold a divisor of it.
+BLOCK_TOKENS = 256
+
 
 @dataclass(frozen=True, eq=False)
 class PageTable:
@@ -43,6 +47,12 @@ class PageTable:
         """first as a host array."""
         first: Ints = self.first.cpu().numpy().astype(np.int64)
         return first
+
+    def has_page(self, sequence: int, row: int) -> bool:
+        """Whether a row of a sequence lies in a page; on the host."""
+        number = row // self.rows_per_page - int(self.host_first[sequence])
+        pages = self.host_pages
+        return 0 <= number < pages.shape[1] and bool(pages[sequence, number])
 
     def slots(self, sequence: Ints, rows: Ints) -> Ints:
         """Slots of row numbers, which must lie in the sequences' pages; on the host."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.paging import Ints, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, Ints, PageTable, Tokens
 
 T = TypeVar("T")
 
@@ -171,6 +171,7 @@ def _compress_step(
         for b, ((start, end), first) in enumerate(zip(chunks, query_start, strict=False))
         for token in range(max(start, end // align * align - before), end)
     ]
+    kept += _ends_of_blocks(chunks, query_start, state_table, align, before)
     entries = [
         (b, entry)
         for b, (start, end) in enumerate(chunks)
@@ -193,6 +194,26 @@ def _compress_step(
         state_sources=_tensor(sources.copy(), tokens),
         state_slots=_tensor(state_table.slots(owners, positions), tokens),
     )
+
+
+def _ends_of_blocks(
+    chunks: list[tuple[int, int]],
+    query_start: list[int],
+    state_table: PageTable,
+    align: int,
+    before: int,
+) -> list[tuple[int, int, int]]:
+    """(sequence, new row, position) of the rows kept at the ends of blocks within the chunks."""
+    kept = []
+    for b, (start, end) in enumerate(chunks):
+        if not before or start // BLOCK_TOKENS == end // BLOCK_TOKENS:
+            continue
+        tail = end // align * align - before
+        for block_end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, end, BLOCK_TOKENS):
+            if state_table.has_page(b, block_end - 1):
+                tokens = range(max(start, block_end - before), min(block_end, tail))
+                kept += [(b, query_start[b] + token - start, token) for token in tokens]
+    return kept
 
 
 def _sources(

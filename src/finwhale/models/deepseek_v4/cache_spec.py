@@ -13,6 +13,7 @@ from torch import Tensor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
+from finwhale.ops.paging import BLOCK_TOKENS
 
 GroupName = Literal["window", "c4", "c128", "c4_state", "c128_state"]
 FieldKind = Literal["row", "key", "state"]
@@ -61,13 +62,18 @@ class CacheField:
 class CacheGroup:
     """Rows that live and die together.
 
+    A sequence may go on from the end of any block of another one with the same beginning: from the
+    rows of the groups that keep every row, and the rows of tokens first_needed(end) .. end-1 of the
+    others. Pages hold whole parts of blocks, so nobody writes into a page that others read.
+
     Attributes:
         tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
             tokens have been read.
         rows_per_page: rows of one page.
         keep: None keeps every row; (align, before) keeps the rows of the tokens from
             floor(n / align) * align - before on, where n tokens have been read.
-        tail_only: a step writes only the rows that it leaves to later steps.
+        tail_only: a step writes only the rows that it leaves to later steps, and those that are
+            needed at the ends of blocks within it.
     """
 
     name: GroupName
@@ -77,9 +83,16 @@ class CacheGroup:
     tail_only: bool
     fields: tuple[CacheField, ...]
 
+    def __post_init__(self) -> None:
+        assert self.block_tokens % self.tokens_per_page == 0
+
     @property
     def tokens_per_page(self) -> int:
         return self.tokens_per_row * self.rows_per_page
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
 
     def first_needed(self, num_tokens: int) -> int:
         """The first token whose row a token at position num_tokens or later can need."""
@@ -88,8 +101,14 @@ class CacheGroup:
         align, before = self.keep
         return max(0, num_tokens // align * align - before)
 
+    def forgets_at(self, first_page: int) -> int:
+        """The number of tokens from which on the page of this number is not needed."""
+        assert self.keep is not None
+        align, before = self.keep
+        return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
+
     def first_written(self, start: int, end: int) -> int:
-        """The first token whose row a step over tokens start..end-1 writes."""
+        """The first token whose row a step over tokens start..end-1 leaves to later steps."""
         return max(start, self.first_needed(end)) if self.tail_only else start
 
     def page_bytes(self, itemsize: int, packed: bool = False) -> int:

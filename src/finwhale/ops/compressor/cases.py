@@ -6,6 +6,7 @@ import torch
 
 from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
+from finwhale.ops.paging import BLOCK_TOKENS
 
 EPS = 1e-6
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "whole")
@@ -21,6 +22,7 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, ((0, 41), (9, 12)), (130, 48), 34),
     (4, ((8, 12),), (512, 128), 64),
     (4, ((7, 8), (511, 512), (255, 256), (14, 15), (259, 260)), (128, 128), 64),
+    (4, ((240, 530), (254, 259), (253, 257)), (64, 32), 16),
     (128, ((126, 127),), (128,), 64),
     (128, ((127, 128),), (128,), 64),
     (128, ((0, 130), (255, 256), (100, 101)), (48,), 16),
@@ -35,10 +37,21 @@ def first_kept(count: int, ratio: int) -> int:
     return max(0, count // align * align - before)
 
 
-def state_rows(chunks: Chunks, ratio: int) -> list[tuple[range, range]]:
-    """The rows of the state that each chunk finds and those that it leaves."""
+def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
+    """The rows of the state that each chunk finds and those that it leaves.
+
+    Of the blocks that end within a chunk, every second has a page for what is kept there.
+    """
     return [
-        (range(first_kept(start, ratio), start), range(max(start, first_kept(end, ratio)), end))
+        [
+            range(first_kept(start, ratio), start),
+            range(max(start, first_kept(end, ratio)), end),
+            *(
+                range(max(start, block_end - 4), block_end)
+                for block_end in range(2 * BLOCK_TOKENS, end, 2 * BLOCK_TOKENS)
+                if ratio == 4 and block_end > start
+            ),
+        ]
         for start, end in chunks
     ]
 

@@ -20,7 +20,7 @@ from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
 
 MAX_PARTS = 2
 # ratio -> neighbouring tokens that one program looks at in a prefill.
@@ -186,6 +186,7 @@ def _part(
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -201,12 +202,14 @@ def _part(
     there = positions >= 0
     complete = there & (positions % RATIO == RATIO - 1)
     if RATIO == 4:
-        # Where the token after 8 more is of the same sequence, this one's row is not kept.
+        # Where the token after 8 more is of the same sequence, this one's row is not kept, unless
+        # a block ends here.
         ahead = tokens + 8 < num_tokens
         far = tl.load(positions_ptr + tokens + 8, mask=ahead, other=-1)
         far_sequence = tl.load(sequence_ptr + tokens + 8, mask=ahead, other=0)
         within = (far == positions + 8) & (far_sequence == sequence)
-        if tl.max((complete | (there & ~within)).to(tl.int32), axis=0) == 0:
+        ending = positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE
+        if tl.max((complete | (there & (ending | ~within))).to(tl.int32), axis=0) == 0:
             return
     begins = tl.load(query_start_ptr + sequence, mask=there, other=0)
     ends = tl.load(query_start_ptr + sequence + 1, mask=there, other=0)
@@ -290,9 +293,13 @@ def _part(
 
     end = positions + ends - tokens
     kept = there & (positions >= end // RATIO * RATIO - BEFORE)
+    if RATIO == 4:
+        kept |= there & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE)
     if tl.max(kept.to(tl.int32), axis=0) > 0:
         table_row = state_pages_ptr + sequence * stride_state_pages
-        page = tl.load(table_row + (positions // STATE_ROWS - state_first), mask=kept, other=0)
+        number = positions // STATE_ROWS - state_first
+        page = tl.load(table_row + number, mask=kept & (number >= 0), other=0)
+        kept &= page > 0
         slots = page.to(tl.int64) * STATE_ROWS + positions % STATE_ROWS
         if SLICES > 1:
             for half in range(2):
@@ -368,6 +375,7 @@ def _compress_kernel(
     STATE_ROWS: tl.constexpr,
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -405,6 +413,7 @@ def _compress_kernel(
             ENTRY_ROWS,
             GROUP,
             SCALE_BYTES_A,
+            BLOCK_TOKENS,
             TOKENS,
             SLICES,
             SLICE,
@@ -443,6 +452,7 @@ def _compress_kernel(
             ENTRY_ROWS,
             GROUP,
             SCALE_BYTES_B,
+            BLOCK_TOKENS,
             TOKENS,
             SLICES,
             SLICE,
@@ -564,6 +574,7 @@ def compress(
         STATE_ROWS=state_table.rows_per_page,
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
+        BLOCK_TOKENS=BLOCK_TOKENS,
         TOKENS=tokens_per_program,
         SLICES=slices,
         SLICE=SLICE,

@@ -1,0 +1,240 @@
+"""What sequences have in common: blocks of tokens whose state is found again. Pure Python.
+
+A block is known by a hash over its tokens and all before them. It holds its pages in the groups
+that keep every row; where it ends, it may also hold a *state*: the pages of the other groups that a
+sequence needs to go on from there. States are larger than blocks (they hold the window's rows of
+every layer), so they are given up separately: first those that a sequence only passed, then, least
+recently used first, those where one is likely to go on: the end of a prompt, the newest of an
+output, where two prompts parted, and whatever was used again.
+"""
+
+import hashlib
+import secrets
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from finwhale.engine.pages import BlockTable, BlockTables, PageGroup, PageManager
+
+KEY_BYTES = 16
+State = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block of tokens after all before it.
+
+    Attributes:
+        pages: of the groups that keep every row, by name.
+        users: running sequences that began with this block.
+        state: what else is needed to go on where it ends; None: it is not there (any more).
+    """
+
+    key: bytes
+    parent: "Block | None"
+    pages: State
+    users: int = 0
+    state: State | None = None
+
+
+class PrefixIndex:
+    """The blocks that are known. Holds pages beside the sequences, until somebody needs them.
+
+    Blocks that no running sequence uses are given up least recently used first, a block before the
+    one that it follows.
+
+    Attributes:
+        blocks: by key.
+    """
+
+    def __init__(self, pages: PageManager) -> None:
+        self.pages = pages
+        self.block_tokens = pages.groups[0].block_tokens
+        self.blocks: dict[bytes, Block] = {}
+        self._salt = secrets.token_bytes(KEY_BYTES)
+        self._idle: OrderedDict[bytes, Block] = OrderedDict()
+        self._passed: OrderedDict[bytes, Block] = OrderedDict()
+        self._lasting: OrderedDict[bytes, Block] = OrderedDict()
+        pages.reclaimer = self
+
+    @property
+    def num_idle(self) -> int:
+        return len(self._idle)
+
+    @property
+    def num_states(self) -> int:
+        return len(self._passed) + len(self._lasting)
+
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
+        """Append the keys of the whole blocks of token_ids that `keys` does not have yet."""
+        size = self.block_tokens
+        parent = keys[-1] if keys else b""
+        for end in range((len(keys) + 1) * size, len(token_ids) + 1, size):
+            content = array("i", token_ids[end - size : end]).tobytes()
+            parent = hashlib.blake2b(
+                parent + content, digest_size=KEY_BYTES, key=self._salt
+            ).digest()
+            keys.append(parent)
+
+    def match(self, keys: Iterable[bytes]) -> tuple[list[Block], int]:
+        """The blocks that are known, and up to how many of them a sequence can go on."""
+        known: list[Block] = []
+        resumable = 0
+        for key in keys:
+            block = self.blocks.get(key)
+            if block is None:
+                break
+            known.append(block)
+            if block.state is not None:
+                resumable = len(known)
+        return known, resumable
+
+    def adopt(self, blocks: Sequence[Block], tables: BlockTables) -> None:
+        """Let a sequence begin with these blocks, from the first on, and go on after them."""
+        last = blocks[-1]
+        assert last.state is not None
+        end = len(blocks) * self.block_tokens
+        for block in blocks:
+            self._use(block)
+        for group in self.pages.keeping:
+            table = tables[group.name] = BlockTable()
+            table.pages.extend(page for block in blocks for page in block.pages[group.name])
+            self._hold(group.name, table.pages)
+        for group in self.pages.forgetting:
+            first = group.first_needed(end) // group.tokens_per_page
+            table = tables[group.name] = BlockTable(first, list(last.state[group.name]))
+            self._hold(group.name, table.pages)
+        self._keep(last, lasting=True)
+
+    def add(self, chain: list[Block], key: bytes, tables: BlockTables) -> Block:
+        """A sequence has read the block after `chain`: append it, as it is or as it was known."""
+        block = self.blocks.get(key)
+        if block is None:
+            pages = self._pages_of(len(chain), tables)
+            block = self.blocks[key] = Block(key, chain[-1] if chain else None, pages)
+            self._idle[key] = block
+        elif not block.users:
+            # The same rows twice: those that nobody reads go.
+            pages = self._pages_of(len(chain), tables)
+            self._give(block.pages)
+            block.pages = pages
+        self._use(block)
+        chain.append(block)
+        return block
+
+    def add_state(self, block: Block, end: int, tables: BlockTables, *, lasting: bool) -> None:
+        """Keep what a sequence needs that goes on after `block`, which ends at token `end`."""
+        if block.state is None:
+            state = {}
+            for group in self.pages.forgetting:
+                table, size = tables[group.name], group.tokens_per_page
+                first, last = group.first_needed(end) // size, end // size
+                pages = tuple(table.pages[first - table.first : last - table.first])
+                assert len(pages) == last - first and all(pages)
+                state[group.name] = pages
+            for name, pages in state.items():
+                self._hold(name, pages)
+            block.state = state
+        if lasting or block.key not in self._lasting:
+            self._keep(block, lasting)
+
+    def fade(self, block: Block) -> None:
+        """Nobody is likely to go on after this block any more."""
+        if self._lasting.pop(block.key, None) is not None:
+            self._passed[block.key] = block
+
+    def release(self, chain: list[Block]) -> None:
+        """A sequence uses its blocks no more."""
+        for block in reversed(chain):
+            block.users -= 1
+            if not block.users:
+                self._idle[block.key] = block
+        chain.clear()
+
+    def clear(self) -> None:
+        """Forget everything; no sequence may use a block."""
+        while self._idle:
+            self._drop(self._idle.popitem(last=False)[1])
+        assert not self.blocks
+
+    def reclaim(self, group: PageGroup) -> None:
+        pool = self.pages.pools[group.name]
+        while not pool.num_free:
+            if group.keep is None:
+                if not self._idle:
+                    return
+                self._drop(self._idle.popitem(last=False)[1])
+            else:
+                states = self._passed or self._lasting
+                if not states:
+                    return
+                self._drop_state(next(iter(states.values())))
+
+    def _pages_of(self, place: int, tables: BlockTables) -> State:
+        """Hold a sequence's pages of its block number `place`."""
+        pages = {}
+        for group in self.pages.keeping:
+            count = group.block_tokens // group.tokens_per_page
+            pages[group.name] = tuple(tables[group.name].pages[place * count : (place + 1) * count])
+            self._hold(group.name, pages[group.name])
+        return pages
+
+    def _use(self, block: Block) -> None:
+        if not block.users:
+            del self._idle[block.key]
+        block.users += 1
+
+    def _keep(self, block: Block, lasting: bool) -> None:
+        self._passed.pop(block.key, None)
+        self._lasting.pop(block.key, None)
+        (self._lasting if lasting else self._passed)[block.key] = block
+
+    def _drop(self, block: Block) -> None:
+        del self.blocks[block.key]
+        self._drop_state(block)
+        self._give(block.pages)
+
+    def _drop_state(self, block: Block) -> None:
+        self._passed.pop(block.key, None)
+        self._lasting.pop(block.key, None)
+        if block.state is not None:
+            self._give(block.state)
+            block.state = None
+
+    def _hold(self, name: str, pages: Iterable[int]) -> None:
+        hold = self.pages.pools[name].hold
+        for page in pages:
+            hold(page)
+
+    def _give(self, pages: State) -> None:
+        for name, numbers in pages.items():
+            for page in numbers:
+                self.pages.pools[name].give(page)
+
+    def held(self) -> dict[str, list[int]]:
+        """The pages that are held here, by group."""
+        pages: dict[str, list[int]] = {g.name: [] for g in self.pages.groups}
+        for block in self.blocks.values():
+            for part in (block.pages, block.state or {}):
+                for name, numbers in part.items():
+                    pages[name] += numbers
+        return pages
+
+    def check_integrity(self, chains: Sequence[Sequence[Block]]) -> None:
+        """Assert that the blocks are used by `chains` alone, and can be given up in order."""
+        users: dict[bytes, int] = dict.fromkeys(self.blocks, 0)
+        for chain in chains:
+            for parent, block in zip([None, *chain], chain, strict=False):
+                assert block.parent is parent and self.blocks.get(block.key) is block
+                users[block.key] += 1
+        order = {key: place for place, key in enumerate(self._idle)}
+        assert set(order) == {key for key, count in users.items() if not count}
+        for key, block in self.blocks.items():
+            assert block.key == key and block.users == users[key], "a block's users are miscounted"
+            if block.parent is not None:
+                assert self.blocks.get(block.parent.key) is block.parent, "a block lost its parent"
+                assert block.parent.key not in order or order[key] < order[block.parent.key]
+        with_state = {key for key, block in self.blocks.items() if block.state is not None}
+        assert not self._passed.keys() & self._lasting.keys()
+        assert self._passed.keys() | self._lasting.keys() == with_state

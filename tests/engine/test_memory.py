@@ -1,0 +1,95 @@
+"""The memory budget: the largest steps run, touch one page, and are counted."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from finwhale import LLM, FinwhaleError, SamplingParams
+from finwhale.config import EngineConfig
+from finwhale.engine import memory
+from finwhale.engine.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
+
+
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 50, 700])
+def test_the_largest_steps_touch_one_page(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reference: bool, num_tokens: int
+) -> None:
+    """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
+    runner = new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.runner
+    chosen: list[torch.Tensor] = []
+    sample = runner.ops.sample
+
+    def watching(logits: torch.Tensor, batch: object) -> object:
+        found = sample(logits, batch)  # type: ignore[arg-type]
+        chosen.append(found.valid_S)
+        return found
+
+    for pools in runner.cache.pools.values():
+        for pool in pools.values():
+            pool.fill_(0.5)
+    ops = type("Ops", (), {"sample": staticmethod(watching), "packed": False})()
+    steps = LargestSteps(runner.model, runner.groups, ops, runner.cache)
+    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
+    assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
+    assert all(valid.all() for valid in chosen)
+    changed = 0
+    for group in runner.groups:
+        for field in group.fields:
+            for pool in runner.cache.pools[field.name].values():
+                pages = pool.view(-1, group.rows_per_page, field.width)
+                others = torch.cat([pages[:PAGE], pages[PAGE + 1 :]])
+                assert (others == 0.5).all()
+                changed += bool((pages[PAGE] != 0).any())
+    assert changed
+
+
+def test_what_counts_as_workspace(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest step, and for graphs a second time with what each of them gives."""
+    runner = new_llm(max_model_len=300).engine.runner
+    steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
+    peaks = iter([1000, 5000, 70, 900])
+    monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
+    plain = Largest(num_tokens=64, num_seqs=4, max_len=300)
+    assert steps.workspace_bytes(plain) == 1000
+    graphs = Largest(
+        num_tokens=64, num_seqs=4, max_len=300, decode_graphs=(1, 4), prefill_graphs=(16,)
+    )
+    config = runner.model.config
+    logits, streams = 5 * config.vocab_size * 4, 16 * config.hc_mult * config.hidden_size * 4
+    assert steps.workspace_bytes(graphs) == 5000 + 900 + logits + streams + 3 * GRAPH_BYTES
+
+
+def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others hold counts."""
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+    device = torch.device("cuda")
+    assert memory.left_bytes(device, 0.9) == 500
+    assert memory.left_bytes(device, 0.3) == 0
+
+
+def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    held, runner = llm.engine.memory, llm.engine.runner
+    assert held.cache == runner.plan.total_bytes
+    assert held.cache == sum(p.nbytes for f in runner.cache.pools.values() for p in f.values())
+    embed = runner.model.weights.embed
+    assert embed.nbytes < held.weights < 2**24
+    assert held.total == held.weights + held.workspace + held.cache
+    assert f"cache {held.cache:,}" in str(held)
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.01, True, "0.5", float("nan")])
+def test_a_share_that_is_none(share: object) -> None:
+    with pytest.raises(FinwhaleError, match="gpu_memory_utilization must be above 0"):
+        EngineConfig(gpu_memory_utilization=share)  # type: ignore[arg-type]
+
+
+def test_a_request_that_never_fits_is_refused_at_once(new_llm: Callable[..., LLM]) -> None:
+    llm = new_llm(max_model_len=100)
+    (result,) = llm.generate([[5] * 100], SamplingParams(max_tokens=1))
+    assert result.finished and result.error is not None
+    assert "has 100 tokens" in result.error and "room for 100" in result.error
