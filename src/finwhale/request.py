@@ -48,7 +48,6 @@ class SamplingParams:
         logit_bias: token id to what is added to its logit, -100 to 100, after the penalties and
             before temperature.
         guide: a grammar that the output must match; None: any text.
-        priority: requests of a lower number are scheduled first; among equals the first come.
     """
 
     n: int = 1
@@ -67,7 +66,6 @@ class SamplingParams:
     logprobs: int | None = None
     logit_bias: Mapping[int, float] | None = None
     guide: Guide | None = None
-    priority: int = 0
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -83,7 +81,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be {wanted}, got {value!r}")
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0")
-        for name in ("n", "top_k", "priority"):
+        for name in ("n", "top_k"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
         for name in ("max_tokens", "logprobs", "seed"):
@@ -131,7 +129,6 @@ _RANGES = (
     ("repetition_penalty", 0.0, 100.0, "above 0 and at most 100"),
     ("presence_penalty", -100.0, 100.0, "-100 to 100"),
     ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
-    ("priority", -(2**31), 2**31 - 1, "-2^31 to 2^31 - 1"),
 )
 
 
@@ -184,7 +181,6 @@ class RequestOutput:
         prompt_token_ids: what the model read.
         outputs: n continuations.
         finished: nothing more will come.
-        num_cached_tokens: tokens of the prompt whose state was found in the prefix cache.
         error: why the request failed, one line; None where it did not.
         num_cached_tokens: tokens of the prompt that were not read again, because the state of an
             earlier request with the same beginning was still there.

@@ -170,7 +170,6 @@ def test_a_client_that_goes_frees_its_request(server: RunningServer, stream: boo
     # Far below what 1,500 tokens take; the server's stats come every quarter of a second.
     wait_until(lambda: server.client.stats.running == 0)
     assert time.monotonic() - begin < 2
-    assert all(used == 0 for used, _ in server.client.stats.pages.values())
 
 
 def test_cors_is_off_unless_asked_for(demo_llm: Any, start: Start) -> None:
@@ -228,6 +227,8 @@ def test_metrics_add_up(server: RunningServer) -> None:
     assert values["finwhale_engine_up"] == 1 and values["finwhale_requests_in_flight"] == 0
     kinds = [key for key in values if key.startswith("finwhale_pages{")]
     assert len(kinds) >= 4
+    assert values["finwhale_engine_prompt_tokens_total"] >= 6
+    assert values["finwhale_engine_preemptions_total"] == 0
     live = json.loads(request(server, "GET", "/live")[2])
     assert live["output_tokens"] == 15 and live["tokens_per_second"] > 0
 

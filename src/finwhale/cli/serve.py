@@ -91,7 +91,9 @@ _ENGINE_OPTIONS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "gpu_memory_utilization",
     "cache_memory_bytes",
+    "enable_prefix_caching",
     "enforce_eager",
 )
 
@@ -187,6 +189,19 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument(
         "--max-num-batched-tokens", type=int, metavar="N", help="tokens of one forward"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of a GPU's memory, what weights, workspaces and cache may take",
+    )
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=None,
+        help="forget what was read when a request ends",
     )
     group.add_argument(
         "--cache-memory-bytes", type=int, metavar="N", help="memory for the paged state"

@@ -182,6 +182,7 @@ class EngineClient:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         stop_after: int | None = None,
+        priority: int = 0,
     ) -> Generation:
         """Hands prompts to the engine; `Generation.accepted` says whether it took them.
 
@@ -197,7 +198,7 @@ class EngineClient:
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             self._live[request_id] = _Live(generation, params.n)
             self._num_sequences += params.n
-            self._send(Add(request_id, prompt, params, stop_after))
+            self._send(Add(request_id, prompt, params, stop_after, priority))
         return generation
 
     def dump_stacks(self) -> None:

@@ -4,11 +4,13 @@ import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
+from finwhale.server.client import Generation
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
 from finwhale.server.sampling import as_stop, sampling_params
@@ -35,7 +37,14 @@ class CompletionJob:
     echoes: list[str]
     params: SamplingParams | None
     n: int
+    priority: int = 0
     answer_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+
+    def generating(
+        self, state: ServerState, log: RequestLog
+    ) -> AbstractAsyncContextManager[Generation]:
+        assert self.params is not None
+        return state.generating(self.prompts, self.params, log, priority=self.priority)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -72,7 +81,7 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
             logprobs=body.logprobs,
             guide=completion_guide(state, body.response_format),
         )
-    return CompletionJob(prompts, echoes, params, n)
+    return CompletionJob(prompts, echoes, params, n, body.priority or 0)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -103,7 +112,7 @@ async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> d
     reasons: list[str] = ["length"] * len(texts)
     tables = [_Logprobs() for _ in texts]
     if job.params is not None:
-        async with state.generating(job.prompts, job.params, log) as generation:
+        async with job.generating(state, log) as generation:
             async for delta in generation:
                 _check(state, log, delta)
                 texts[delta.index].append(delta.text)
@@ -140,7 +149,7 @@ async def stream(
         for i in range(len(tables)):
             yield chunk(i, job.echoes[i // job.n], "length")
     else:
-        async with state.generating(job.prompts, job.params, log) as generation:
+        async with job.generating(state, log) as generation:
             yield b""
             for i in range(len(tables)):
                 if job.echoes[i // job.n]:

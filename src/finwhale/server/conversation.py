@@ -50,6 +50,7 @@ class Turn:
     stop: tuple[str, ...]
     stop_after: int | None
     answer_id: str
+    priority: int = 0
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -94,6 +95,7 @@ def _prepare(
         stop,
         template.end_of_thinking if thinking else None,
         answer_id,
+        body.priority or 0,
     )
 
 
@@ -131,7 +133,7 @@ class Answers:
         """
         turn, state = self._turn, self._state
         async with state.generating(
-            [turn.token_ids], turn.params, self._log, turn.stop_after
+            [turn.token_ids], turn.params, self._log, turn.stop_after, turn.priority
         ) as generation:
             yield -1, []
             async for delta in generation:

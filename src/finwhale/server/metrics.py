@@ -55,11 +55,6 @@ class Metrics:
         self._prompt = Counter(
             "finwhale_prompt_tokens", "tokens of accepted prompts", registry=registry
         )
-        self._cached = Counter(
-            "finwhale_prefix_hit_tokens",
-            "prompt tokens found in the prefix cache",
-            registry=registry,
-        )
         self._output = Counter("finwhale_output_tokens", "generated tokens", registry=registry)
         self._first = Histogram(
             "finwhale_time_to_first_token_seconds",
@@ -101,7 +96,6 @@ class Metrics:
                 log.first_token_s = now - log.begin
                 self._first.observe(log.first_token_s)
                 log.cached_tokens = delta.cached_tokens
-                self._cached.inc(delta.cached_tokens)
             else:
                 each = (now - log.last_token) / len(delta.token_ids)
                 for _ in delta.token_ids:
@@ -132,8 +126,7 @@ class Metrics:
             "running": stats.running,
             "waiting": stats.waiting,
             "pages": {name: list(pair) for name, pair in stats.pages.items()},
-            "prompt_tokens": _value(self._prompt),
-            "prefix_hit_tokens": _value(self._cached),
+            **stats.counters,
             "output_tokens": _value(self._output),
         }
 

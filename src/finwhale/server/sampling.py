@@ -16,7 +16,6 @@ _SAME = (
     "frequency_penalty",
     "stop_token_ids",
     "ignore_eos",
-    "priority",
     "n",
     "seed",
 )

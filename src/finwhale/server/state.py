@@ -109,6 +109,7 @@ class ServerState:
         params: SamplingParams,
         log: RequestLog,
         stop_after: int | None = None,
+        priority: int = 0,
     ) -> AsyncGenerator[Generation, None]:
         """Runs a request on the engine; whatever happens, nothing of it is left there.
 
@@ -121,7 +122,7 @@ class ServerState:
             self.check_prompt(prompt)
         log.prompt_tokens = sum(map(len, prompts))
         self.metrics.begin(log)
-        generation = self.client.submit(prompts, params, stop_after)
+        generation = self.client.submit(prompts, params, stop_after, priority)
         timer = asyncio.get_running_loop().call_later(
             self.config.request_timeout_s, generation.expire
         )

@@ -16,6 +16,7 @@ class Add:
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     stop_after: int | None = None
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,8 @@ class EngineStats:
 
     Attributes:
         running, waiting: sequences.
-        pages: kind of state to (pages in use, pages in all).
-        counters: name to count, such as "prefix_hit_tokens" or "preemptions".
+        pages: kind of state to (pages that hold something, pages in all).
+        counters: name to count, such as "preemptions".
     """
 
     running: int = 0

@@ -108,6 +108,7 @@ class EngineLoop:
                 command.prompt_token_ids,
                 command.params,
                 stop_after=command.stop_after,
+                priority=command.priority,
             )
         except RequestError as error:
             self._send(Refused(command.request_id, str(error)))
