@@ -75,8 +75,13 @@ class OutputParser:
         """
         if isinstance(piece, str):
             return self._push(recipe.InferenceChunk.text(piece))
-        ids = [i for i in piece if i not in self._dropped]
-        return self._push(recipe.InferenceChunk.tokens(ids)) if ids else []
+        # One by one: of a piece that ends inside a character, deepseek-recipe keeps all to itself.
+        return [
+            event
+            for token_id in piece
+            if token_id not in self._dropped
+            for event in self._push(recipe.InferenceChunk.tokens([token_id]))
+        ]
 
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
         """Ends the answer and returns what was held back; `reason` is why generation ended."""

@@ -1,5 +1,6 @@
 """The three chat protocols: their requests to prompts, tokens to their answers and events."""
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,7 +118,10 @@ class AnswerStream:
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._kind = _RESPONSES[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
+        self._tokenizer = tokenizer
         self._dropped = dropped_ids(tokenizer)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = 0  # tokens of a character that is not complete
         self._usage = recipe.PromptUsage(
             prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens
         )
@@ -144,30 +148,28 @@ class AnswerStream:
             unseen_last: the last token is counted, but is no part of the answer.
         """
         events: list[tuple[str | None, str]] = []
-        start, last = 0, len(token_ids) - 1
+        last = len(token_ids) - 1
+        # One by one: of a piece that ends inside a character, deepseek-recipe keeps all to itself.
         for position, token_id in enumerate(token_ids):
             if token_id in self._dropped or (unseen_last and position == last):
-                events += self._tokens(token_ids, logprobs, start, position)
-                # Counted in the usage; the empty delta that it brings keeps events numbered.
-                events += self._push(recipe.InferenceChunk.text("", token_count=1))
-                start = position + 1
-        return events + self._tokens(token_ids, logprobs, start, len(token_ids))
+                events += self._count(1)
+                continue
+            wanted = None if logprobs is None else [logprobs[position]]
+            events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
+            self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
+        return events
 
-    def _tokens(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[TokenLogprobs] | None,
-        start: int,
-        end: int,
-    ) -> list[tuple[str | None, str]]:
-        if start == end:
-            return []
-        wanted = None if logprobs is None else logprobs[start:end]
-        return self._push(recipe.InferenceChunk.tokens(token_ids[start:end], wanted))
+    def _count(self, num_tokens: int) -> list[tuple[str | None, str]]:
+        """Counts tokens that are no part of the answer; the empty delta that this may bring keeps
+        events numbered."""
+        return self._push(recipe.InferenceChunk.text("", token_count=num_tokens))
 
     def finish(self, reason: Literal["stop", "length"]) -> list[tuple[str | None, str]]:
         """Ends the answer; `reason` is why generation ended."""
-        events = self._push(recipe.InferenceChunk.finish(_FINISH[reason]))
+        # An answer may be cut off inside a character.
+        events = self._count(self._unfinished) if self._unfinished else []
+        events += self._push(recipe.InferenceChunk.finish(_FINISH[reason]))
         return events + self._take(self._stream.finish())
 
     def response(self) -> str:
