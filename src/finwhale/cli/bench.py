@@ -8,6 +8,7 @@ BENCHMARKS = {
     "cpu": "decode and prefill beside transformers, same weights, same run (needs the test extra)",
     "accuracy": "a platform's table beside the references: logits and choices",
     "offline": "whole steps of the engine, decode and prefill, beside their floors",
+    "serving": "load on an OpenAI endpoint: waiting and throughput (needs the bench extra)",
     "ops": "Triton kernels beside their references, on a GPU",
 }
 
