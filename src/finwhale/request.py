@@ -79,8 +79,6 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be {wanted}, got {value!r}")
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty must be above 0, got 0")
         for name in ("n", "top_k"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -126,7 +124,7 @@ _RANGES = (
     ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
     ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
     ("min_p", 0.0, 1.0, "0 to 1"),
-    ("repetition_penalty", 0.0, 100.0, "above 0 and at most 100"),
+    ("repetition_penalty", 1e-3, 100.0, "0.001 to 100"),
     ("presence_penalty", -100.0, 100.0, "-100 to 100"),
     ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
 )

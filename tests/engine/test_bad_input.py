@@ -302,7 +302,7 @@ def test_cuda_without_a_gpu(tiny_path: Path, capsys: Capture) -> None:
         (("--top-p", "nan"), "top_p must be"),
         (("--top-k", "-2"), "top_k must be"),
         (("--min-p", "1.5"), "min_p must be"),
-        (("--repetition-penalty", "0"), "repetition_penalty must be above 0"),
+        (("--repetition-penalty", "0"), "repetition_penalty must be 0.001 to 100"),
         (("--presence-penalty", "-1000"), "presence_penalty must be"),
         (("--stop", ""), "stop must be non-empty"),
     ],

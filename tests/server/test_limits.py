@@ -205,6 +205,15 @@ def test_logs_hold_no_prompts(server: RunningServer, caplog: pytest.LogCaptureFi
     assert not any("zanzibar" in str(vars(record)) for record in ours)
 
 
+def test_prompts_are_logged_where_that_is_asked_for(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = start(log_prompts=True)
+    server.openai().completions.create(model=MODEL, prompt="zanzibar", max_tokens=1)
+    assert any("zanzibar" in str(vars(record)) for record in caplog.records)
+
+
 def test_metrics_add_up(server: RunningServer) -> None:
     client = server.openai()
     for _ in range(3):

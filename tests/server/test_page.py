@@ -90,6 +90,12 @@ def test_stop_frees_the_request(page: Page, server: RunningServer) -> None:
     expect(page.locator("#send")).to_have_text("Send")
 
 
+def test_description(page: Page, server: RunningServer) -> None:
+    page.goto(f"{server.url}/docs")
+    expect(page.locator(".opblock-summary-path").first).to_be_visible()
+    assert page.locator(".opblock").count() >= 13
+
+
 TOOL_CALL = "".join(
     f"data: {text}\n\n"
     for text in (

@@ -143,7 +143,7 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     group.add_argument(
-        "--log-prompts", action="store_true", help="write prompts to the log (default: never)"
+        "--log-prompts", action="store_true", help="write requests' bodies to the log (default: never)"
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
@@ -21,7 +22,7 @@ from finwhale.server.errors import (
     error_response,
     is_anthropic,
 )
-from finwhale.server.limits import Gate, check_depth
+from finwhale.server.limits import STATIC_PATH, Gate, check_depth
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import page_response
@@ -71,12 +72,13 @@ _STREAMS: dict[int | str, dict[str, Any]] = _ERRORS | {
 
 def create_app(state: ServerState) -> FastAPI:
     """The application of one server."""
-    app = FastAPI(
+    app = FastAPIOffline(
         title="Finwhale",
         version=finwhale.__version__,
         description="DeepSeek-V4 behind OpenAI's and Anthropic's protocols.",
-        docs_url=None,
+        docs_url="/docs",
         redoc_url=None,
+        static_url=STATIC_PATH,
     )
     if state.config.cors_origins:
         app.add_middleware(
@@ -96,7 +98,7 @@ def create_app(state: ServerState) -> FastAPI:
 def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
-        log = _begin(request, body)
+        log = _begin(state, request, body)
         job = await completions.prepare(state, body)
         if body.stream:
             usage = _wants_usage(body)
@@ -105,7 +107,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        log = _begin(request, body)
+        log = _begin(state, request, body)
         turn = await prepare(state, "chat", body, chat.new_id())
         if body.stream:
             return await _stream(request, state, chat.stream(state, turn, log, _wants_usage(body)))
@@ -113,7 +115,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        log = _begin(request, body)
+        log = _begin(state, request, body)
         turn = await prepare(state, "responses", body, named_events.new_id("resp"))
         if body.stream:
             return await _stream(request, state, named_events.stream(state, turn, log))
@@ -121,7 +123,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        log = _begin(request, body)
+        log = _begin(state, request, body)
         turn = await prepare(state, "messages", body, named_events.new_id("msg"))
         if body.stream:
             return await _stream(request, state, named_events.stream(state, turn, log))
@@ -190,8 +192,11 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         return page_response()
 
 
-def _begin(request: Request, body: _Body) -> RequestLog:
+def _begin(state: ServerState, request: Request, body: _Body) -> RequestLog:
     check_depth(body.model_dump())
+    if state.config.log_prompts:
+        found = {"request_id": request.scope["state"]["request_id"]}
+        logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
     log = RequestLog(request.scope["state"]["request_id"], request.url.path)
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log

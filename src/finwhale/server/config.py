@@ -24,7 +24,7 @@ class ServerConfig:
         request_timeout_s: for a whole request, its stream included.
         drain_timeout_s: for requests in flight when the server is told to stop.
         stall_timeout_s: a step of the engine that takes longer has all stacks written to the log.
-        log_prompts: write prompts and answers to the log.
+        log_prompts: write the bodies of requests to the log.
     """
 
     model_names: tuple[str, ...]

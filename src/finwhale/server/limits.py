@@ -17,6 +17,7 @@ logger = logging.getLogger("finwhale.server.requests")
 # Open without a key: what says whether the server lives, and the page and description, which hold
 # nothing but themselves.
 _OPEN = frozenset({"/", "/health/live", "/health/ready", "/openapi.json", "/docs"})
+STATIC_PATH = "/docs-files"
 # Answered however busy the server is.
 _ALWAYS = frozenset({"/", "/health/live", "/health/ready", "/metrics", "/live"})
 
@@ -73,7 +74,8 @@ class Gate:
         headers = Headers(scope=scope)
         config = self._state.config
         preflight = scope["method"] == "OPTIONS" and config.cors_origins
-        if self._keys and path not in _OPEN and not preflight and not self._has_key(headers):
+        open_to_all = path in _OPEN or path.startswith(f"{STATIC_PATH}/") or preflight
+        if self._keys and not open_to_all and not self._has_key(headers):
             raise ApiError(
                 401,
                 "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",

@@ -39,7 +39,7 @@ class _Sampling(_Body):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=None, description="extension: drop tokens less likely than min_p times the first"
     )
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = Field(
         default=None, description="extension"
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
