@@ -107,13 +107,13 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if bias is None:
         return None
     if not isinstance(bias, Mapping):
-        raise RequestError(f"logit_bias must be a mapping, got {type(bias).__name__}")
+        raise RequestError(f"logit_bias must be a mapping, got {bias!r}")
     for token_id, value in bias.items():
         if type(token_id) is not int or token_id < 0:
-            raise RequestError(f"logit_bias must have token ids as keys, got {token_id!r}")
+            raise RequestError(f"logit_bias must be of token ids, got the key {token_id!r}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not -100 <= value <= 100:
-            raise RequestError(f"logit_bias of token {token_id} must be -100 to 100, got {value!r}")
+            raise RequestError(f"logit_bias must be -100 to 100, got {value!r} for {token_id}")
     return dict(bias) or None
 
 

@@ -397,6 +397,8 @@ ABSURD: dict[str, list[Any]] = {
     "ignore_eos": ["yes", 1, None],
     "seed": [math.nan, math.inf, "7", 1.5],
     "logprobs": [-1, 10**6, math.nan, "5", True],
+    "logit_bias": [5, [1], {"1": 1}, {-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {1: None}],
+    "guide": ["a+", {}, 1],
 }
 
 

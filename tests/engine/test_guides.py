@@ -64,7 +64,7 @@ def test_bias(llm: LLM) -> None:
     token = banned.outputs[0].token_ids[0]
     other = SamplingParams(temperature=0, max_tokens=1, logit_bias={token: -100}, ignore_eos=True)
     assert llm.generate("x", other)[0].outputs[0].token_ids[0] != token
-    with pytest.raises(RequestError, match="token ids as keys"):
+    with pytest.raises(RequestError, match="must be of token ids"):
         SamplingParams(logit_bias={"a": 1})  # type: ignore[dict-item]
     with pytest.raises(RequestError, match="-100 to 100"):
         SamplingParams(logit_bias={1: 101})

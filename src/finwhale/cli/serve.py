@@ -117,7 +117,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_server_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--host", default=_DEFAULTS.host, help="(default: %(default)s)")
+    group.add_argument(
+        "--host", default=_DEFAULTS.host, help="the address to listen on (default: %(default)s)"
+    )
     group.add_argument(
         "--port", type=int, default=_DEFAULTS.port, help="0: any free one (default: %(default)s)"
     )
@@ -141,9 +143,16 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         metavar="ORIGIN",
         help="a web origin whose pages may call the server; repeatable (default: none)",
     )
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
     group.add_argument(
-        "--log-prompts", action="store_true", help="write requests' bodies to the log (default: never)"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="(default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-prompts",
+        action="store_true",
+        help="write requests' bodies to the log (default: never)",
     )
 
 
@@ -180,9 +189,17 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
     )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"))
-    group.add_argument("--activations", choices=("as-trained", "exact"))
-    group.add_argument("--load-format", choices=("auto", "dummy"))
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and cache")
+    group.add_argument(
+        "--activations",
+        choices=("as-trained", "exact"),
+        help="round activations to FP8 as the model was trained, or not at all",
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="dummy: random weights from config.json alone",
+    )
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )
