@@ -1,13 +1,27 @@
 """What a caller asks for and what it gets back. Plain data: no torch."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finwhale.errors import RequestError
 
 FinishReason = Literal["stop", "length", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guide:
+    """What an output must match; `chat.grammar` makes them.
+
+    Attributes:
+        grammar: a grammar as the grammar engine reads it (llguidance: Lark or its JSON form).
+        after: the token after which the grammar begins, such as the end of the reasoning; until
+            it has come, everything is allowed. None: the grammar holds from the first token.
+    """
+
+    grammar: str
+    after: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +45,9 @@ class SamplingParams:
         seed: makes a request's draws the same whatever else is in the batch; None: a fresh one.
         logprobs: for each generated token, the log-probabilities of this many most likely
             tokens beside its own; None: none at all.
+        logit_bias: token id to what is added to its logit, -100 to 100, after the penalties and
+            before temperature.
+        guide: a grammar that the output must match; None: any text.
     """
 
     n: int = 1
@@ -47,6 +64,8 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] | None = None
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -60,8 +79,6 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be {wanted}, got {value!r}")
-        if self.repetition_penalty == 0:
-            raise RequestError("repetition_penalty must be above 0, got 0")
         for name in ("n", "top_k"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
@@ -81,6 +98,23 @@ class SamplingParams:
             )
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise RequestError(f"guide must be a Guide, got {self.guide!r}")
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+
+def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
+    if bias is None:
+        return None
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"logit_bias must be a mapping, got {bias!r}")
+    for token_id, value in bias.items():
+        if type(token_id) is not int or token_id < 0:
+            raise RequestError(f"logit_bias must be of token ids, got the key {token_id!r}")
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not -100 <= value <= 100:
+            raise RequestError(f"logit_bias must be -100 to 100, got {value!r} for {token_id}")
+    return dict(bias) or None
 
 
 MAX_LOGPROBS = 100
@@ -90,7 +124,7 @@ _RANGES = (
     ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
     ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
     ("min_p", 0.0, 1.0, "0 to 1"),
-    ("repetition_penalty", 0.0, 100.0, "above 0 and at most 100"),
+    ("repetition_penalty", 1e-3, 100.0, "0.001 to 100"),
     ("presence_penalty", -100.0, 100.0, "-100 to 100"),
     ("frequency_penalty", -100.0, 100.0, "-100 to 100"),
 )

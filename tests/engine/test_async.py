@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.chat.grammar import regex_guide
 from finwhale.engine import transfer
 from finwhale.engine.engine import Engine
 from finwhale.engine.scheduler import PENDING, Chunk
@@ -78,6 +79,11 @@ def random_params(draw: random.Random) -> SamplingParams:
             "presence_penalty": draw.choice((0.0, 0.9)),
             "frequency_penalty": draw.choice((0.0, 0.6)),
         }
+    if draw.random() < 0.3:
+        wide["logit_bias"] = {draw.randrange(400): draw.uniform(-9, 9) for _ in range(20)}
+    if draw.random() < 0.4:
+        # Token 5 may come as any other; until then nothing but the end is held back.
+        wide["guide"] = regex_guide(r"[a-z ]{1,9}(\d|!)", draw.choice((None, None, 5)))
     return SamplingParams(**wide)
 
 

@@ -303,7 +303,7 @@ def test_cuda_without_a_gpu(tiny_path: Path, capsys: Capture) -> None:
         (("--top-p", "nan"), "top_p must be"),
         (("--top-k", "-2"), "top_k must be"),
         (("--min-p", "1.5"), "min_p must be"),
-        (("--repetition-penalty", "0"), "repetition_penalty must be above 0"),
+        (("--repetition-penalty", "0"), "repetition_penalty must be 0.001 to 100"),
         (("--presence-penalty", "-1000"), "presence_penalty must be"),
         (("--stop", ""), "stop must be non-empty"),
     ],
@@ -398,6 +398,8 @@ ABSURD: dict[str, list[Any]] = {
     "ignore_eos": ["yes", 1, None],
     "seed": [math.nan, math.inf, "7", 1.5],
     "logprobs": [-1, 10**6, math.nan, "5", True],
+    "logit_bias": [5, [1], {"1": 1}, {-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {1: None}],
+    "guide": ["a+", {}, 1],
 }
 
 

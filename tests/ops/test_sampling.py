@@ -24,6 +24,10 @@ def naive_penalised(logits: NDArray[np.float32], row: Row) -> NDArray[np.float64
         x[token] -= row.frequency * count
         if count > 0:
             x[token] -= row.presence
+    for token, value in row.bias.items():
+        x[token] += value
+    if row.allowed is not None:
+        x[[not row.allowed(token) for token in range(len(x))]] = -np.inf
     return x
 
 

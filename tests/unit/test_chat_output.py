@@ -190,3 +190,12 @@ def test_a_continued_answer() -> None:
     assert [event.kind for event in p.feed("\nlo")] == ["content"]
     p.finish()
     assert p.message()["content"] == "\nlo"
+
+
+def test_an_answer_cut_inside_a_character_keeps_what_came_before() -> None:
+    ids = template()._tokenizer.encode("It is 𒀀")
+    assert template()._tokenizer.decode(ids[:-1]).endswith("\ufffd")
+    p = parser(thinking=False)
+    p.feed(ids[:-1])
+    p.finish("length")
+    assert p.message()["content"].rstrip() == "It is"

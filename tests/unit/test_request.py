@@ -18,7 +18,7 @@ from finwhale.request import SamplingParams
         *[("top_k", v) for v in (-2, 1.5, 2**31, None, "5", False)],
         *[("top_p", v) for v in (0, -0.5, 1.0001, math.nan, None, "1")],
         *[("min_p", v) for v in (-0.1, 1.1, math.nan, None)],
-        *[("repetition_penalty", v) for v in (0, 0.0, -1, 101, math.inf, math.nan)],
+        *[("repetition_penalty", v) for v in (0, 0.0, 5e-324, -1, 101, math.inf, math.nan)],
         *[("presence_penalty", v) for v in (-101, 101, math.nan, None)],
         *[("frequency_penalty", v) for v in (-101, 101, math.inf, "x")],
         *[("stop", v) for v in ("", ["a", ""], [1], ["a", None], 7, b"x", {"a": 1}.items())],

@@ -56,11 +56,7 @@ class OutputParser:
         options.stop_sequences = list(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
-        markup = {
-            tokenizer.added_ids.get(getattr(recipe.SpecialToken, name).default_str())
-            for name in _MARKUP
-        }
-        self._dropped = tokenizer.special_ids - markup
+        self._dropped = dropped_ids(tokenizer)
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
@@ -79,8 +75,13 @@ class OutputParser:
         """
         if isinstance(piece, str):
             return self._push(recipe.InferenceChunk.text(piece))
-        ids = [i for i in piece if i not in self._dropped]
-        return self._push(recipe.InferenceChunk.tokens(ids)) if ids else []
+        # One by one: of a piece that ends inside a character, deepseek-recipe keeps all to itself.
+        return [
+            event
+            for token_id in piece
+            if token_id not in self._dropped
+            for event in self._push(recipe.InferenceChunk.tokens([token_id]))
+        ]
 
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
         """Ends the answer and returns what was held back; `reason` is why generation ended."""
@@ -123,6 +124,15 @@ class OutputParser:
                 )
             assert event.tool_index is not None
             self._tool_calls[event.tool_index]["function"]["arguments"] += event.text
+
+
+def dropped_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Special tokens that are no part of an answer, such as the end of sequence."""
+    markup = {
+        tokenizer.added_ids.get(getattr(recipe.SpecialToken, name).default_str())
+        for name in _MARKUP
+    }
+    return tokenizer.special_ids - markup
 
 
 def _events(delta: dict[str, Any]) -> list[OutputEvent]:

@@ -93,7 +93,14 @@ class ChatTemplate:
             RequestError: the messages or the options are not valid.
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        request = _convert(messages, options or ChatOptions())
+        return self.encode(_convert(messages, options or ChatOptions()))
+
+    def encode(self, request: recipe.ConversationRequest) -> ChatPrompt:
+        """The prompt of a converted conversation (see `chat.protocols`).
+
+        Raises:
+            CheckpointError: the vocabulary lacks a control token that this prompt needs.
+        """
         rendered = self._encoding.render_conversation(request.conversation)
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, request)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import deepseek_recipe
+import llguidance
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 
 from finwhale.errors import CheckpointError, RequestError
 
@@ -141,6 +144,34 @@ class Tokenizer:
     def recipe(self) -> deepseek_recipe.Tokenizer:
         """deepseek-recipe's own tokenizer of the same file, which its output parser needs."""
         return deepseek_recipe.Tokenizer.from_str(json.dumps(self._spec))
+
+    @cached_property
+    def guidance(self) -> llguidance.LLTokenizer:
+        """llguidance's view of the vocabulary, for structured output."""
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(self)))
+
+    @cached_property
+    def words_but_end(self) -> NDArray[np.int32]:
+        """Every token but the end of sequence, one bit each (see `chat.grammar`)."""
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
+        bits[: self.vocab_size] = 1
+        if self.eos_id is not None:
+            bits[self.eos_id] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants to be given it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.eos_token_id = tokenizer.eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.added_ids.values())
+        self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode("utf-8", errors="replace"))
 
 
 def _build(spec: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:

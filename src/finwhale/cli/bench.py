@@ -10,6 +10,7 @@ BENCHMARKS = {
     "overhead": "what the host does in a step, over a stub of the model",
     "offline": "whole steps of the engine, decode and prefill, beside their floors",
     "prefix": "finding the beginning of a prompt that was read before: host time a token",
+    "serving": "load on an OpenAI endpoint: waiting and throughput (needs the bench extra)",
     "ops": "Triton kernels beside their references, on a GPU",
 }
 

@@ -13,6 +13,7 @@ from finwhale.errors import FinwhaleError
 COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
+    "serve": "answer OpenAI's and Anthropic's protocols over HTTP",
     "inspect": "say what a checkpoint is, and what it needs",
     "ops": "list the operators in use on this machine",
     "bench": "measure",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.memory import MemoryUse
@@ -184,6 +185,7 @@ class Engine:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = self._checked(prompt_token_ids, params)
+        matcher = self._new_matcher(params)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
@@ -207,7 +209,12 @@ class Engine:
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
             self.sampler.add(
-                sequence.key, params, prompt_token_ids, self.model_config.vocab_size, index
+                sequence.key,
+                params,
+                prompt_token_ids,
+                self.model_config.vocab_size,
+                index,
+                None if matcher is None else matcher.copy(),
             )
             self._streams[sequence.key] = _Stream(
                 sequence,
@@ -227,6 +234,14 @@ class Engine:
 
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
+
+    def _new_matcher(self, params: SamplingParams) -> Matcher | None:
+        """Raises RequestError."""
+        if params.guide is None:
+            return None
+        if self.tokenizer is None:
+            raise RequestError("a guide needs a tokenizer, and this checkpoint has none")
+        return Matcher(self.tokenizer, params.guide)
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -262,6 +277,9 @@ class Engine:
         wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
         if wrong is not None:
             raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
+        wrong = next((i for i in params.logit_bias or () if i >= vocab), None)
+        if wrong is not None:
+            raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
         return ids
 
     def step(self) -> list[RequestOutput]:

@@ -10,9 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finwhale.chat.grammar import Matcher
 from finwhale.engine.transfer import Arrival, Receiver, send
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import (
+    AllowedTokens,
+    Bias,
     Filters,
     LogprobRows,
     Logprobs,
@@ -24,6 +27,8 @@ from finwhale.ops.sampling.draws import derive_seed, uniforms
 from finwhale.request import SamplingParams
 
 NOT_FINITE = "the model's logits for this token are not finite (NaN or infinity)"
+
+NO_TOKEN_FITS = "no token fits the grammar here, or the model's logits are not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Sampler:
         prompt_token_ids: Iterable[int],
         vocab_size: int,
         index: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         """Begins a request.
 
@@ -82,12 +88,13 @@ class Sampler:
             prompt_token_ids: what the repetition penalty counts besides the output.
             vocab_size: V of the logits.
             index: which of the params.n continuations; each draws from a seed of its own.
+            matcher: what its output must match, its own; None: any text.
 
         Raises:
             RequestError: a prompt token under a repetition penalty is outside the vocabulary.
         """
         assert key not in self._requests, f"request {key!r} is already sampled"
-        self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index)
+        self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index, matcher)
 
     def remove(self, key: Hashable) -> None:
         """Forgets a request."""
@@ -127,7 +134,8 @@ class Sampler:
 
     def needs_history(self, key: Hashable) -> bool:
         """Whether the host must know all of a request's tokens before its next is chosen."""
-        return self._requests[key].seen is not None
+        request = self._requests[key]
+        return request.seen is not None or request.matcher is not None
 
     def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
         """The choices of the requests' next step, on `device`; changes no state."""
@@ -145,6 +153,8 @@ class Sampler:
             filters=self._fixed.filters,
             uniform_R=uniform_R,
             penalties=_penalties(requests, device),
+            bias=self._fixed.bias,
+            allowed=_allowed(requests, device),
             logprobs=self._fixed.logprobs,
         )
 
@@ -159,10 +169,12 @@ class Sampler:
         tokens = []
         for row, request in enumerate(sampling.requests):
             if not valid[row]:
-                tokens.append(SampledToken(-1, error=NOT_FINITE))
+                tokens.append(SampledToken(-1, error=request.why_no_token()))
                 continue
             if request.seen is not None:
                 request.seen.count(ids[row])
+            if request.matcher is not None:
+                request.matcher.accept(ids[row])
             wanted = logprobs is not None and request.params.logprobs is not None
             table = logprobs.of(row, ids[row]) if wanted and logprobs is not None else None
             tokens.append(SampledToken(ids[row], table))
@@ -217,16 +229,22 @@ class _Seen:
 class _Request:
     """What is kept of one request between steps."""
 
-    __slots__ = ("greedy", "params", "seed", "seen", "step", "vocab_size")
+    __slots__ = ("greedy", "matcher", "params", "seed", "seen", "step", "vocab_size")
 
     def __init__(
-        self, params: SamplingParams, prompt: Iterable[int], vocab_size: int, index: int
+        self,
+        params: SamplingParams,
+        prompt: Iterable[int],
+        vocab_size: int,
+        index: int,
+        matcher: Matcher | None,
     ) -> None:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self.params = params
         self.seed = derive_seed(seed, index)
         self.step = 0
         self.vocab_size = vocab_size
+        self.matcher = matcher
         # The operator computes in float32, where the smallest temperatures are 0.
         self.greedy = float(np.float32(params.temperature)) == 0.0
         self.seen: _Seen | None = None
@@ -239,12 +257,18 @@ class _Request:
         elif params.presence_penalty or params.frequency_penalty:
             self.seen = _Seen(())
 
+    def why_no_token(self) -> str:
+        if self.matcher is None:
+            return NOT_FINITE
+        return self.matcher.error or NO_TOKEN_FITS
+
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
     """What stays the same from step to step for the same requests in the same order."""
 
     filters: Filters | None = None
+    bias: Bias | None = None
     logprobs: tuple[LogprobRows, ...] = ()
 
 
@@ -257,7 +281,7 @@ def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
         LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
         for num, rows in sorted(wanted.items())
     )
-    return _Fixed(_filters(requests, device), logprobs)
+    return _Fixed(_filters(requests, device), _bias(requests, device), logprobs)
 
 
 def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | None:
@@ -283,6 +307,35 @@ def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | No
         top_p_rows_P=tensor(top_p, np.int64) if top_p else None,
         top_p_P=tensor(top_p.values(), np.float64) if top_p else None,
     )
+
+
+def _bias(requests: Sequence[_Request], device: torch.device) -> Bias | None:
+    entries = [
+        (row, token_id, value)
+        for row, request in enumerate(requests)
+        for token_id, value in (request.params.logit_bias or {}).items()
+    ]
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries, strict=True)
+    rows_N, ids_N, values_N = send(
+        device,
+        np.array(rows, np.int64),
+        np.array(ids, np.int64),
+        np.array(values, np.float32),
+    )
+    return Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
+
+
+def _allowed(requests: Sequence[_Request], device: torch.device) -> AllowedTokens | None:
+    guided = [(row, r.matcher, r.vocab_size) for row, r in enumerate(requests) if r.matcher]
+    if not guided:
+        return None
+    words_GW = np.empty((len(guided), -(-guided[0][2] // 32)), np.int32)
+    for words_W, (_, matcher, _) in zip(words_GW, guided, strict=True):
+        matcher.allow(words_W)
+    rows_G, words = send(device, np.array([row for row, _, _ in guided], np.int64), words_GW)
+    return AllowedTokens(rows_G=rows_G, words_GW=words)
 
 
 def _penalties(requests: Sequence[_Request], device: torch.device) -> Penalties | None:

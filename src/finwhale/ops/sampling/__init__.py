@@ -1,8 +1,8 @@
 """Choosing the next token: the contract.
 
 Legend: S rows (one a sequence), V vocabulary, R rows that draw at random (temperature above 0),
-K and P those of them with a top_k and a top_p, N (row, token) pairs under penalties, G rows that
-want logprobs, L the most logprobs that any row wants.
+K and P those of them with a top_k and a top_p, N (row, token) pairs under penalties or with a bias,
+G rows that want logprobs or have a grammar, L the most logprobs that any row wants, W = ceil(V/32).
 
 A row's result depends on that row alone, bit for bit: never on the rest of the batch.
 """
@@ -55,6 +55,33 @@ class Penalties:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bias:
+    """What is added to logits, each (row, token) pair once.
+
+    Attributes:
+        rows_N, ids_N: int64, row of the logits and token id.
+        values_N: float32.
+    """
+
+    rows_N: Tensor
+    ids_N: Tensor
+    values_N: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllowedTokens:
+    """Rows that may choose among some tokens only.
+
+    Attributes:
+        rows_G: int64, rows of the logits, each once.
+        words_GW: int32; token i is allowed where bit i % 32 of word i // 32 is set.
+    """
+
+    rows_G: Tensor
+    words_GW: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRows:
     """Rows that want log-probabilities of their token and of the `num_top` most likely ones.
 
@@ -75,18 +102,28 @@ class SamplingBatch:
         filters: None: every row is greedy.
         uniform_R: float64 in [0, 1), one draw for each row of `filters`.
         penalties: None: no row has any.
+        bias: None: no row has any.
+        allowed: None: every row may choose any token.
         logprobs: rows that want them, one entry for each distinct `num_top`.
     """
 
     filters: Filters | None = None
     uniform_R: Tensor | None = None
     penalties: Penalties | None = None
+    bias: Bias | None = None
+    allowed: AllowedTokens | None = None
     logprobs: tuple[LogprobRows, ...] = ()
+
+    @property
+    def plain(self) -> bool:
+        """Whether every row takes its largest logit, and nothing else is wanted."""
+        changed = self.penalties or self.bias or self.allowed or self.logprobs
+        return self.filters is None and not changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logprobs:
-    """Natural log-probabilities before penalties, temperature and filters.
+    """Natural log-probabilities before penalties, bias, temperature and filters.
 
     Rows that did not ask, and columns past what a row asked for, hold NaN, rank 0 and id -1.
 
@@ -116,7 +153,7 @@ class SampledTokens:
 
 
 class Sample(Protocol):
-    """Penalties, then temperature, min_p, top_k, top_p, then the draw.
+    """Penalties, bias, allowed tokens, then temperature, min_p, top_k, top_p, then the draw.
 
     Penalties: a seen token's logit is divided by repetition if positive, else multiplied by it;
     then frequency * count and, if count > 0, presence are subtracted (Keskar et al. 2019).

@@ -5,20 +5,33 @@ implementations agree on each token unless their exponentials differ in the last
 falls on that bit, which at 2^-24 does not happen to the few hundred draws here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.sampling import Filters, LogprobRows, Penalties, SamplingBatch
+from finwhale.ops.sampling import (
+    AllowedTokens,
+    Bias,
+    Filters,
+    LogprobRows,
+    Penalties,
+    SamplingBatch,
+)
 
 VOCAB_SIZE = 129280
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one row asks for. `seen`: token id to its count in the output (0: prompt only)."""
+    """What one row asks for.
+
+    Attributes:
+        seen: token id to its count in the output (0: prompt only).
+        allowed: which tokens it may choose, by their id; None: any.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -28,6 +41,8 @@ class Row:
     frequency: float = 0.0
     presence: float = 0.0
     seen: Mapping[int, int] = field(default_factory=dict)
+    bias: Mapping[int, float] = field(default_factory=dict)
+    allowed: Callable[[int], bool] | None = None
     num_top: int | None = None
     uniform: float = 0.5
 
@@ -45,6 +60,10 @@ MIXED = (
     Row(repetition=1.1, frequency=0.5, presence=0.4, seen=SEEN, top_k=3),
     Row(temperature=100.0, top_k=1),
     Row(temperature=1e-30),
+    Row(temperature=0.0, bias={2: 100.0, 4: -100.0}),
+    Row(bias={1: 3.0, 6: -3.0}, repetition=1.2, seen=SEEN, num_top=2),
+    Row(temperature=0.0, allowed=lambda i: i in (1, 5) or i % 33 == 32),
+    Row(allowed=lambda i: i % 3 == 1, top_k=5, top_p=0.9, seen=SEEN, presence=0.5),
 )
 
 
@@ -107,6 +126,19 @@ def batch(
         frequency_N=tensor([row.frequency for _, _, row in pairs], torch.float32),
         presence_N=tensor([row.presence for _, _, row in pairs], torch.float32),
     )
+    biased = [(i, token, value) for i, row in enumerate(rows) for token, value in row.bias.items()]
+    bias = Bias(
+        rows_N=tensor([i for i, _, _ in biased], torch.int64),
+        ids_N=tensor([token for _, token, _ in biased], torch.int64),
+        values_N=tensor([value for _, _, value in biased], torch.float32),
+    )
+    guided = [i for i, row in enumerate(rows) if row.allowed is not None]
+    allowed = AllowedTokens(
+        rows_G=tensor(guided, torch.int64),
+        words_GW=torch.stack([_words(rows[i], vocab_size) for i in guided]).to(device)
+        if guided
+        else torch.empty(0, 0, dtype=torch.int32, device=device),
+    )
     wanted: dict[int, list[int]] = {}
     for i, row in enumerate(rows):
         if row.num_top is not None:
@@ -115,8 +147,18 @@ def batch(
         filters=filters if random else None,
         uniform_R=tensor([row.uniform for row in asked], torch.float64) if random else None,
         penalties=penalties if pairs else None,
+        bias=bias if biased else None,
+        allowed=allowed if guided else None,
         logprobs=tuple(
             LogprobRows(rows_G=tensor(group, torch.int64), num_top=num)
             for num, group in sorted(wanted.items())
         ),
     )
+
+
+def _words(row: Row, vocab_size: int) -> Tensor:
+    """[W] int32: a bit a token."""
+    assert row.allowed is not None
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    bits[:vocab_size] = [row.allowed(i) for i in range(vocab_size)]
+    return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))

@@ -10,7 +10,7 @@ from finwhale.ops.sampling import ref as definition
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     """torch shares a row's maximum between threads, which costs more than it saves here."""
-    if batch.filters is not None or batch.penalties is not None or batch.logprobs:
+    if not batch.plain:
         return definition.sample(logits_SV, batch)
     logits = logits_SV.numpy()
     # The first of equal maxima; of a row with a NaN, the NaN.

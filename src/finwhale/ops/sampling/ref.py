@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.sampling import (
+    AllowedTokens,
+    Bias,
     Filters,
     LogprobRows,
     Logprobs,
@@ -20,6 +22,10 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     penalised_SV = logits_SV
     if batch.penalties is not None:
         penalised_SV = penalise(logits_SV, batch.penalties)
+    if batch.bias is not None:
+        penalised_SV = add(penalised_SV, batch.bias)
+    if batch.allowed is not None:
+        penalised_SV = restrict(penalised_SV, batch.allowed)
     max_S, ids_S = penalised_SV.max(dim=-1)
     if batch.filters is not None:
         assert batch.uniform_R is not None
@@ -39,6 +45,18 @@ def penalise(logits_SV: Tensor, p: Penalties) -> Tensor:
     x_N = x_N - p.frequency_N * p.counts_N
     x_N = x_N - p.presence_N * (p.counts_N > 0)
     return logits_SV.index_put((p.rows_N, p.ids_N), x_N)
+
+
+def add(logits_SV: Tensor, b: Bias) -> Tensor:
+    x_N = logits_SV[b.rows_N, b.ids_N] + b.values_N
+    return logits_SV.index_put((b.rows_N, b.ids_N), x_N)
+
+
+def restrict(logits_SV: Tensor, a: AllowedTokens) -> Tensor:
+    bit_32 = torch.arange(32, dtype=torch.int32, device=logits_SV.device)
+    set_GV = (a.words_GW[:, :, None] >> bit_32 & 1).flatten(1)[:, : logits_SV.shape[1]]
+    x_GV = logits_SV[a.rows_G].masked_fill_(set_GV == 0, -torch.inf)
+    return logits_SV.index_copy(0, a.rows_G, x_GV)
 
 
 def weigh(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:

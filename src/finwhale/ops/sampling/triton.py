@@ -97,7 +97,7 @@ def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
-    if batch.filters is not None or batch.penalties is not None or batch.logprobs:
+    if not batch.plain:
         return definition.sample(logits_SV, batch)
     ids_S, valid_S = greedy(logits_SV)
     return SampledTokens(ids_S=ids_S, valid_S=valid_S)

@@ -1,0 +1,52 @@
+"""A serving run drawn: the distributions of waiting, and the tokens a second over time."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from matplotlib.figure import Figure
+
+
+class Drawn(Protocol):
+    """What is drawn of one request (see `serving.Result`)."""
+
+    begin: float
+    pieces: list[float]
+    error: str | None
+
+    @property
+    def ttft(self) -> float: ...
+    @property
+    def between(self) -> list[float]: ...
+
+
+def plot(path: Path, results: Sequence[Drawn], found: dict[str, Any]) -> None:
+    """Writes a picture; the ending of `path` says which kind."""
+    good = [r for r in results if r.error is None]
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    waiting, gaps, rate = figure.subplots(1, 3)
+    _cumulative(waiting, [r.ttft * 1e3 for r in good], "time to first token, ms")
+    _cumulative(gaps, [gap * 1e3 for r in good for gap in r.between], "between tokens, ms")
+    seconds = int(found["seconds"]) + 1
+    counts = [0] * seconds
+    for result in good:
+        for piece in result.pieces:
+            counts[min(seconds - 1, int(result.begin + piece))] += 1
+    rate.step(range(seconds), counts, where="post")
+    rate.set_xlabel("seconds")
+    rate.set_ylabel("pieces a second")
+    speed = found["output_tokens_per_second"]
+    figure.suptitle(f"{found['completed']} requests, {speed:,.0f} tokens/s generated")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _cumulative(axes: Any, values: Sequence[float], label: str) -> None:
+    ordered = sorted(values)
+    shares = [(i + 1) / len(ordered) for i in range(len(ordered))]
+    axes.step(ordered, shares, where="post")
+    axes.set_xlabel(label)
+    axes.set_ylabel("share")
+    axes.set_ylim(0, 1.02)
+    for share in (0.5, 0.99):
+        axes.axhline(share, color="grey", linewidth=0.5, linestyle=":")

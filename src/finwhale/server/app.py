@@ -1,0 +1,284 @@
+"""The HTTP application: which path does what, and how errors are told."""
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
+
+import finwhale
+from finwhale.errors import FinwhaleError
+from finwhale.server import chat, completions, named_events, tokens
+from finwhale.server.conversation import prepare
+from finwhale.server.errors import (
+    ApiError,
+    as_api_error,
+    error_body,
+    error_response,
+    is_anthropic,
+)
+from finwhale.server.limits import STATIC_PATH, Gate, check_depth
+from finwhale.server.logs import RequestLog
+from finwhale.server.metrics import CONTENT_TYPE
+from finwhale.server.page import page_response
+from finwhale.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    CountTokensBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    Health,
+    MessagesBody,
+    ModelCard,
+    ModelList,
+    ResponsesBody,
+    TokenizeAnswer,
+    TokenizeBody,
+    _Body,
+)
+from finwhale.server.sse import ClientGone, EventStream, event, unless_disconnected
+from finwhale.server.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
+    for status, text in {
+        400: "the request is wrong",
+        401: "no valid API key",
+        404: "no such model",
+        413: "the body is too large",
+        429: "the server is busy: see Retry-After",
+        500: "the engine failed on this request",
+        503: "there is no engine",
+        504: "it took too long",
+    }.items()
+}
+_STREAMS: dict[int | str, dict[str, Any]] = _ERRORS | {
+    200: {
+        "description": "the answer, or with stream its events",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The application of one server."""
+    app = FastAPIOffline(
+        title="Finwhale",
+        version=finwhale.__version__,
+        description="DeepSeek-V4 behind OpenAI's and Anthropic's protocols.",
+        docs_url="/docs",
+        redoc_url=None,
+        static_url=STATIC_PATH,
+    )
+    if state.config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(state.config.cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    app.add_middleware(Gate, state=state)
+    _add_error_handlers(app, state)
+    _add_generation(app, state)
+    _add_tokens(app, state)
+    _add_service(app, state)
+    return app
+
+
+def _add_generation(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/completions", responses=_STREAMS, response_model=None)
+    async def create_completion(body: CompletionBody, request: Request) -> Response:
+        log = _begin(state, request, body)
+        job = await completions.prepare(state, body)
+        if body.stream:
+            usage = _wants_usage(body)
+            return await _stream(request, state, completions.stream(state, job, log, usage))
+        return await _whole(request, completions.complete(state, job, log))
+
+    @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
+    async def create_chat_completion(body: ChatBody, request: Request) -> Response:
+        log = _begin(state, request, body)
+        turn = await prepare(state, "chat", body, chat.new_id())
+        if body.stream:
+            return await _stream(request, state, chat.stream(state, turn, log, _wants_usage(body)))
+        return await _whole(request, chat.complete(state, turn, log))
+
+    @app.post("/v1/responses", responses=_STREAMS, response_model=None)
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        log = _begin(state, request, body)
+        turn = await prepare(state, "responses", body, named_events.new_id("resp"))
+        if body.stream:
+            return await _stream(request, state, named_events.stream(state, turn, log))
+        return await _whole(request, named_events.complete(state, turn, log))
+
+    @app.post("/v1/messages", responses=_STREAMS, response_model=None)
+    async def create_message(body: MessagesBody, request: Request) -> Response:
+        log = _begin(state, request, body)
+        turn = await prepare(state, "messages", body, named_events.new_id("msg"))
+        if body.stream:
+            return await _stream(request, state, named_events.stream(state, turn, log))
+        return await _whole(request, named_events.complete(state, turn, log))
+
+
+def _add_tokens(app: FastAPI, state: ServerState) -> None:
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    async def count_tokens(body: CountTokensBody) -> dict[str, int]:
+        check_depth(body.model_dump())
+        return {"input_tokens": await tokens.count(state, body)}
+
+    @app.post("/tokenize", responses=_ERRORS)
+    async def tokenize(body: TokenizeBody) -> TokenizeAnswer:
+        check_depth(body.model_dump())
+        return await tokens.tokenize(state, body)
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def detokenize(body: DetokenizeBody) -> DetokenizeAnswer:
+        return await tokens.detokenize(state, body)
+
+
+def _add_service(app: FastAPI, state: ServerState) -> None:
+    def card(name: str) -> ModelCard:
+        return ModelCard(id=name, created=state.started, max_model_len=state.ready.max_model_len)
+
+    @app.get("/v1/models", responses=_ERRORS)
+    async def list_models() -> ModelList:
+        return ModelList(data=[card(name) for name in state.config.model_names])
+
+    @app.get("/v1/models/{name:path}", responses=_ERRORS)
+    async def get_model(name: str) -> ModelCard:
+        state.check_model(name)
+        return card(name)
+
+    @app.get("/health/live", responses={503: {"model": Health}})
+    async def live() -> Response:
+        """Whether the process should be left to live: the engine has not died."""
+        failure = state.client.failure
+        health = Health(status="dead" if failure else "alive", reason=failure)
+        return JSONResponse(health.model_dump(), 503 if failure else 200)
+
+    @app.get("/health/ready", responses={503: {"model": Health}})
+    async def ready() -> Response:
+        """Whether requests are wanted: the model is loaded, and the server is not stopping."""
+        reason = state.client.failure
+        if reason is None and state.draining:
+            reason = "the server is stopping"
+        if reason is None and not state.client.alive:
+            reason = "the model is loading"
+        health = Health(status="not ready" if reason else "ready", reason=reason)
+        return JSONResponse(health.model_dump(), 503 if reason else 200)
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/live")
+    async def live_numbers() -> dict[str, Any]:
+        """What the page at / draws."""
+        return state.metrics.live()
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+
+def _begin(state: ServerState, request: Request, body: _Body) -> RequestLog:
+    check_depth(body.model_dump())
+    if state.config.log_prompts:
+        found = {"request_id": request.scope["state"]["request_id"]}
+        logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
+    log = RequestLog(request.scope["state"]["request_id"], request.url.path)
+    log.stream = bool(getattr(body, "stream", False))
+    request.scope["state"]["log"] = log
+    return log
+
+
+def _wants_usage(body: CompletionBody | ChatBody) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage
+
+
+async def _whole(request: Request, work: Any) -> Response:
+    return JSONResponse(await unless_disconnected(request, work))
+
+
+async def _stream(
+    request: Request, state: ServerState, source: AsyncGenerator[bytes, None]
+) -> Response:
+    """The stream's response, once the engine has taken the request: until then, errors are
+    answers of their own."""
+    try:
+        await unless_disconnected(request, anext(source))
+    except BaseException:
+        await source.aclose()
+        raise
+    return EventStream(_with_errors(source, state, is_anthropic(request.url.path)))
+
+
+async def _with_errors(
+    source: AsyncGenerator[bytes, None], state: ServerState, anthropic: bool
+) -> AsyncGenerator[bytes, None]:
+    """A stream that ends with an error event where its source fails."""
+    try:
+        async for piece in source:
+            yield piece
+    except Exception as error:
+        told = as_api_error(error, state.config.retry_after_s)
+        if told is None:
+            logger.exception("a stream failed")
+            told = ApiError(500, "internal error", code="internal_error")
+        body = JSONResponse(error_body(told, anthropic=anthropic)).body
+        yield event(bytes(body).decode(), "error" if anthropic else None)
+    finally:
+        await source.aclose()
+
+
+def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        told = as_api_error(error, state.config.retry_after_s)
+        if told is None:
+            logger.error("unexpected error", exc_info=error)
+            told = ApiError(500, "internal error", code="internal_error")
+        return error_response(told, request.url.path)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error), request.url.path)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        told = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return error_response(told, request.url.path)
+
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it; the log line does
+
+    app.add_exception_handler(FinwhaleError, known)
+    app.add_exception_handler(ApiError, known)
+    app.add_exception_handler(TimeoutError, known)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(Exception, known)
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, in one line."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][1:])
+    if first["type"] == "json_invalid":
+        return ApiError(400, "the body is not valid JSON", code="invalid_json")
+    if first["type"] == "extra_forbidden":
+        message = f"unknown parameter: {where}"
+        return ApiError(400, message, code="unknown_parameter", param=where)
+    message = f"{where}: {first['msg']}" if where else str(first["msg"])
+    return ApiError(400, message, code="invalid_value", param=where or None)

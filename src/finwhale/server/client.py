@@ -1,0 +1,321 @@
+"""The server's side of the engine: requests in, their pieces out, on one asyncio loop."""
+
+import asyncio
+import itertools
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Protocol
+
+from finwhale.errors import FinwhaleError, RequestError
+from finwhale.request import SamplingParams
+from finwhale.server import worker
+from finwhale.server.wire import (
+    Abort,
+    Accepted,
+    Add,
+    Command,
+    Delta,
+    EngineStats,
+    Failed,
+    Ready,
+    Refused,
+    Report,
+    Step,
+    Stop,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class EngineDeadError(FinwhaleError):
+    """The engine has stopped; no request can be served any more."""
+
+
+class QueueFullError(FinwhaleError):
+    """More sequences wait than the server allows."""
+
+
+class Observer(Protocol):
+    """What wants to know of requests: the metrics."""
+
+    def step(self, deltas: Sequence[Delta], seconds: float) -> None: ...
+
+
+class Generation:
+    """One or more prompts on the engine: iterate over their deltas; `cancel` what is unwanted.
+
+    The continuations are numbered through: those of prompt p begin at p * n.
+    """
+
+    def __init__(self, client: "EngineClient", request_ids: list[str], n: int) -> None:
+        self._client = client
+        self._request_ids = request_ids
+        self._events: asyncio.Queue[Accepted | Delta | Exception] = asyncio.Queue()
+        self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
+        self._unfinished = dict.fromkeys(request_ids, n)
+
+    async def accepted(self) -> None:
+        """Waits until the engine has taken every prompt.
+
+        Raises:
+            RequestError: it refuses one.
+            EngineDeadError: it is no more.
+            TimeoutError: `expire` was called.
+        """
+        for _ in self._request_ids:
+            event = await self._events.get()
+            while isinstance(event, Delta):  # of a prompt taken earlier: its turn comes
+                self._events.put_nowait(event)
+                event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        while any(self._unfinished.values()):
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            assert isinstance(event, Delta)
+            self._unfinished[event.request_id] -= event.finish_reason is not None
+            event.index += self._first[event.request_id]
+            yield event
+
+    def cancel(self) -> None:
+        """Ends what still runs; its pages go back before the engine's next step."""
+        for request_id in self._request_ids:
+            self._client._forget(request_id, abort=True)
+
+    def expire(self) -> None:
+        """Raises TimeoutError in whoever waits for the next delta."""
+        self._events.put_nowait(TimeoutError())
+
+    def _put(self, event: Accepted | Delta | Exception) -> None:
+        self._events.put_nowait(event)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request on the engine, and how many of its continuations still run."""
+
+    generation: Generation
+    num_sequences: int
+
+
+class EngineClient:
+    """Talks to one engine, in a process of its own or in a thread.
+
+    Attributes:
+        ready: what the engine said when its model was loaded; None before.
+        failure: why the engine is dead; None while it lives.
+        stats: the engine's latest.
+        last_report: `time.monotonic()` of the latest report.
+    """
+
+    def __init__(self, connection: Connection, process: BaseProcess | None = None) -> None:
+        """`connection`: the server's end of the pipe; `process`: what runs the other end."""
+        self.ready: Ready | None = None
+        self.failure: str | None = None
+        self.stats = EngineStats()
+        self.last_report = time.monotonic()
+        self.observer: Observer | None = None
+        self.on_failure: Callable[[], None] | None = None
+        self._connection = connection
+        self._process = process
+        self._threads = [
+            threading.Thread(target=target, name=f"engine{target.__name__}", daemon=True)
+            for target in (self._read, self._write)
+        ]
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        self._live: dict[str, _Live] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._settled = asyncio.Event()
+        self._closing = False
+        self._num_sequences = 0
+
+    @classmethod
+    def spawn(cls, load: Callable[[], object]) -> "EngineClient":
+        """Starts a process with an engine that `load` (which can be pickled) makes there."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=worker.main, args=(theirs, load), name="finwhale-engine", daemon=True
+        )
+        process.start()
+        theirs.close()
+        return cls(ours, process)
+
+    @property
+    def alive(self) -> bool:
+        return self.ready is not None and self.failure is None and not self._closing
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences on the engine, waiting or running."""
+        return self._num_sequences
+
+    async def start(self) -> Ready:
+        """Waits until the model is loaded.
+
+        Raises:
+            EngineDeadError: it could not be.
+        """
+        self._loop = asyncio.get_running_loop()
+        for thread in self._threads:
+            thread.start()
+        await self._settled.wait()
+        if self.ready is None:
+            raise EngineDeadError(self.failure or "the engine did not start")
+        return self.ready
+
+    def submit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        stop_after: int | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """Hands prompts to the engine; `Generation.accepted` says whether it took them.
+
+        Raises:
+            EngineDeadError: there is no engine.
+        """
+        if not self.alive:
+            raise EngineDeadError(self.failure or "the engine is not ready")
+        if not self._num_sequences:
+            self.last_report = time.monotonic()  # an idle engine says nothing
+        request_ids = [f"r{next(self._ids)}" for _ in prompts]
+        generation = Generation(self, request_ids, params.n)
+        for request_id, prompt in zip(request_ids, prompts, strict=True):
+            self._live[request_id] = _Live(generation, params.n)
+            self._num_sequences += params.n
+            self._send(Add(request_id, prompt, params, stop_after, priority))
+        return generation
+
+    def dump_stacks(self) -> None:
+        """Has the engine's process write the stacks of its threads to standard error."""
+        if self._process is not None and self._process.pid is not None:
+            os.kill(self._process.pid, signal.SIGUSR1)
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the engine's process; requests that still run fail."""
+        self._closing = True
+        self._send(Stop())
+        self._fail_all("the server is stopping")
+        process = self._process
+        if process is not None:
+            await asyncio.to_thread(process.join, timeout_s)
+            if process.is_alive():
+                process.kill()
+                await asyncio.to_thread(process.join)
+        # The engine's end closes when it has stopped, and with it these end.
+        for thread in self._threads:
+            if thread.is_alive():
+                await asyncio.to_thread(thread.join, timeout_s)
+        self._connection.close()
+
+    def _send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    def _write(self) -> None:
+        """The writer's thread: a full pipe must not hold up the loop."""
+        while True:
+            command = self._commands.get()
+            try:
+                self._connection.send(command)
+            except OSError:  # the reader reports it
+                return
+            if isinstance(command, Stop):
+                return
+
+    def _forget(self, request_id: str, *, abort: bool) -> None:
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._num_sequences -= live.num_sequences
+        if abort and self.failure is None:
+            self._send(Abort(request_id))
+
+    def _read(self) -> None:
+        """The reader's thread: one wake-up of the loop for each report."""
+        assert self._loop is not None
+        report: Report
+        while True:
+            try:
+                report = self._connection.recv()
+            except (EOFError, OSError):
+                report = Failed(self._epitaph())
+            try:
+                self._loop.call_soon_threadsafe(self._take, report)
+            except RuntimeError:  # the loop is closed
+                return
+            if isinstance(report, Failed):
+                return
+
+    def _epitaph(self) -> str:
+        if self._process is None:
+            return "the engine has ended"
+        self._process.join(1)
+        code = self._process.exitcode
+        if code is not None and code < 0:
+            return f"the engine's process was killed by signal {-code}"
+        return f"the engine's process has ended with exit code {code}"
+
+    def _take(self, report: Report) -> None:
+        now = time.monotonic()
+        elapsed, self.last_report = now - self.last_report, now
+        if isinstance(report, Step):
+            if report.stats is not None:
+                self.stats = report.stats
+            for delta in report.deltas:
+                self._deliver(delta)
+            if self.observer is not None:
+                self.observer.step(report.deltas, elapsed)
+        elif isinstance(report, Accepted):
+            if report.request_id in self._live:
+                self._live[report.request_id].generation._put(report)
+        elif isinstance(report, Refused):
+            if report.request_id in self._live:
+                self._live[report.request_id].generation._put(RequestError(report.message))
+                self._forget(report.request_id, abort=False)
+        elif isinstance(report, Ready):
+            self.ready = report
+            self._settled.set()
+        else:
+            self._die(report.message)
+
+    def _deliver(self, delta: Delta) -> None:
+        live = self._live.get(delta.request_id)
+        if live is None:
+            return
+        live.generation._put(delta)
+        if delta.finish_reason is not None:
+            self._num_sequences -= 1
+            live.num_sequences -= 1
+            if not live.num_sequences:
+                self._forget(delta.request_id, abort=False)
+
+    def _die(self, message: str) -> None:
+        if self._closing or self.failure is not None:
+            return
+        self.failure = message
+        logger.error("engine died", extra={"reason": message})
+        self._fail_all(f"the engine has died: {message}")
+        self._settled.set()
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def _fail_all(self, message: str) -> None:
+        for generation in {id(live): live.generation for live in self._live.values()}.values():
+            generation._put(EngineDeadError(message))
+        self._live.clear()
+        self._num_sequences = 0

@@ -1,0 +1,104 @@
+"""Errors on the wire: each protocol's own object and status code."""
+
+import json
+from collections.abc import Mapping
+
+from starlette.responses import Response
+
+from finwhale.errors import RequestError
+from finwhale.server.client import EngineDeadError, QueueFullError
+
+_OPENAI_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Attributes:
+        status: the HTTP status.
+        message: one line for the client.
+        code: OpenAI's machine-readable word, or None.
+        param: the request's field that is wrong, or None.
+        headers: more headers of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
+    """What to tell a client of `error`; None: it is no error that clients are told of."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return ApiError(400, str(error), code="invalid_request")
+    if isinstance(error, QueueFullError):
+        headers = {"retry-after": str(retry_after_s)}
+        return ApiError(429, str(error), code="queue_full", headers=headers)
+    if isinstance(error, EngineDeadError):
+        return ApiError(503, str(error), code="engine_dead")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than the server allows", code="timeout")
+    return None
+
+
+def is_anthropic(path: str) -> bool:
+    return path.startswith("/v1/messages")
+
+
+def error_body(error: ApiError, *, anthropic: bool) -> dict[str, object]:
+    """The protocol's error object."""
+    if anthropic:
+        kind = _ANTHROPIC_TYPES.get(error.status)
+        kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+    return {
+        "error": {
+            "message": error.message,
+            "type": _OPENAI_TYPES.get(error.status, "server_error"),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def error_response(error: ApiError, path: str) -> Response:
+    body = error_body(error, anthropic=is_anthropic(path))
+    return Response(
+        json.dumps(body, ensure_ascii=True),
+        status_code=error.status,
+        headers=error.headers,
+        media_type="application/json",
+    )

@@ -1,0 +1,164 @@
+"""What stands before the endpoints: keys, sizes, how many at once, request ids, log lines."""
+
+import hashlib
+import hmac
+import logging
+import time
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from finwhale.server.errors import ApiError, error_response
+from finwhale.server.state import ServerState
+
+logger = logging.getLogger("finwhale.server.requests")
+
+# Open without a key: what says whether the server lives, and the page and description, which hold
+# nothing but themselves.
+_OPEN = frozenset({"/", "/health/live", "/health/ready", "/openapi.json", "/docs"})
+STATIC_PATH = "/docs-files"
+# Answered however busy the server is.
+_ALWAYS = frozenset({"/", "/health/live", "/health/ready", "/metrics", "/live"})
+
+
+class Gate:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+        self._keys = [_digest(key) for key in state.config.api_keys]
+        self._in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        request_id = f"req_{uuid.uuid4().hex}"
+        scope.setdefault("state", {})["request_id"] = request_id
+        begin, status = time.monotonic(), 0
+        body = _LimitedBody(receive, self._state.config.max_body_bytes)
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["x-content-type-options"] = "nosniff"
+            await send(message)
+
+        async def send_unless_exceeded(message: Message) -> None:
+            if not body.exceeded:
+                await send_marked(message)
+            elif message["type"] == "http.response.start":
+                # Not what the application makes of a body that breaks off.
+                told = error_response(_too_large(self._state.config.max_body_bytes), path)
+                await told(scope, receive, send_marked)
+
+        self._in_flight += 1
+        try:
+            self._check(scope, path)
+            await self._app(scope, body.receive, send_unless_exceeded)
+        except ApiError as error:
+            if status:
+                raise
+            await error_response(error, path)(scope, receive, send_marked)
+        finally:
+            self._in_flight -= 1
+            self._report(scope, status, request_id, begin)
+
+    def _check(self, scope: Scope, path: str) -> None:
+        headers = Headers(scope=scope)
+        config = self._state.config
+        preflight = scope["method"] == "OPTIONS" and config.cors_origins
+        open_to_all = path in _OPEN or path.startswith(f"{STATIC_PATH}/") or preflight
+        if self._keys and not open_to_all and not self._has_key(headers):
+            raise ApiError(
+                401,
+                "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > config.max_body_bytes:
+            raise _too_large(config.max_body_bytes)
+        if self._in_flight > config.max_concurrency and path not in _ALWAYS:
+            raise ApiError(
+                429,
+                "too many requests at once; try again",
+                code="too_many_requests",
+                headers={"retry-after": str(config.retry_after_s)},
+            )
+
+    def _has_key(self, headers: Headers) -> bool:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = _digest(given)
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+
+    def _report(self, scope: Scope, status: int, request_id: str, begin: float) -> None:
+        route = scope.get("route")
+        endpoint = getattr(route, "path", "unknown")
+        self._state.metrics.answered(endpoint, status)
+        log = scope["state"].get("log")
+        fields = {} if log is None else log.fields()
+        level = logging.DEBUG if endpoint in _ALWAYS else logging.INFO
+        logger.log(
+            level,
+            "request",
+            extra={
+                "request_id": request_id,
+                "method": scope["method"],
+                "endpoint": endpoint,
+                "status": status,
+                "duration_s": round(time.monotonic() - begin, 4),
+                **fields,
+            },
+        )
+
+
+class _LimitedBody:
+    """Passes a request's body on, up to a size: past it, `exceeded` is set and ApiError raised."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._seen = 0
+        self.exceeded = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._seen += len(message.get("body", b""))
+            if self._seen > self._max_bytes:
+                self.exceeded = True
+                raise _too_large(self._max_bytes)
+        return message
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"a body may have {max_bytes} bytes at most", code="body_too_large")
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+
+
+def check_depth(value: object, limit: int = 64) -> None:
+    """Raises ApiError where parsed JSON is nested deeper than `limit`."""
+    level: list[object] = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested deeper than {limit}", code="too_deep")

@@ -1,0 +1,71 @@
+"""Structured logs: one JSON object a line. Prompts and answers only where they are asked for."""
+
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass, field
+
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as one line of JSON: time, level, logger, message, and whatever `extra` holds."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        entry: dict[str, object] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        entry |= {k: v for k, v in vars(record).items() if k not in _STANDARD}
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
+
+
+def configure(level: str) -> None:
+    """Sends every logger's records to standard error in this form."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    # Request lines are ours; the engine of the socket says little else at info.
+    logging.getLogger("uvicorn.access").disabled = True
+
+
+@dataclass(slots=True)
+class RequestLog:
+    """What is said of one request when it is over.
+
+    Attributes:
+        request_id: also the answer's x-request-id.
+        first_token_s, duration_s: since it came; None before.
+        finish: why each continuation ended, joined.
+    """
+
+    request_id: str
+    endpoint: str
+    begin: float = field(default_factory=time.monotonic)
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    first_token_s: float | None = None
+    last_token: float | None = None
+    finish: list[str] = field(default_factory=list)
+    stream: bool = False
+
+    def fields(self) -> dict[str, object]:
+        found: dict[str, object] = {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "stream": self.stream,
+            "finish": ",".join(self.finish),
+        }
+        if self.first_token_s is not None:
+            found["first_token_s"] = round(self.first_token_s, 4)
+        return found

@@ -1,0 +1,164 @@
+"""Counters and times of the server and its engine, for Prometheus and for the page."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from finwhale.server.client import EngineClient
+from finwhale.server.logs import RequestLog
+from finwhale.server.wire import Delta
+
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1,
+    2.5,
+    5,
+    10,
+    30,
+    60,
+)
+RATE_WINDOW_S = 5.0
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Metrics:
+    """One server's metrics, in a registry of their own."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(client))
+        registry = self.registry
+        self._requests = Counter(
+            "finwhale_requests",
+            "HTTP requests by endpoint and status",
+            ["endpoint", "status"],
+            registry=registry,
+        )
+        self._in_flight = Gauge(
+            "finwhale_requests_in_flight", "generating requests", registry=registry
+        )
+        self._prompt = Counter(
+            "finwhale_prompt_tokens", "tokens of accepted prompts", registry=registry
+        )
+        self._output = Counter("finwhale_output_tokens", "generated tokens", registry=registry)
+        self._first = Histogram(
+            "finwhale_time_to_first_token_seconds",
+            "from arrival",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._between = Histogram(
+            "finwhale_time_per_output_token_seconds",
+            "between a request's tokens after its first",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "finwhale_request_seconds",
+            "generating requests, whole",
+            buckets=(*SECONDS, 300, 1800),
+            registry=registry,
+        )
+        self._recent: deque[tuple[float, int]] = deque()
+
+    def step(self, deltas: Sequence[Delta], seconds: float) -> None:
+        """A step of the engine brought these."""
+        count = sum(len(delta.token_ids) for delta in deltas)
+        if count:
+            self._output.inc(count)
+            self._recent.append((time.monotonic(), count))
+            self._trim()
+
+    def begin(self, log: RequestLog) -> None:
+        self._in_flight.inc()
+        self._prompt.inc(log.prompt_tokens)
+
+    def delta(self, log: RequestLog, delta: Delta) -> None:
+        """A request's part of a step."""
+        now = time.monotonic()
+        if delta.token_ids:
+            if log.first_token_s is None or log.last_token is None:
+                log.first_token_s = now - log.begin
+                self._first.observe(log.first_token_s)
+                log.cached_tokens = delta.cached_tokens
+            else:
+                each = (now - log.last_token) / len(delta.token_ids)
+                for _ in delta.token_ids:
+                    self._between.observe(each)
+            log.last_token = now
+            log.output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            log.finish.append(delta.finish_reason)
+
+    def end(self, log: RequestLog) -> None:
+        self._in_flight.dec()
+        self._duration.observe(time.monotonic() - log.begin)
+
+    def answered(self, endpoint: str, status: int) -> None:
+        self._requests.labels(endpoint, str(status)).inc()
+
+    def text(self) -> bytes:
+        """What /metrics answers."""
+        return generate_latest(self.registry)
+
+    def live(self) -> dict[str, object]:
+        """What the page draws."""
+        self._trim()
+        stats = self._client.stats
+        return {
+            "alive": self._client.alive,
+            "tokens_per_second": sum(count for _, count in self._recent) / RATE_WINDOW_S,
+            "running": stats.running,
+            "waiting": stats.waiting,
+            "pages": {name: list(pair) for name, pair in stats.pages.items()},
+            **stats.counters,
+            "output_tokens": _value(self._output),
+        }
+
+    def _trim(self) -> None:
+        horizon = time.monotonic() - RATE_WINDOW_S
+        while self._recent and self._recent[0][0] < horizon:
+            self._recent.popleft()
+
+
+def _value(counter: Counter) -> int:
+    return int(next(iter(counter.collect())).samples[0].value)
+
+
+class _EngineCollector(Collector):
+    """The engine's latest stats as metrics."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+
+    def collect(self) -> Iterable[Metric]:
+        stats = self._client.stats
+        yield GaugeMetricFamily(
+            "finwhale_engine_up", "1 while the engine lives", value=float(self._client.alive)
+        )
+        yield GaugeMetricFamily("finwhale_running", "sequences on the engine", value=stats.running)
+        yield GaugeMetricFamily("finwhale_waiting", "sequences in the queue", value=stats.waiting)
+        pages = GaugeMetricFamily(
+            "finwhale_pages", "pages of state by kind", labels=["kind", "state"]
+        )
+        for name, (used, total) in stats.pages.items():
+            pages.add_metric([name, "used"], used)
+            pages.add_metric([name, "free"], total - used)
+        yield pages
+        for name, value in stats.counters.items():
+            yield CounterMetricFamily(f"finwhale_engine_{name}", "of the engine", value=value)

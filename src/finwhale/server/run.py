@@ -1,0 +1,130 @@
+"""One server from start to end: the engine's process, the socket, signals, draining."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import uvicorn
+
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.errors import FinwhaleError
+from finwhale.server.app import create_app
+from finwhale.server.client import EngineClient, EngineDeadError
+from finwhale.server.config import ServerConfig
+from finwhale.server.state import ServerState
+from finwhale.server.watchdog import watch
+
+logger = logging.getLogger(__name__)
+
+# After the engine's death health is answered for so long before the process ends.
+DEATH_NOTICE_S = 2.0
+
+
+def serve(config: ServerConfig, tokenizer: Tokenizer | None, load: Callable[[], object]) -> int:
+    """Serves until told to stop; returns the exit code: 0, or 1 where the engine died or requests
+    were cut off.
+
+    Args:
+        load: makes the engine, in a process of its own; it can be pickled.
+
+    Raises:
+        FinwhaleError: the address is not to be had, or the model does not load.
+    """
+    listener = listen(config)
+    client = EngineClient.spawn(load)
+    if tokenizer is not None:
+        # What the first request would otherwise wait for, while the engine loads.
+        _ = tokenizer.guidance, tokenizer.recipe
+    return asyncio.run(_serve(ServerState(config, client, tokenizer), listener))
+
+
+async def _serve(state: ServerState, listener: socket.socket) -> int:
+    client, config = state.client, state.config
+    server = Server(state)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def asked_to_stop() -> None:
+        if state.draining:
+            server.force_exit = True
+        state.draining = True
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked_to_stop)
+    died = asyncio.Event()
+    client.on_failure = died.set
+    serving = loop.create_task(server.serve(sockets=[listener]))
+    try:
+        starting = loop.create_task(client.start())
+        stopping = loop.create_task(stop.wait())
+        await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()  # raises where the model does not load
+            host, port = listener.getsockname()[:2]
+            logger.info("ready", extra={"url": f"http://{host}:{port}", "model": state.model_name})
+            watching = loop.create_task(watch(client, config.stall_timeout_s))
+            dying = loop.create_task(died.wait())
+            await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
+            watching.cancel()
+            if died.is_set():
+                await asyncio.sleep(DEATH_NOTICE_S)
+        else:
+            starting.cancel()
+        logger.info("stopping", extra={"in_flight": client.num_sequences})
+        server.should_exit = True
+        await serving
+        cut = server.force_exit or client.num_sequences > 0
+    except EngineDeadError as error:
+        raise FinwhaleError(str(error)) from error
+    finally:
+        server.should_exit = server.force_exit = True
+        with contextlib.suppress(Exception):
+            await serving
+        await client.close()
+    return int(client.failure is not None or cut)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, with signals left to us."""
+
+    def __init__(self, state: ServerState) -> None:
+        config = uvicorn.Config(
+            create_app(state),
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(state.config.drain_timeout_s) or 1,
+            h11_max_incomplete_event_size=64 << 10,
+            server_header=False,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        raise AssertionError("signals are handled by the loop")
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Raises FinwhaleError."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise FinwhaleError(
+            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
+        ) from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,206 @@
+"""Request bodies, field by field. What is not listed is refused, not dropped.
+
+Fields marked "no effect" belong to hosted services (billing, storage, moderation); clients send
+them unasked, and nothing that they could change exists here.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from finwhale.request import MAX_LOGPROBS
+
+Text = Annotated[str, Field(max_length=1 << 24)]
+Names = Annotated[list[str], Field(max_length=16)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+Json = dict[str, Any]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: bool = Field(default=False, description="no effect")
+
+
+class _Sampling(_Body):
+    """What the three chat protocols and completions have in common, with our extensions."""
+
+    model: Annotated[str, Field(max_length=512)]
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
+        default=None, description="extension: keep the k most likely tokens"
+    )
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None, description="extension: drop tokens less likely than min_p times the first"
+    )
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = Field(
+        default=None, description="extension"
+    )
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
+        default=None, description="extension"
+    )
+    ignore_eos: bool | None = Field(default=None, description="extension")
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        default=None, description="extension: lower numbers are served first"
+    )
+
+
+class _OpenAISampling(_Sampling):
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | Names | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(default=None, description="no effect")
+
+
+class CompletionBody(_OpenAISampling):
+    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
+        default=None, description="must equal n"
+    )
+    suffix: str | None = Field(default=None, description="not supported: must be null")
+    response_format: Json | None = Field(
+        default=None, description="extension: as in chat completions"
+    )
+
+
+class ChatBody(_OpenAISampling):
+    messages: Annotated[list[Json], Field(min_length=1)]
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Json | None = Field(
+        default=None,
+        description='text, json_object or json_schema; extensions: {"type": "regex", "regex": '
+        '...}, {"type": "grammar", "grammar": ...} (Lark)',
+    )
+    thinking: Json | None = Field(
+        default=None, description='DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}'
+    )
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    metadata: Json | None = Field(default=None, description="no effect")
+    store: bool | None = Field(default=None, description="no effect")
+    service_tier: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")
+    prompt_cache_key: str | None = Field(default=None, description="no effect")
+    prompt_cache_retention: str | None = Field(default=None, description="no effect")
+
+
+class ResponsesBody(_Sampling):
+    input: Text | list[Json]
+    instructions: Text | None = None
+    max_output_tokens: MaxTokens | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    include: list[str] | None = None
+    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    text: Json | None = None
+    reasoning: Json | None = None
+    thinking: Json | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    stream_options: StreamOptions | None = None
+    previous_response_id: None = Field(
+        default=None, description="not supported: send the whole conversation"
+    )
+    metadata: Json | None = Field(default=None, description="no effect")
+    store: bool | None = Field(default=None, description="no effect: nothing is stored")
+    user: str | None = Field(default=None, description="no effect")
+    service_tier: str | None = Field(default=None, description="no effect")
+    safety_identifier: str | None = Field(default=None, description="no effect")
+    prompt_cache_key: str | None = Field(default=None, description="no effect")
+    prompt_cache_retention: str | None = Field(default=None, description="no effect")
+    client_metadata: Json | None = Field(default=None, description="no effect")
+
+
+class CountTokensBody(_Body):
+    model: Annotated[str, Field(max_length=512)]
+    messages: Annotated[list[Json], Field(min_length=1)]
+    system: Text | list[Json] | None = None
+    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+
+
+class MessagesBody(_Sampling):
+    messages: Annotated[list[Json], Field(min_length=1)]
+    max_tokens: MaxTokens
+    system: Text | list[Json] | None = None
+    stop_sequences: Names | None = None
+    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+    output_format: Json | None = None
+    metadata: Json | None = Field(default=None, description="no effect")
+    service_tier: str | None = Field(default=None, description="no effect")
+
+
+class TokenizeBody(_Body):
+    model: str | None = None
+    prompt: Text | None = Field(default=None, description="text; or give messages")
+    messages: Annotated[list[Json], Field(min_length=1)] | None = None
+    tools: list[Json] | None = None
+    thinking: Json | None = None
+    add_special_tokens: bool = Field(
+        default=True, description="whether a prompt begins with the begin of sequence"
+    )
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Body):
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+    skip_special_tokens: bool = False
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+
+class TokenizeAnswer(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeAnswer(BaseModel):
+    prompt: str
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "finwhale"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: str
+    reason: str | None = None

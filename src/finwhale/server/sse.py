@@ -1,0 +1,91 @@
+"""Server-sent events, and ending work when the client has gone."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
+
+
+def event(data: str, name: str | None = None) -> bytes:
+    """One event; `data` has no line breaks (JSON has none)."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n".encode()
+
+
+class EventStream(Response):
+    """A response of events as they come; its source is closed when the client goes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, source: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        try:
+            await _or_disconnect(sending, receive)
+        finally:
+            sending.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await sending
+            await self._source.aclose()
+
+    async def _send(self, send: Send) -> None:
+        head = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        await send(head)
+        async for piece in self._source:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`, which is cancelled when the client goes.
+
+    Raises:
+        ClientGone: it has gone.
+    """
+    working = asyncio.ensure_future(work)
+    try:
+        if not await _or_disconnect(working, request.receive):
+            raise ClientGone
+        return working.result()
+    finally:
+        if not working.done():
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
+
+
+async def _or_disconnect(working: asyncio.Future[Any], receive: Receive) -> bool:
+    """Waits for `working` (True) or for the client to go (False)."""
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        return working.done()
+    finally:
+        watching.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watching
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

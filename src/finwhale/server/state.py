@@ -1,0 +1,135 @@
+"""What the endpoints share: the model's names and tokenizer, the engine, the limits."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+
+from finwhale.chat.template import ChatTemplate
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
+from finwhale.server.client import EngineClient, EngineDeadError, Generation, QueueFullError
+from finwhale.server.config import ServerConfig
+from finwhale.server.errors import ApiError
+from finwhale.server.logs import RequestLog
+from finwhale.server.metrics import Metrics
+from finwhale.server.wire import Ready
+
+
+class ServerState:
+    """One server: what it serves, with what, within which limits."""
+
+    def __init__(
+        self, config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None
+    ) -> None:
+        self.config = config
+        self.client = client
+        self.tokenizer = tokenizer
+        self.template = None if tokenizer is None else ChatTemplate(tokenizer)
+        self.metrics = Metrics(client)
+        self.started = int(time.time())
+        self.draining = False
+        client.observer = self.metrics
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_names[0]
+
+    @property
+    def ready(self) -> Ready:
+        if self.client.ready is None:
+            raise EngineDeadError(self.client.failure or "the model is still loading")
+        return self.client.ready
+
+    def now(self) -> int:
+        """The time in seconds, as answers carry it."""
+        return int(time.time())
+
+    def check_model(self, name: str) -> None:
+        """Raises ApiError (404) where clients do not know the model by `name`."""
+        if name not in self.config.model_names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist here; there is "
+                f"{', '.join(self.config.model_names)}",
+                code="model_not_found",
+                param="model",
+            )
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("text needs a tokenizer, and this checkpoint has no tokenizer.json")
+        return self.tokenizer
+
+    def need_template(self) -> ChatTemplate:
+        if self.template is None:
+            raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
+        return self.template
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError where a prompt can never be served."""
+        ready = self.ready
+        limit = self.config.max_prompt_tokens
+        if limit is not None and len(token_ids) > limit:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; this server takes at most {limit}"
+            )
+        if len(token_ids) >= ready.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens, but prompt and output together have "
+                f"room for {ready.max_model_len}"
+            )
+
+    def check_room(self, num_sequences: int) -> None:
+        """Whether the queue has room for a request.
+
+        Raises:
+            ApiError: it asks for more continuations than the server allows.
+            QueueFullError: not now.
+        """
+        config = self.config
+        if num_sequences > config.max_choices:
+            raise ApiError(
+                400,
+                f"prompts times n is {num_sequences}; this server allows {config.max_choices}",
+                code="too_many_choices",
+                param="n",
+            )
+        room = self.ready.max_num_seqs + config.max_queue
+        if self.client.num_sequences + num_sequences > room:
+            raise QueueFullError(
+                f"the queue is full: {self.client.num_sequences} sequences run or wait; try again"
+            )
+
+    @asynccontextmanager
+    async def generating(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        log: RequestLog,
+        stop_after: int | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[Generation, None]:
+        """Runs a request on the engine; whatever happens, nothing of it is left there.
+
+        Raises:
+            RequestError, ApiError, QueueFullError, EngineDeadError: it is not taken.
+            TimeoutError: it takes longer than the server allows.
+        """
+        self.check_room(len(prompts) * params.n)
+        for prompt in prompts:
+            self.check_prompt(prompt)
+        log.prompt_tokens = sum(map(len, prompts))
+        self.metrics.begin(log)
+        generation = self.client.submit(prompts, params, stop_after, priority)
+        timer = asyncio.get_running_loop().call_later(
+            self.config.request_timeout_s, generation.expire
+        )
+        try:
+            await generation.accepted()
+            yield generation
+        finally:
+            timer.cancel()
+            generation.cancel()
+            self.metrics.end(log)

@@ -1,0 +1,68 @@
+"""Token ids of texts and of conversations, and back."""
+
+import asyncio
+from typing import Any
+
+from finwhale.chat.protocols import convert
+from finwhale.errors import RequestError
+from finwhale.server.schemas import (
+    CountTokensBody,
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+)
+from finwhale.server.state import ServerState
+
+
+async def tokenize(state: ServerState, body: TokenizeBody) -> TokenizeAnswer:
+    """Raises RequestError, ApiError."""
+    if body.model is not None:
+        state.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages")
+    ids = await asyncio.to_thread(_encode, state, body)
+    strings = None
+    if body.return_token_strs:
+        tokenizer = state.need_tokenizer()
+        strings = [tokenizer.token_text(i) for i in ids]
+    return TokenizeAnswer(
+        count=len(ids), max_model_len=state.ready.max_model_len, tokens=ids, token_strs=strings
+    )
+
+
+def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
+    if body.prompt is not None:
+        ids = state.need_tokenizer().encode(body.prompt)
+        return [state.ready.bos_token_id, *ids] if body.add_special_tokens else ids
+    fields: dict[str, Any] = {"messages": body.messages}
+    if body.tools:
+        fields["tools"] = body.tools
+    if body.thinking:
+        fields["thinking"] = body.thinking
+    converted = convert("chat", fields, default_thinking=state.config.default_thinking)
+    return state.need_template().encode(converted.request).token_ids
+
+
+async def detokenize(state: ServerState, body: DetokenizeBody) -> DetokenizeAnswer:
+    """Raises RequestError, ApiError."""
+    if body.model is not None:
+        state.check_model(body.model)
+    tokenizer = state.need_tokenizer()
+    wrong = next((i for i in body.tokens if i >= state.ready.vocab_size), None)
+    if wrong is not None:
+        raise RequestError(f"token id {wrong} is not in 0..{state.ready.vocab_size - 1}")
+    text = await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)
+    return DetokenizeAnswer(prompt=text)
+
+
+async def count(state: ServerState, body: CountTokensBody) -> int:
+    """The tokens of the prompt that /v1/messages would make. Raises RequestError, ApiError."""
+    state.check_model(body.model)
+    fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
+
+    def encode() -> int:
+        converted = convert("messages", fields, default_thinking=state.config.default_thinking)
+        return len(state.need_template().encode(converted.request).token_ids)
+
+    return await asyncio.to_thread(encode)

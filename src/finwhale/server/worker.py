@@ -1,0 +1,179 @@
+"""The engine's side: takes commands from a pipe, steps, and reports what each step brought."""
+
+import contextlib
+import faulthandler
+import logging
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+from finwhale.engine.engine import Engine
+from finwhale.errors import FinwhaleError, RequestError
+from finwhale.request import CompletionOutput, RequestOutput
+from finwhale.server.stats import engine_stats
+from finwhale.server.wire import (
+    Abort,
+    Accepted,
+    Add,
+    Command,
+    Delta,
+    EngineStats,
+    Failed,
+    Ready,
+    Refused,
+    Report,
+    Step,
+    Stop,
+)
+
+logger = logging.getLogger(__name__)
+
+STATS_INTERVAL_S = 0.25
+
+
+def main(connection: Connection, load: Callable[[], Engine]) -> None:
+    """The engine's process: load the model, then serve until told to stop or left alone."""
+    # The server decides when this process ends: a terminal's Ctrl-C reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1)
+    try:
+        engine = load()
+    except FinwhaleError as error:
+        connection.send(Failed(str(error)))
+        return
+    EngineLoop(engine, connection).run()
+
+
+class EngineLoop:
+    """Runs one engine for one pipe."""
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._sent: dict[str, list[_Sent]] = {}
+        self._stats_due = 0.0
+        self._last_stats: EngineStats | None = None
+
+    def run(self) -> None:
+        """Serves until `Stop` or until the other end is closed; the engine is then idle.
+
+        An exception of the engine's is reported as `Failed` before it leaves here.
+        """
+        config = self._engine.model_config
+        try:
+            self._send(
+                Ready(
+                    max_model_len=self._engine.max_model_len,
+                    max_num_seqs=self._engine.config.max_num_seqs,
+                    vocab_size=config.vocab_size,
+                    bos_token_id=config.bos_token_id,
+                )
+            )
+            while self._take_commands():
+                self._step()
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            logger.info("the server has gone")
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                self._send(Failed(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            for request_id in list(self._sent):
+                self._engine.abort(request_id)
+            self._connection.close()
+
+    def _take_commands(self) -> bool:
+        """Carry out what has arrived, waiting for it where there is no other work."""
+        timeout = 0.0 if self._engine.has_work else None
+        if timeout is None and self._stats_due and self._last_stats != engine_stats(self._engine):
+            timeout = STATS_INTERVAL_S  # the last change is still to be told
+        while self._connection.poll(timeout):
+            command: Command = self._connection.recv()
+            if isinstance(command, Stop):
+                return False
+            self._carry_out(command)
+            timeout = 0.0
+        return True
+
+    def _carry_out(self, command: Add | Abort) -> None:
+        if isinstance(command, Abort):
+            self._engine.abort(command.request_id)
+            self._sent.pop(command.request_id, None)
+            return
+        try:
+            request = self._engine.add_request(
+                command.request_id,
+                command.prompt_token_ids,
+                command.params,
+                stop_after=command.stop_after,
+                priority=command.priority,
+            )
+        except RequestError as error:
+            self._send(Refused(command.request_id, str(error)))
+            return
+        self._sent[command.request_id] = [_Sent(output) for output in request.outputs]
+        self._send(Accepted(command.request_id))
+
+    def _step(self) -> None:
+        touched = self._engine.step() if self._engine.has_work else []
+        deltas = [delta for request in touched for delta in self._deltas(request)]
+        stats = self._due_stats()
+        if deltas or stats is not None:
+            self._send(Step(deltas, stats))
+
+    def _deltas(self, request: RequestOutput) -> list[Delta]:
+        sent = self._sent.get(request.request_id)
+        if sent is None:
+            return []
+        if request.finished:
+            del self._sent[request.request_id]
+        deltas = [one.delta(request) for one in sent]
+        return [delta for delta in deltas if delta is not None]
+
+    def _due_stats(self) -> EngineStats | None:
+        now = time.monotonic()
+        if now < self._stats_due:
+            return None
+        self._stats_due = now + STATS_INTERVAL_S
+        stats = engine_stats(self._engine)
+        if stats == self._last_stats:
+            return None
+        self._last_stats = stats
+        return stats
+
+    def _send(self, report: Report) -> None:
+        self._connection.send(report)
+
+
+class _Sent:
+    """How much of one continuation has been reported."""
+
+    __slots__ = ("_done", "_output", "_text", "_tokens")
+
+    def __init__(self, output: CompletionOutput) -> None:
+        self._output = output
+        self._tokens = 0
+        self._text = 0
+        self._done = False
+
+    def delta(self, request: RequestOutput) -> Delta | None:
+        """What is new; None where nothing is."""
+        output = self._output
+        if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
+            return None
+        delta = Delta(
+            request.request_id,
+            output.index,
+            output.token_ids[self._tokens :],
+            output.text[self._text :],
+            None if output.logprobs is None else output.logprobs[self._tokens :],
+            output.finish_reason,
+            output.stop_reason,
+            request.num_cached_tokens,
+            request.error,
+        )
+        self._tokens, self._text = len(output.token_ids), len(output.text)
+        self._done = output.finish_reason is not None
+        return delta

@@ -1,0 +1,75 @@
+"""A server on a real socket, its engine in a thread."""
+
+import asyncio
+import threading
+from multiprocessing import Pipe
+from typing import Any
+
+import anthropic
+import openai
+
+from finwhale.engine.engine import Engine
+from finwhale.server.client import EngineClient
+from finwhale.server.config import ServerConfig
+from finwhale.server.run import Server, listen
+from finwhale.server.state import ServerState
+from finwhale.server.worker import EngineLoop
+
+MODEL = "demo"
+
+
+class RunningServer:
+    """Serves `engine` until closed; `state` and `client` are to be looked at, not touched."""
+
+    def __init__(self, engine: Engine, **options: Any) -> None:
+        config = ServerConfig(model_names=(MODEL,), port=0, default_thinking=False)
+        config = ServerConfig(**{**_fields(config), **options})
+        ours, theirs = Pipe()
+        self.engine = engine
+        self._engine_thread = threading.Thread(target=EngineLoop(engine, theirs).run, daemon=True)
+        self._engine_thread.start()
+        self.client = EngineClient(ours)
+        self.state = ServerState(config, self.client, engine.tokenizer)
+        self._listener = listen(config)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._server = Server(self.state)
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _run(self) -> None:
+        await self.client.start()
+        serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        self._ready.set()
+        await serving
+        await self.client.close()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+        self._engine_thread.join(20)
+        assert not self._thread.is_alive() and not self._engine_thread.is_alive()
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(
+            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options}
+        )
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        return anthropic.Anthropic(
+            base_url=self.url, **{"api_key": "none", "max_retries": 0, **options}
+        )
+
+
+def _fields(config: ServerConfig) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+
+
+def check_idle(engine: Engine) -> None:
+    """No request, page or sampling state is left behind."""
+    engine.check_integrity()
+    assert not engine.has_work
+    assert not engine._streams and not engine._requests and not engine.sampler._requests

@@ -1,0 +1,268 @@
+"""What stands before the endpoints, and what a request leaves behind: nothing."""
+
+import http.client
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import openai
+import pytest
+
+from finwhale.server.errors import ApiError
+from finwhale.server.limits import check_depth
+
+from .running import MODEL, RunningServer
+from .test_openai import QUESTION
+
+Start = Callable[..., RunningServer]
+KEYS = ("a-key-of-ours", "another-key")
+LONG: dict[str, Any] = {
+    "model": MODEL, "prompt": "Once", "max_tokens": 1500, "extra_body": {"ignore_eos": True},
+}  # fmt: skip
+
+
+def request(
+    server: RunningServer,
+    method: str,
+    path: str,
+    body: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    try:
+        sent = {"content-type": "application/json", **(headers or {})}
+        connection.request(method, path, body, sent)
+        response = connection.getresponse()
+        found = {k.lower(): v for k, v in response.getheaders()}
+        return response.status, found, response.read()
+    finally:
+        connection.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+@contextmanager
+def long_requests(server: RunningServer, count: int) -> Iterator[None]:
+    """Runs requests that would take long, until the block ends: their clients then go away."""
+    streams = [server.openai().completions.create(**LONG, stream=True) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for stream in streams:
+            stream.close()
+        wait_until(lambda: server.client.num_sequences == 0)
+
+
+def test_keys(start: Start) -> None:
+    server = start(api_keys=KEYS)
+    for key in KEYS:
+        assert list(server.openai(api_key=key).models.list())
+        assert server.anthropic(api_key=key).messages.count_tokens(model=MODEL, messages=QUESTION)  # type: ignore[arg-type]
+    for key in ("a-key-of-our", "a-key-of-ours2", ""):
+        with pytest.raises(openai.AuthenticationError) as caught:
+            server.openai(api_key=key or "x").models.list()
+        assert caught.value.code == "invalid_api_key"
+    for path, wanted in {"/health/live": 200, "/": 200, "/metrics": 401, "/live": 401}.items():
+        assert request(server, "GET", path)[0] == wanted
+    status, _, body = request(server, "POST", "/v1/messages", b"{}")
+    assert status == 401 and json.loads(body)["error"]["type"] == "authentication_error"
+
+
+def test_body_limits(start: Start) -> None:
+    server = start(max_body_bytes=10_000)
+    status, _, body = request(server, "POST", "/v1/completions", b"x" * 10_001)
+    assert status == 413 and json.loads(body)["error"]["code"] == "body_too_large"
+
+    # Without a length the bytes are counted as they come.
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection.request(
+        "POST", "/v1/completions", iter([b"x" * 6000] * 2), {"content-type": "application/json"},
+        encode_chunked=True,
+    )  # fmt: skip
+    assert connection.getresponse().status == 413
+    connection.close()
+    for wrong in (b"{", b"", b"[1]", b"\xff\xfe", b'{"model": NaN}', b"[" * 9000):
+        status, _, body = request(server, "POST", "/v1/chat/completions", wrong)
+        assert status == 400, wrong
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    surrogate = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "\ud800"}]})
+    for path in ("/v1/chat/completions", "/tokenize"):
+        assert request(server, "POST", path, surrogate.encode())[0] == 400
+    assert request(server, "POST", "/v1/completions", surrogate.encode())[0] == 400
+    status, _, body = request(server, "GET", "/nowhere")
+    assert status == 404 and json.loads(body)["error"]["type"] == "not_found_error"
+    assert request(server, "GET", "/v1/completions")[0] == 405
+
+
+def test_depth() -> None:
+    deep: Any = 1
+    for _ in range(65):
+        deep = {"x": [deep]}
+    with pytest.raises(ApiError, match="nested deeper"):
+        check_depth(deep)
+    check_depth({"x": [[[[1]]]]})
+
+
+def test_prompt_limit(start: Start) -> None:
+    server = start(max_prompt_tokens=20)
+    with pytest.raises(openai.BadRequestError, match="at most 20"):
+        server.openai().completions.create(model=MODEL, prompt="whale " * 30)
+
+
+def test_full_queue_is_429(start: Start) -> None:
+    server = start(max_queue=2, retry_after_s=7)
+    # 8 sequences run at once; 2 more may wait.
+    with long_requests(server, 10):
+        for attempt in (
+            lambda: server.openai().completions.create(model=MODEL, prompt="a"),
+            lambda: server.openai().completions.create(model=MODEL, prompt="a", stream=True),
+        ):
+            with pytest.raises(openai.RateLimitError) as caught:
+                attempt()
+            assert caught.value.response.headers["retry-after"] == "7"
+            assert caught.value.code == "queue_full"
+    assert server.openai().completions.create(model=MODEL, prompt="a").choices
+
+
+def test_concurrency_limit_leaves_health(start: Start) -> None:
+    server = start(max_concurrency=2)
+    with long_requests(server, 2):
+        with pytest.raises(openai.RateLimitError):
+            server.openai().completions.create(model=MODEL, prompt="a")
+        assert request(server, "GET", "/health/live")[0] == 200
+        assert request(server, "GET", "/metrics")[0] == 200
+
+
+def test_timeout(start: Start) -> None:
+    server = start(request_timeout_s=0.3)
+    with pytest.raises(openai.InternalServerError) as caught:
+        server.openai().completions.create(**LONG)
+    assert caught.value.status_code == 504 and caught.value.code == "timeout"
+    with pytest.raises(openai.APIError) as ended:
+        list(server.openai().completions.create(**LONG, stream=True))
+    assert ended.value.code == "timeout"
+    wait_until(lambda: server.client.num_sequences == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_frees_its_request(server: RunningServer, stream: bool) -> None:
+    body = json.dumps({k: v for k, v in LONG.items() if k != "extra_body"} | {
+        "ignore_eos": True, "stream": stream, "n": 3}).encode()  # fmt: skip
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        if stream:
+            assert b"200 OK" in sock.recv(1000)
+        wait_until(lambda: server.client.stats.running == 3)
+    begin = time.monotonic()
+    wait_until(lambda: server.client.num_sequences == 0)
+    # Far below what 1,500 tokens take; the server's stats come every quarter of a second.
+    wait_until(lambda: server.client.stats.running == 0)
+    assert time.monotonic() - begin < 2
+
+
+def test_cors_is_off_unless_asked_for(demo_llm: Any, start: Start) -> None:
+    asking = {"origin": "http://a.example", "access-control-request-method": "POST"}
+    server = start()
+    status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
+    assert status == 405 and "access-control-allow-origin" not in headers
+    server.close()
+    server = RunningServer(demo_llm.engine, cors_origins=("http://a.example",), api_keys=KEYS)
+    try:
+        status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
+        assert status == 200 and headers["access-control-allow-origin"] == "http://a.example"
+        asking["origin"] = "http://b.example"
+        status, headers, _ = request(server, "OPTIONS", "/v1/chat/completions", headers=asking)
+        assert "access-control-allow-origin" not in headers
+    finally:
+        server.close()
+
+
+def test_logs_hold_no_prompts(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    client = server.openai()
+    client.chat.completions.create(
+        model=MODEL, messages=[{"role": "user", "content": "zanzibar"}], max_tokens=3
+    )
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(
+            model=MODEL,
+            messages=[{"role": "zanzibar", "content": "zanzibar"}],  # type: ignore[list-item]
+        )
+    ours = [record for record in caplog.records if record.name.startswith("finwhale")]
+    assert {record.status for record in ours if record.message == "request"} == {200, 400}  # type: ignore[attr-defined]
+    assert not any("zanzibar" in str(vars(record)) for record in ours)
+
+
+def test_prompts_are_logged_where_that_is_asked_for(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = start(log_prompts=True)
+    server.openai().completions.create(model=MODEL, prompt="zanzibar", max_tokens=1)
+    assert any("zanzibar" in str(vars(record)) for record in caplog.records)
+
+
+def test_metrics_add_up(server: RunningServer) -> None:
+    client = server.openai()
+    for _ in range(3):
+        client.completions.create(
+            model=MODEL, prompt="Once", max_tokens=5, extra_body={"ignore_eos": True}
+        )
+    wait_until(lambda: server.client.stats.running == 0)
+    status, headers, body = request(server, "GET", "/metrics")
+    assert status == 200 and headers["content-type"].startswith("text/plain; version=")
+    values = {
+        line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
+        for line in body.decode().splitlines()
+        if not line.startswith("#")
+    }
+    assert values["finwhale_output_tokens_total"] == 15
+    assert values["finwhale_prompt_tokens_total"] == 6
+    assert values["finwhale_time_to_first_token_seconds_count"] == 3
+    assert values["finwhale_time_per_output_token_seconds_count"] == 12
+    assert values['finwhale_requests_total{endpoint="/v1/completions",status="200"}'] == 3
+    assert values["finwhale_engine_up"] == 1 and values["finwhale_requests_in_flight"] == 0
+    kinds = [key for key in values if key.startswith("finwhale_pages{")]
+    assert len(kinds) >= 4
+    assert values["finwhale_engine_prompt_tokens_total"] >= 6
+    assert values["finwhale_engine_preemptions_total"] == 0
+    live = json.loads(request(server, "GET", "/live")[2])
+    assert live["output_tokens"] == 15 and live["tokens_per_second"] > 0
+
+
+def test_engine_failure_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    engine = server.engine
+    begun = threading.Event()
+    step = engine.step
+
+    def failing() -> Any:
+        if begun.is_set():
+            raise RuntimeError("the device is gone")
+        return step()
+
+    monkeypatch.setattr(type(engine), "step", lambda self: failing())
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    stream = server.openai().completions.create(**LONG, stream=True)
+    next(iter(stream))
+    begun.set()
+    with pytest.raises(openai.APIError, match="the device is gone") as caught:
+        list(stream)
+    assert caught.value.code == "engine_dead"
+    assert request(server, "GET", "/health/live")[0] == 503
+    assert request(server, "GET", "/health/ready")[0] == 503
+    with pytest.raises(openai.InternalServerError) as refused:
+        server.openai().completions.create(model=MODEL, prompt="a")
+    assert refused.value.status_code == 503 and refused.value.code == "engine_dead"

@@ -1,0 +1,135 @@
+"""The anthropic package, and the openai package's responses, as clients."""
+
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from .running import MODEL, RunningServer
+from .test_openai import ANSWER, QUESTION
+
+TEXT = "What is the capital of France?"
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_messages(server: RunningServer, thinking: bool) -> None:
+    client = server.anthropic()
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 120,
+        "messages": QUESTION,
+        "extra_body": {"temperature": 0},
+        "thinking": (
+            {"type": "enabled", "budget_tokens": 1024} if thinking else {"type": "disabled"}
+        ),
+    }
+    whole = client.messages.create(**options)
+    kinds = [block.type for block in whole.content]
+    assert kinds == (["thinking", "text"] if thinking else ["text"])
+    assert whole.content[-1].text == ANSWER  # type: ignore[union-attr]
+    assert whole.stop_reason == "end_turn"
+    with client.messages.stream(**options) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == ANSWER
+    assert [block.type for block in final.content] == kinds
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    counted = client.messages.count_tokens(
+        model=MODEL, messages=QUESTION, thinking=options["thinking"]
+    )
+    assert counted.input_tokens == whole.usage.input_tokens
+
+
+def test_messages_stop_and_length(server: RunningServer) -> None:
+    client = server.anthropic()
+    options: dict[str, Any] = {
+        "model": MODEL, "messages": QUESTION, "extra_body": {"temperature": 0},
+    }  # fmt: skip
+    made = client.messages.create(**options, max_tokens=50, stop_sequences=["Par"])
+    assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "Par")
+    made = client.messages.create(**options, max_tokens=2, system="Be short.")
+    assert made.stop_reason == "max_tokens" and made.usage.output_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        ({"model": "other"}, anthropic.NotFoundError),
+        ({"max_tokens": 0}, anthropic.BadRequestError),
+        ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError),
+        ({"messages": [{"role": "user", "content": "x " * 3000}]}, anthropic.BadRequestError),
+        ({"extra_body": {"unheard_of": 1}}, anthropic.BadRequestError),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError),
+    ],
+)
+def test_messages_errors(
+    server: RunningServer, wrong: dict[str, Any], kind: type[anthropic.APIStatusError]
+) -> None:
+    options = {"model": MODEL, "messages": QUESTION, "max_tokens": 10, **wrong}
+    for stream in (False, True):
+        with pytest.raises(kind) as caught:
+            server.anthropic().messages.create(**options, stream=stream)
+        body = caught.value.body
+        assert isinstance(body, dict) and body["type"] == "error"
+        assert body["error"]["type"] in ("not_found_error", "invalid_request_error")
+        assert body["error"]["message"]
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+def test_responses(server: RunningServer, thinking: bool) -> None:
+    client = server.openai()
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "input": TEXT,
+        "temperature": 0,
+        "reasoning": {"effort": "low" if thinking else "none"},
+    }
+    whole = client.responses.create(**options)
+    assert whole.output_text == ANSWER and whole.status == "completed"
+    assert [item.type for item in whole.output] == ["reasoning"] * thinking + ["message"]
+    text, reasoning, numbers, final = "", "", [], None
+    for event in client.responses.create(**options, stream=True):
+        numbers.append(event.sequence_number)
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        elif event.type == "response.reasoning_text.delta":
+            reasoning += event.delta
+        elif event.type == "response.completed":
+            final = event.response
+    assert text == ANSWER and bool(reasoning) == thinking
+    assert numbers == list(range(len(numbers)))
+    assert final is not None and final.usage == whole.usage
+
+
+def test_responses_conversation_and_length(server: RunningServer) -> None:
+    client = server.openai()
+    turns: list[Any] = [
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": ANSWER},
+        {"role": "user", "content": [{"type": "input_text", "text": TEXT}]},
+    ]
+    made = client.responses.create(
+        model=MODEL, input=turns, instructions="Be short.", max_output_tokens=2, temperature=0,
+    )  # fmt: skip
+    assert made.status == "incomplete"
+    assert made.incomplete_details is not None
+    assert made.incomplete_details.reason == "max_output_tokens"
+    assert made.instructions == "Be short."
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"input": [{"type": "function_call_output", "call_id": "none", "output": "1"}]},
+        {"tools": [{"type": "function", "name": "not a name"}]},
+        {"temperature": 9},
+    ],
+)
+def test_responses_errors(server: RunningServer, wrong: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.openai().responses.create(**{"model": MODEL, "input": TEXT, **wrong})
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "invalid_request_error"

@@ -1,0 +1,138 @@
+"""`finwhale serve` as a process: starting, draining, ending, and its engine's death."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from .test_limits import LONG
+
+Serve = Callable[..., "Served"]
+
+
+class Served:
+    """A server's process, once it is ready; `log` holds what it has said."""
+
+    def __init__(self, *args: str, environment: dict[str, str] | None = None) -> None:
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        command = [sys.executable, "-m", "finwhale", "serve", "--port", "0", *args]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+        self.log: list[dict[str, Any]] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(json.loads(line))
+            if self.log[-1]["message"] == "ready":
+                break
+        else:
+            raise AssertionError(f"it ended with {self.process.wait()}: {self.log}")
+        self.url = self.log[-1]["url"]
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="secret-key", max_retries=0)
+
+    def engine_pid(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        for child in map(int, children.split()):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"spawn_main" in command and b"resource_tracker" not in command:
+                return child
+        raise AssertionError("no engine's process")
+
+    def end(self) -> tuple[int, str]:
+        """The exit code, and the rest of the log."""
+        _, rest = self.process.communicate(timeout=30)
+        return self.process.returncode, rest
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    made: list[Served] = []
+
+    def start(*args: str, **options: Any) -> Served:
+        made.append(Served("--device", "cpu", "--max-model-len", "2048", *args, **options))
+        return made[-1]
+
+    yield start
+    for served in made:
+        if served.process.poll() is None:
+            served.process.kill()
+        served.process.wait()
+        assert served.process.stderr is not None
+        served.process.stderr.close()
+
+
+def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\nsecret-key\n")
+    served = serve("--api-key-file", str(keys), environment={"FINWHALE_API_KEYS": "other-key,"})
+    engine = served.engine_pid()
+    assert served.client.models.list().data[0].id == "finwhale-demo"
+    assert served.client.with_options(api_key="other-key").models.list().data
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="wrong-key").models.list()
+
+    options = {**LONG, "model": "finwhale-demo", "max_tokens": 150}
+    stream = served.client.completions.create(**options, stream=True)
+    pieces = iter(stream)
+    next(pieces)
+    served.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    with pytest.raises(openai.APIConnectionError):
+        served.client.with_options(timeout=2).models.list()
+    # What was running is answered to its end.
+    reasons = [chunk.choices[0].finish_reason for chunk in pieces]
+    assert reasons[-1] == "length" and len(reasons) == 149
+    code, _ = served.end()
+    assert code == 0
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_a_second_signal_ends_at_once(serve: Serve) -> None:
+    served = serve()
+    engine = served.engine_pid()
+    stream = served.client.completions.create(**{**LONG, "model": "finwhale-demo"}, stream=True)
+    next(iter(stream))
+    served.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert served.process.poll() is None
+    begin = time.monotonic()
+    served.process.send_signal(signal.SIGTERM)
+    code, _ = served.end()
+    assert code == 1 and time.monotonic() - begin < 8
+    assert not Path(f"/proc/{engine}").exists()
+
+
+def test_death_of_the_engine_ends_the_server(serve: Serve) -> None:
+    served = serve()
+    stream = served.client.completions.create(**{**LONG, "model": "finwhale-demo"}, stream=True)
+    pieces = iter(stream)
+    next(pieces)
+    os.kill(served.engine_pid(), signal.SIGKILL)
+    with pytest.raises(openai.APIError, match="killed by signal 9") as caught:
+        list(pieces)
+    assert caught.value.code == "engine_dead"
+    assert httpx.get(f"{served.url}/health/live").status_code == 503
+    code, rest = served.end()
+    assert code == 1 and "engine died" in rest
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    for args, wanted in (
+        (["/nowhere"], "is not a directory"),
+        (["--api-key-file", str(tmp_path / "none")], "cannot read the API keys"),
+        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+        (["--device", "nonsense", "--port", "0"], "nonsense"),
+    ):
+        command = [sys.executable, "-m", "finwhale", "serve", *args]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
+        assert ended.returncode == 1, args
+        assert len(lines) == 1 and lines[0].startswith("finwhale: error: "), lines
+        assert wanted in lines[0]

