@@ -250,7 +250,7 @@ def test_switched_off_nothing_is_found(model: Model) -> None:
         assert pool.num_free == pool.num_pages - 1
 
 
-@settings(max_examples=max(6, settings().max_examples // 12))
+@settings(max_examples=max(6, settings().max_examples // 16))
 @given(data=st.data())
 def test_random_schedules(model: Model, data: st.DataObject) -> None:
     """Arrivals, aborts, pools that force preemption, common beginnings, evictions in between."""
