@@ -92,6 +92,15 @@ class _Flight:
     def undecided(self) -> bool:
         return self.logits is not None
 
+    def drop_ended(self) -> list[int] | None:
+        """Leave out the streams that have ended; the rows of the others, None: all are left."""
+        rows = [row for row, stream in enumerate(self.streams) if not stream.ended]
+        if len(rows) == len(self.streams):
+            return None
+        self.streams = [self.streams[row] for row in rows]
+        self.places = [self.places[row] for row in rows]
+        return rows
+
 
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
@@ -327,16 +336,10 @@ class Engine:
         if not chunks:
             return False
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
-        flight = _Flight(
-            [self._streams[s.key] for s in complete],
-            [len(s.token_ids) for s in complete],
-            self.runner.logits(chunks),
-        )
-        if not any(
-            stream.sequence.token_ids[-1] == PENDING
-            for stream in flight.streams
-            if stream.needs_history
-        ):
+        streams = [self._streams[s.key] for s in complete]
+        flight = _Flight(streams, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
+        late = [s for s in streams if s.needs_history and s.sequence.token_ids[-1] == PENDING]
+        if not late:
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
         # is launched later.
@@ -350,11 +353,9 @@ class Engine:
         """Launch the choice of a step's tokens, for those that have not ended since."""
         assert flight.logits is not None
         logits, flight.logits = flight.logits, None
-        going = [row for row, stream in enumerate(flight.streams) if not stream.ended]
-        if len(going) < len(flight.streams):
-            logits = self.runner.rows(logits, going)
-            flight.streams = [flight.streams[row] for row in going]
-            flight.places = [flight.places[row] for row in going]
+        rows = flight.drop_ended()
+        if rows is not None:
+            logits = self.runner.rows(logits, rows)
         sequences = [stream.sequence for stream in flight.streams]
         flight.sampling = self.sampler.start([s.key for s in sequences], logits)
         if self.steps_ahead and flight.sampling.ids_S is not None:
@@ -369,16 +370,14 @@ class Engine:
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.
-        going = [
-            (stream, place, token)
-            for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True)
-            if not stream.ended
-        ]
-        clocks = [stream.clock for stream, _, token in going if token.error is None]
-        self._meter.step(clocks, time.monotonic())
-        touched = {s.sequence.request_id: s.request.output for s, _, _ in going}
-        for stream, place, token in going:
+        rows = flight.drop_ended()
+        if rows is not None:
+            sampled = [sampled[row] for row in rows]
+        pairs = zip(flight.streams, sampled, strict=True)
+        self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
+        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
             self._append(stream, place, token)
+        touched = {s.sequence.request_id: s.request.output for s in flight.streams}
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])

@@ -185,12 +185,16 @@ class PageManager:
         tables.version = version = object()
         for group, table in zip(self.groups, tables.values(), strict=True):
             if table.room < end:
-                rows, table.version = group.rows_per_page, version
-                first_row = group.first_written(start, end) // group.tokens_per_row
-                last_row = end // group.tokens_per_row - 1
+                rows, per_row, table.version = group.rows_per_page, group.tokens_per_row, version
+                first_row = group.first_written(start, end) // per_row
+                last_row = end // per_row - 1
                 if last_row >= first_row:
-                    self._extend(group, table, start, end, first_row // rows, last_row // rows)
-                table.room = (table.end * rows + 1) * group.tokens_per_row - 1
+                    first, last = first_row // rows, last_row // rows
+                    if table.pages and first == last == table.end:
+                        table.pages.append(self._take(group))
+                    else:
+                        self._extend(group, table, start, end, first, last)
+                table.room = (table.end * rows + 1) * per_row - 1
             if table.room < room:
                 room = table.room
         return room

@@ -28,6 +28,9 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
+# Capacity on a GPU, if there is memory for it, even where those that run at once need less: what
+# was read stays for those that come later. 65 GB of Flash.
+KEPT_TOKENS = 2**24
 
 
 class ModelRunner:
@@ -209,6 +212,9 @@ class ModelRunner:
         elif budget is None:
             # The references are for comparing: nothing bounds their temporaries.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
+        wanted = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
+        if self.ops.packed and config.enable_prefix_caching:
+            wanted = max(wanted, KEPT_TOKENS)
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
@@ -216,7 +222,7 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=-(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs,
+            wanted_tokens=wanted,
             least_tokens=longest,
             shares=config.enable_prefix_caching,
         )

@@ -121,8 +121,8 @@ class StaticInputs:
             return
         places: list[int] = []
         values: list[int] = []
-        for row in range(count):
-            if versions[row] is not held[row]:
+        for row, (new, old) in enumerate(zip(versions, held, strict=False)):
+            if new is not old:
                 self._update(row, chunks[row].sequence.tables, places, values)
         held[:count] = versions
         if len(places) <= MAX_UPDATES:
