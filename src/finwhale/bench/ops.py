@@ -51,7 +51,7 @@ CHECKED = (0, 1, 3, 17, 130, 256, 257, 1000)  # tokens of a check
 CHECKED_EXPERTS = 64
 # Tokens that must have the bits that they have in the batch of all: within what a table cuts alike,
 # and for any number.
-PARTS = ((0, 1), (5, 22), (0, 200), (100, 230), (299, 300))
+PARTS = ((0, 1), (5, 22), (0, 100), (27, 128))
 ANY_PARTS = ((0, 1), (0, 2), (5, 22), (3, 130), (900, 901), (1400, 1403), (100, 611), (3, 1499))
 FAR_BYTES = 2**31
 FAMILIES = ("norm", "linear", "mhc", "attention", "compressor", "indexer", "moe")

@@ -213,6 +213,8 @@ def _mhc(s: Sizes, draw: Draw) -> Iterator[Work]:
         args=lambda chunks, _: (*post(chunks, None), weight(), params),
         bytes=_each(10 * D * size + 160, fn_bytes + 4 * D),
         by_token=(0, 1, 2, 3),
+        # A new stream that is rounded the other way moves what is mixed from it.
+        tolerance=1e-4 if draw.dtype == torch.bfloat16 else 2e-5,
     )
     yield Work(
         operator="mhc_pre",
