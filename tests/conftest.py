@@ -8,10 +8,16 @@ import deepseek_recipe as recipe
 import pytest
 import tokenizers
 import torch
+from hypothesis import settings
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale import LLM
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+# Random schedules: as many as CI has time for, and `pytest --hypothesis-profile long` by hand.
+settings.register_profile("short", deadline=None)
+settings.register_profile("long", deadline=None, max_examples=3000)
+settings.load_profile("short")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 CONTROL = [

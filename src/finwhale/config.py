@@ -31,6 +31,8 @@ class EngineConfig:
             gpu_memory_utilization, on a CPU at most 1 GiB.
         enable_prefix_caching: keep the state of what was read, so that a request which begins with
             the same tokens goes on from there. No token changes.
+        watchdog_seconds: when a step takes this long, every thread's stack is written to stderr;
+            None: never.
     """
 
     device: str | None = None
@@ -45,6 +47,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    watchdog_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in (None, "float32", "bfloat16"):
@@ -69,6 +72,11 @@ class EngineConfig:
             raise FinwhaleError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
             )
+        limit = self.watchdog_seconds
+        if limit is not None and (
+            isinstance(limit, bool) or not isinstance(limit, int | float) or not 0 < limit < 1e9
+        ):
+            raise FinwhaleError(f"watchdog_seconds must be above 0 or None, got {limit!r}")
         for name in _COUNTS:
             value = getattr(self, name)
             if value is None and name in _MAY_BE_NONE:

@@ -15,3 +15,7 @@ class RequestError(FinwhaleError):
 
 class ResourceError(FinwhaleError):
     """What was asked for does not fit the memory or the device at hand."""
+
+
+class EngineDeadError(FinwhaleError):
+    """The engine broke in a way that it cannot go on from; its requests have failed."""

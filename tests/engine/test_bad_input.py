@@ -273,10 +273,11 @@ def test_weights_that_do_not_fit(
 
 
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
-    plan = LLM(tiny_path, device="cpu", max_num_seqs=1, max_model_len=256).engine.runner.plan
-    sizes = {"max_num_seqs": 1, "cache_memory_bytes": plan.total_bytes}
+    sizes: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
+    plan = LLM(tiny_path, device="cpu", max_model_len=256, **sizes).engine.runner.plan
+    sizes["cache_memory_bytes"] = plan.total_bytes
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
-        LLM(tiny_path, device="cpu", max_model_len=512, **sizes)  # type: ignore[arg-type]
+        LLM(tiny_path, device="cpu", max_model_len=512, **sizes)
     assert "cache_memory_bytes" in str(error.value)
 
 

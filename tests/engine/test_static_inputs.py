@@ -43,7 +43,7 @@ def assert_same(found: StepInputs, traffic: Traffic, chunks: list[Chunk], size: 
 
 def filled(static: StaticInputs, chunks: list[Chunk], size: int, decode: bool) -> StepInputs:
     """What a graph of `size` tokens reads once it has put the ids in their place."""
-    static.fill(chunks)
+    static.fill(chunks, decode=decode)
     static.gather_ids(size)
     inputs = static.inputs(size, decode=decode)
     return inputs if decode else with_bounds(inputs, chunks)

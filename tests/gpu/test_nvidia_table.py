@@ -212,7 +212,7 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
 
 
 def test_reported_memory_is_what_is_held() -> None:
-    """Measured before serving; the longest prompt, the fullest batch and any sampling add nothing."""
+    """Measured before serving; long prompts, full batches and any sampling add nothing."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     llm = LLM(device="cuda", max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=1024)

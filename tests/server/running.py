@@ -47,6 +47,9 @@ class RunningServer:
         await serving
         await self.client.close()
 
+    def live(self) -> dict[str, Any]:
+        return self.state.metrics.live()
+
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)

@@ -1,6 +1,7 @@
 """The declaration of cached state against what the model's formulas need, and its sizes."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_a_step_writes_what_it_leaves(start: int, count: int) -> None:
 # --- Sizes ----------------------------------------------------------------------------------------
 
 
-def make_plan(config: ModelConfig, budget: int, **more: int) -> CachePlan:
+def make_plan(config: ModelConfig, budget: int, **more: Any) -> CachePlan:
     sizes = {"max_num_seqs": 3, "max_step_tokens": 50, "wanted_tokens": 4000, "itemsize": 4} | more
     return plan_cache(cache_spec(config), budget_bytes=budget, **sizes)
 
@@ -124,28 +125,48 @@ def make_plan(config: ModelConfig, budget: int, **more: int) -> CachePlan:
     wanted=st.integers(1, 5000),
     spare=st.integers(0, 3_000_000),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    shares=st.booleans(),
 )
 def test_the_plan_s_bytes_are_the_tensors_bytes(
-    seed: int, seqs: int, step: int, wanted: int, spare: int, dtype: torch.dtype
+    seed: int, seqs: int, step: int, wanted: int, spare: int, dtype: torch.dtype, shares: bool
 ) -> None:
     config = tiny(seed)
     sizes = {"max_num_seqs": seqs, "max_step_tokens": step, "itemsize": dtype.itemsize}
+    sizes["shares"] = shares
     least = make_plan(config, 10**12, wanted_tokens=1, **sizes).total_bytes
     budget = least + spare
     plan = make_plan(config, budget, wanted_tokens=wanted, **sizes)
     cache = allocate_cache(cache_spec(config), plan, dtype, torch.device("meta"))
     pools = [pool for layers in cache.pools.values() for pool in layers.values()]
     assert sum(pool.nbytes for pool in pools) == plan.total_bytes <= budget
-    multiple = plan.reserve_multiple
-    assert plan.capacity_tokens % multiple == 0 and plan.capacity_tokens >= multiple
+    assert plan.capacity_tokens % 256 == 0 and plan.capacity_tokens >= 256
     for g in cache_spec(config):
         if g.keep is None:
             assert (plan.num_pages[g.name] - 1) * g.tokens_per_page == plan.capacity_tokens
     # No more than was wanted, and as much of it as the budget holds.
-    assert plan.capacity_tokens < wanted + multiple
-    if plan.capacity_tokens < wanted:
+    assert plan.capacity_tokens < wanted + 256
+    assert plan.num_states <= (plan.capacity_tokens // 256 if shares else 0)
+    if plan.capacity_tokens < wanted and not plan.num_states:
         more = make_plan(config, 10**12, wanted_tokens=plan.capacity_tokens + 1, **sizes)
         assert more.total_bytes > budget
+
+
+def test_states_have_their_part_of_the_memory() -> None:
+    """A quarter of what is left, but no more than blocks, and not before least_tokens have room."""
+    config = ModelConfig.preset("flash")
+    sizes = {"itemsize": 2, "packed": True, "max_num_seqs": 64, "max_step_tokens": 2048}
+    budget, plenty = 40 * 2**30, {"wanted_tokens": 10**9}
+    plain = make_plan(config, budget, **sizes, **plenty)
+    plan = make_plan(config, budget, **sizes, **plenty, shares=True)
+    assert plain.num_states == 0 and budget - plan.total_bytes < 10 * 2**20
+    # 584 bytes a row of the window in 44 layers, two pages of it; one page of C4 state in 21.
+    state_bytes = 2 * 64 * 584 * 44 + 8 * 4 * (4 * 512 + 4 * 128) * 21
+    assert plan.num_states * state_bytes == pytest.approx(0.25 * budget, rel=0.1)
+    assert plan.capacity_tokens == pytest.approx(0.75 * plain.capacity_tokens, rel=0.05)
+    least = make_plan(config, budget, **sizes, **plenty, shares=True, least_tokens=10**9)
+    assert least.num_states == 0
+    small = make_plan(config, budget, **sizes, wanted_tokens=256 * 100, shares=True)
+    assert (small.num_states, small.capacity_tokens) == (100, 256 * 100)
 
 
 @pytest.mark.parametrize("config", [tiny(0), tiny(5), window_only()], ids=["a", "b", "window"])

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finwhale.engine.pages import BlockTables, PageManager, PagePool, windowed_pages
+from finwhale.engine.prefix import PrefixIndex
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.testing.tiny import tiny_config
@@ -29,6 +30,19 @@ def test_a_pool_never_gives_page_zero() -> None:
         pool.give(0)
     pool.give(2)
     assert pool.take() == 2
+
+
+def test_a_page_is_free_when_its_last_holder_gives_it() -> None:
+    pool = PagePool(3)
+    page = pool.take()
+    pool.hold(page)
+    pool.give(page)
+    assert pool.num_free == 1
+    pool.give(page)
+    assert pool.num_free == 2
+    for wrong in (pool.hold, pool.give):
+        with pytest.raises(AssertionError):
+            wrong(page)
 
 
 def test_growth_gives_each_page_when_its_first_row_comes() -> None:
@@ -83,11 +97,69 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
     pages.grow(one, 0, 10)
     pages.grow(two, 0, 10)
     pages.check_integrity([one, two])
-    with pytest.raises(AssertionError, match="lost or held twice"):
+    pages.check_integrity([one], {name: table.pages for name, table in two.items()})
+    with pytest.raises(AssertionError, match="lost or held by"):
         pages.check_integrity([one])
     two["window"].pages[0] = one["window"].pages[0]
-    with pytest.raises(AssertionError, match="lost or held twice"):
+    with pytest.raises(AssertionError, match="lost or held by"):
         pages.check_integrity([one, two])
+    pages.pools["window"]._free.append(one["window"].pages[0])
+    with pytest.raises(AssertionError, match="lost or"):
+        pages.check_integrity([one, two])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 40),
+    shares=st.booleans(),
+    steps=st.lists(st.sampled_from([1, 1, 1, 2, 3, 8, 63, 64, 127, 130, 256, 300]), max_size=40),
+)
+def test_between_what_grow_and_trim_say_they_have_nothing_to_do(
+    seed: int, shares: bool, steps: list[int]
+) -> None:
+    """`room` and `due`: a decode need not ask before them."""
+    pages = manager(seed, num_pages=500)
+    if shares:
+        PrefixIndex(pages)
+    tables = pages.new_tables()
+    room = due = start = 0
+
+    def held() -> dict[str, tuple[int, list[int]]]:
+        return {name: (table.first, list(table.pages)) for name, table in tables.items()}
+
+    for count in steps:
+        end = start + count
+        before = held()
+        now = pages.grow(tables, start, end)
+        if end <= room:
+            assert held() == before
+        room = now
+        before = held()
+        now = pages.trim(tables, end)
+        if end < due:
+            assert held() == before
+        due, start = now, end
+    pages.release(tables)
+    pages.check_integrity([])
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 40), start=st.integers(0, 900), count=st.integers(1, 900))
+def test_steps_have_pages_for_the_ends_of_blocks(seed: int, start: int, count: int) -> None:
+    """With a prefix index: every row that a sequence needs there, of the steps that wrote it."""
+    pages = manager(seed, num_pages=500)
+    PrefixIndex(pages)
+    tables, end = pages.new_tables(), start + count
+    if start:
+        pages.grow(tables, 0, start)
+        pages.trim(tables, start)
+    pages.grow(tables, start, end)
+    for block_end in range((start // 256 + 1) * 256, end + 1, 256):
+        for group in pages.forgetting:
+            table = tables[group.name]
+            for row in range(group.first_needed(block_end), block_end):
+                assert table.pages[row // group.rows_per_page - table.first]
+    pages.check_integrity([tables])
 
 
 @settings(max_examples=80, deadline=None)
@@ -97,8 +169,11 @@ def test_groups_that_forget_never_run_out(data: st.DataObject) -> None:
     made = groups(data.draw(st.integers(0, 40)))
     num_seqs = data.draw(st.integers(1, 5))
     budget = data.draw(st.sampled_from([1, 2, 7, 64, 65, 130, 300]))
-    sizes = {g.name: windowed_pages(g, num_seqs, budget) if g.keep else 1000 for g in made}
+    shares = data.draw(st.booleans())
+    sizes = {g.name: windowed_pages(g, num_seqs, budget, shares) if g.keep else 1000 for g in made}
     pages = PageManager(made, sizes)
+    if shares:
+        PrefixIndex(pages)
     live: list[tuple[BlockTables, list[int]]] = []
     for _ in range(num_seqs):
         start = data.draw(st.integers(0, 700))

@@ -1,14 +1,18 @@
-"""The scheduler under random traffic, over a memory that remembers who wrote each row."""
+"""The scheduler under random traffic, over a memory that remembers what each row was made from."""
 
 import random
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
-from hypothesis import given, settings
+import pytest
+from hypothesis import event, given
 from hypothesis import strategies as st
 
+from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import Chunk, Scheduler, Sequence
+from finwhale.engine.scheduler import PATIENCE, PENDING, Chunk, Scheduler, Sequence
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
@@ -17,8 +21,10 @@ from finwhale.testing.tiny import tiny_config
 PARAMS = SamplingParams()
 
 
-def make_scheduler(seed: int, seqs: int, budget: int, pages_more: int) -> Scheduler:
-    """One with room for `pages_more` reservation units beyond the least."""
+def make_scheduler(
+    seed: int, seqs: int, budget: int, blocks: int, states: int = 1000, **options: Any
+) -> Scheduler:
+    """One with room for so many blocks, and states beside what running sequences need."""
     spec = cache_spec(ModelConfig.from_dict(tiny_config(seed)))
     plan = plan_cache(
         spec,
@@ -26,36 +32,60 @@ def make_scheduler(seed: int, seqs: int, budget: int, pages_more: int) -> Schedu
         budget_bytes=10**12,
         max_num_seqs=seqs,
         max_step_tokens=budget,
-        wanted_tokens=256 * (1 + pages_more),
+        wanted_tokens=256 * blocks,
+        shares=True,
     )
-    return Scheduler(
-        PageManager(spec, plan.num_pages),
-        max_num_seqs=seqs,
-        max_num_batched_tokens=budget,
-        capacity_tokens=plan.capacity_tokens,
-        reserve_multiple=plan.reserve_multiple,
-    )
+    spare = {g.name: (plan.num_states - min(states, plan.num_states)) for g in spec if g.keep}
+    num_pages = {
+        name: count - spare.get(name, 0) * (1 if name == "c4_state" else 0)
+        for name, count in plan.num_pages.items()
+    }
+    pages = PageManager(spec, num_pages)
+    return Scheduler(pages, max_num_seqs=seqs, max_num_batched_tokens=budget, **options)
 
 
-def make_sequence(key: str, prompt: int, output: int) -> Sequence:
+def make_sequence(key: str, prompt: int | list[int], output: int, priority: int = 0) -> Sequence:
+    """A prompt of this length has tokens that no other has, the key among them."""
+    if isinstance(prompt, int):
+        prompt = [1000 + int.from_bytes(key.encode()[-2:]), *[5] * (prompt - 1)]
     return Sequence(
         key=key,
         request_id=key,
         index=0,
-        token_ids=[5] * prompt,
-        num_prompt=prompt,
-        max_len=prompt + output,
+        token_ids=list(prompt),
+        num_prompt=len(prompt),
+        max_len=len(prompt) + output,
         params=PARAMS,
+        priority=priority,
     )
+
+
+class Text:
+    """Tokens, and for each the hash of all up to it."""
+
+    def __init__(self, tokens: Items[int]) -> None:
+        self.tokens: list[int] = []
+        self.hashes = [0]
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self.hashes.append(hash((self.hashes[-1], token)))
+
+    @property
+    def next_token(self) -> int:
+        """What the model would say: it depends on everything before."""
+        return 1 + self.hashes[-1] % 400
 
 
 @dataclass
 class Memory:
-    """Row by row: whose, and which row of its sequence."""
+    """Row by row: the tokens that it was made from."""
 
-    groups: tuple[CacheGroup, ...]
+    scheduler: Scheduler
     window: int
-    rows: dict[tuple[str, int, int], tuple[str, int]] = field(default_factory=dict)
+    rows: dict[tuple[str, int, int], tuple[int, int]] = field(default_factory=dict)
 
     def place(self, group: CacheGroup, sequence: Sequence, row: int) -> tuple[str, int, int]:
         table = sequence.tables[group.name]
@@ -65,128 +95,480 @@ class Memory:
         assert page, f"row {row} of {group.name} lies in nobody's page"
         return group.name, page, row % group.rows_per_page
 
-    def step(self, chunk: Chunk) -> None:
+    def step(self, chunks: Items[Chunk], texts: dict[str, Text]) -> None:
         """Write what the model writes, then read what it reads, by the model's formulas."""
+        for chunk in chunks:
+            self._step(chunk, texts[chunk.sequence.key])
+
+    def _step(self, chunk: Chunk, text: Text) -> None:
         start, end, sequence = chunk.start, chunk.end, chunk.sequence
-        for group in self.groups:
+        groups: Any = self.scheduler.pages.groups
+
+        def content(group: CacheGroup, row: int) -> tuple[int, int]:
+            return text.hashes[(row + 1) * group.tokens_per_row], row
+
+        for group in groups:
             size = group.tokens_per_row
             if group.name == "window":
-                written, read = range(start, end), range(max(0, start - self.window + 1), end)
+                written, read = [*range(start, end)], range(max(0, start - self.window + 1), end)
             elif size > 1:
-                written, read = range(start // size, end // size), range(end // size)
+                written, read = [*range(start // size, end // size)], range(end // size)
             else:  # rows of earlier tokens that the entries completing in this step mix
                 ratio, mixed = (4, 8) if group.name == "c4_state" else (128, 128)
                 entries = range(start // ratio, end // ratio)
                 first = (entries[0] + 1) * ratio - mixed if entries else start
-                read = range(max(0, first), start)
-                # What is left behind: all that an entry that is still open will mix.
+                for row in range(max(0, first), start):
+                    assert self.rows.get(self.place(group, sequence, row)) == content(group, row)
+                # What is left behind: all that an entry that is still open will mix, here or
+                # where another sequence goes on.
                 open_from = (end // ratio + 1) * ratio - mixed
-                written = range(max(start, open_from), end)
-                for row in read:
-                    self.check(group, sequence, row)
-                read = written
+                written = [*range(max(start, open_from), end)]
+                read = range(0)
+                if ratio == 4 and self.scheduler.prefix is not None:
+                    ends = range((start // 256 + 1) * 256, end + 1, 256)
+                    written += [row for b in ends for row in range(max(start, b - 4), b)]
+            pool = self.scheduler.pages.pools[group.name]
             for row in written:
-                self.rows[self.place(group, sequence, row)] = (sequence.key, row)
+                place = self.place(group, sequence, row)
+                assert pool.holders[place[1]] == 1, "a page that others read is written"
+                self.rows[place] = content(group, row)
             for row in read:
-                self.check(group, sequence, row)
-
-    def check(self, group: CacheGroup, sequence: Sequence, row: int) -> None:
-        found = self.rows.get(self.place(group, sequence, row))
-        assert found == (sequence.key, row), f"{group.name}: {found} stands for row {row}"
+                found = self.rows.get(self.place(group, sequence, row))
+                assert found == content(group, row), f"{group.name}: {found} stands for row {row}"
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_random_traffic(data: st.DataObject) -> None:
-    """Arrivals, chunks, finishes and aborts at random; what is read is what was written."""
-    seed = data.draw(st.integers(0, 40))
-    budget = data.draw(st.sampled_from([1, 3, 16, 64, 150, 600]))
-    scheduler = make_scheduler(
-        seed, data.draw(st.integers(1, 5)), budget, data.draw(st.integers(0, 4))
-    )
-    memory = Memory(scheduler.pages.groups, tiny_config(seed)["sliding_window"])  # type: ignore[arg-type]
-    draw = random.Random(data.draw(st.integers(0, 2**32)))
-    arrived: list[Sequence] = []
-    first_read: list[Sequence] = []
-    arrivals = data.draw(st.integers(3, 16))
-    steps = 0
-    while len(arrived) < arrivals or scheduler.has_work:
-        steps += 1
-        assert steps < 20_000
-        while len(arrived) < arrivals and (draw.random() < 0.3 or not scheduler.has_work):
-            longest = min(scheduler.capacity_tokens, 1 + 20 * budget)
-            prompt = draw.randint(1, longest - 1)
-            output = draw.randint(1, min(longest - prompt, 20))
-            arrived.append(make_sequence(f"s{len(arrived)}", prompt, output))
-            scheduler.add(arrived[-1])
+class Driver:
+    """A scheduler, the model's memory, and an engine's part: who gets which token and when.
+
+    Args:
+        ahead: each step is planned before the tokens of the last are known.
+        eos: ends a sequence.
+    """
+
+    def __init__(self, scheduler: Scheduler, seed: int, ahead: bool, eos: int = -1) -> None:
+        self.eos = eos
+        self.scheduler = scheduler
+        self.memory = Memory(scheduler, tiny_config(seed)["sliding_window"])
+        self.ahead = ahead
+        self.texts: dict[str, Text] = {}
+        self.finished: list[Sequence] = []
+        self._flight: list[tuple[Sequence, int]] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.texts[sequence.key] = Text(sequence.token_ids)
+        self.scheduler.add(sequence)
+
+    def step(self) -> list[Chunk]:
+        scheduler = self.scheduler
         chunks = scheduler.schedule()
-        assert chunks, "there is work, and nothing runs"
-        assert sum(c.end - c.start for c in chunks) <= budget
+        assert chunks or self._flight or not scheduler.has_work or scheduler.counts.preemptions
+        assert sum(c.end - c.start for c in chunks) <= scheduler.max_num_batched_tokens
         assert len(scheduler.running) <= scheduler.max_num_seqs
-        assert sum(s.reserved for s in scheduler.running) <= scheduler.capacity_tokens
         assert len({c.sequence.key for c in chunks}) == len(chunks)
-        first_read += [c.sequence for c in chunks if c.start == 0]
         for chunk in chunks:
-            assert chunk.start == chunk.sequence.num_computed < chunk.end
-            assert chunk.completes == (chunk.end == len(chunk.sequence.token_ids))
-            memory.step(chunk)
+            sequence = chunk.sequence
+            assert chunk.start == sequence.num_computed < chunk.end <= len(sequence.token_ids)
+        self.memory.step(chunks, self.texts)
         scheduler.check_integrity()
         scheduler.computed(chunks)
         scheduler.check_integrity()
+        flight = self._flight
+        self._flight = []
         for chunk in chunks:
             sequence = chunk.sequence
             if chunk.completes:
-                sequence.token_ids.append(5)
-                if len(sequence.token_ids) >= sequence.max_len or draw.random() < 0.05:
-                    scheduler.finish(sequence)
-                    scheduler.check_integrity()
-        if draw.random() < 0.05 and scheduler.has_work:
-            scheduler.finish(draw.choice([*scheduler.running, *scheduler.waiting]))
-            scheduler.check_integrity()
-    # First come, first served.
-    order = [arrived.index(s) for s in first_read]
-    assert order == sorted(order)
+                self._flight.append((sequence, len(sequence.token_ids)))
+                text = self.texts[sequence.key]
+                text.append(text.next_token)
+                sequence.token_ids.append(PENDING)
+        self._arrive(flight if self.ahead else self._flight)
+        if not self.ahead:
+            self._flight = []
+        return chunks
+
+    def _arrive(self, flight: list[tuple[Sequence, int]]) -> None:
+        for sequence, place in flight:
+            if place >= len(sequence.token_ids) or sequence in self.finished:
+                continue
+            token = self.texts[sequence.key].tokens[place]
+            sequence.token_ids[place] = token
+            if place + 1 >= sequence.max_len or token == self.eos:
+                self.end(sequence)
+                self.finished.append(sequence)
+
+    def end(self, sequence: Sequence) -> None:
+        while sequence.token_ids[-1] == PENDING:
+            sequence.token_ids.pop()
+        self._flight = [(s, place) for s, place in self._flight if s is not sequence]
+        self.scheduler.finish(sequence)
+        self.scheduler.check_integrity()
+
+    def run(self, most: int = 20_000) -> None:
+        for _ in range(most):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError("no end in sight")
+
+
+def living(scheduler: Scheduler) -> list[Sequence]:
+    aside = [s for some in scheduler.followers.values() for s in some]
+    return [*scheduler.running, *scheduler.waiting, *aside]
+
+
+def assert_empty(scheduler: Scheduler) -> None:
+    assert not scheduler.has_work
+    scheduler.check_integrity()
+    scheduler.reset_prefix_cache()
     for pool in scheduler.pages.pools.values():
         assert pool.num_free == pool.num_pages - 1
 
 
+@given(st.data())
+def test_random_traffic(data: st.DataObject) -> None:
+    """Arrivals, common beginnings, chunks, finishes, aborts, preemption and eviction at random.
+
+    What is read is what was written from the same tokens; nothing is lost; everyone comes to an
+    end with the tokens that it has alone.
+    """
+    seed = data.draw(st.integers(0, 40), "model")
+    # Many at once whose outputs are longer than there are pages, or anything.
+    crowded = data.draw(st.booleans(), "crowded")
+    budget = data.draw(st.sampled_from([600, 150, 64] + [300, 1, 16] * (not crowded)), "budget")
+    blocks = data.draw(st.integers(2, 3 if crowded else 6), "blocks")
+    scheduler = make_scheduler(
+        seed,
+        data.draw(st.integers(2, 6), "sequences"),
+        budget,
+        blocks,
+        data.draw(st.sampled_from([0, 1, 3, 1000]), "states"),
+        prefix_caching=data.draw(st.sampled_from([True, True, True, False]), "caching"),
+    )
+    driver = Driver(scheduler, seed, data.draw(st.booleans(), "ahead"), eos=7)
+    draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
+    arrivals = data.draw(st.integers(4, 12), "arrivals")
+    longest = min(256 * blocks, 20 * budget)
+    outputs = (300,) if crowded else (5, 100, 300)
+    rate = 1.0 if crowded else draw.choice((0.03, 0.3, 1))
+    priorities = draw.choice([(0,), (0, 0, 1, 5)])
+    trunks = [[draw.randrange(40) for _ in range(longest)] for _ in range(2)]
+    count = steps = 0
+    while count < arrivals or scheduler.has_work:
+        steps += 1
+        assert steps < 20_000
+        while count < arrivals and (draw.random() < rate or not scheduler.has_work):
+            output = draw.randint(1, min(longest - 1, draw.choice(outputs)))
+            prompt = some_prompt(
+                draw, [*trunks, *(t.tokens for t in driver.texts.values())], longest - output
+            )
+            driver.add(make_sequence(f"s{count}", prompt, output, draw.choice(priorities)))
+            count += 1
+        driver.step()
+        if draw.random() < 0.01 and scheduler.has_work:
+            driver.end(draw.choice(living(scheduler)))
+        if draw.random() < 0.002:
+            scheduler.reset_prefix_cache()
+    for sequence in driver.finished:
+        said = Text(sequence.token_ids[: sequence.num_prompt])
+        while len(said.tokens) < len(sequence.token_ids):
+            said.append(said.next_token)
+        assert said.tokens == sequence.token_ids
+    event(f"preempted: {scheduler.counts.preemptions > 0}")
+    event(f"found: {scheduler.counts.cached_tokens > 0}")
+    assert_empty(scheduler)
+
+
+def some_prompt(draw: random.Random, texts: Items[list[int]], longest: int) -> list[int]:
+    """The beginning of some text, up to around a boundary, and then other tokens."""
+    text = draw.choice(texts)
+    cut = draw.choice((128, 256, 256, 384, 512, 768, len(text))) + draw.choice((0, 0, 1, -1, 4, -4))
+    cut = max(0, min(cut, longest - 1, len(text)))
+    more = draw.randint(1, min(longest - cut, draw.choice((3, 150, 400))))
+    return text[:cut] + [draw.randrange(40) for _ in range(more)]
+
+
+# --- Order ----------------------------------------------------------------------------------------
+
+
+def keys_of(chunks: Items[Chunk]) -> list[str]:
+    return [c.sequence.key for c in chunks]
+
+
+def sizes(chunks: Items[Chunk]) -> list[tuple[str, int]]:
+    return [(c.sequence.key, c.end - c.start) for c in chunks]
+
+
 def test_decodes_come_before_prompts() -> None:
-    """A long prompt never holds up the tokens of those that run."""
-    scheduler = make_scheduler(0, 3, budget=10, pages_more=8)
-    short, long = make_sequence("short", 4, 50), make_sequence("long", 100, 5)
-    scheduler.add(short)
-    scheduler.add(long)
-    chunks = scheduler.schedule()
-    assert [(c.sequence.key, c.start, c.end) for c in chunks] == [("short", 0, 4), ("long", 0, 6)]
-    assert [c.completes for c in chunks] == [True, False]
-    for step in range(10):
-        scheduler.computed(chunks)
-        short.token_ids.append(5)
-        chunks = scheduler.schedule()
-        assert [(c.sequence.key, c.end - c.start) for c in chunks] == [("short", 1), ("long", 9)]
-        assert chunks[1].start == 6 + 9 * step
-    scheduler.computed(chunks)
+    """Each decode gets its token; beside them a long prompt takes a quarter of a step."""
+    driver = Driver(make_scheduler(0, 3, budget=40, blocks=8), 0, ahead=False)
+    driver.add(make_sequence("short", 4, 50))
+    driver.add(make_sequence("long", 200, 5))
+    assert sizes(driver.step()) == [("short", 4), ("long", 36)]
+    for _ in range(13):
+        assert sizes(driver.step()) == [("short", 1), ("long", 10)]
+    # What is left is no longer than a step: three quarters, the decode counted.
+    assert sizes(driver.step()) == [("short", 1), ("long", 29)]
+    assert sizes(driver.step()) == [("short", 1), ("long", 5)]
+    assert sizes(driver.step()) == [("short", 1), ("long", 1)]
+
+
+def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
+    driver = Driver(make_scheduler(0, 8, budget=40, blocks=30), 0, ahead=False)
+    driver.add(make_sequence("long", 1000, 2))
+    assert sizes(driver.step()) == [("long", 40)]
+    driver.add(make_sequence("a", 20, 1))
+    driver.add(make_sequence("b", 30, 1))
+    assert sizes(driver.step()) == [("a", 20), ("b", 10), ("long", 10)]
+    assert sizes(driver.step()) == [("b", 20), ("long", 20)]
+    driver.add(make_sequence("longer", 2000, 2))
+    # Of several long ones, the first.
+    assert sizes(driver.step()) == [("long", 40)]
+    driver.run()
+    assert [s.key for s in driver.finished] == ["a", "b", "long", "longer"]
 
 
 def test_the_first_in_line_is_not_overtaken() -> None:
     """A small request waits behind a large one that does not fit yet, so that it gets its turn."""
-    scheduler = make_scheduler(0, 4, budget=1000, pages_more=2)  # three units of 256 tokens
-    for key, prompt in (("two units", 300), ("two more", 300), ("small", 10)):
-        scheduler.add(make_sequence(key, prompt, 10))
-    chunks = scheduler.schedule()
-    assert [c.sequence.key for c in chunks] == ["two units"]
-    scheduler.computed(chunks)
-    scheduler.finish(chunks[0].sequence)
-    assert [c.sequence.key for c in scheduler.schedule()] == ["two more", "small"]
+    driver = Driver(make_scheduler(0, 4, budget=1000, blocks=3), 0, ahead=False)
+    for key, prompt in (("two blocks", 300), ("two more", 310), ("small", 10)):
+        driver.add(make_sequence(key, prompt, 10))
+    assert keys_of(driver.step()) == ["two blocks"]
+    driver.end(driver.scheduler.running[0])
+    assert keys_of(driver.step()) == ["two more", "small"]
 
 
 def test_no_more_run_than_allowed() -> None:
-    scheduler = make_scheduler(0, 2, budget=100, pages_more=8)
+    driver = Driver(make_scheduler(0, 2, budget=100, blocks=9), 0, ahead=False)
     for i in range(4):
-        scheduler.add(make_sequence(f"s{i}", 3, 2))
-    chunks = scheduler.schedule()
-    assert [c.sequence.key for c in chunks] == ["s0", "s1"]
-    scheduler.computed(chunks)
-    scheduler.finish(chunks[0].sequence)
-    chunks[1].sequence.token_ids.append(5)
-    assert [c.sequence.key for c in scheduler.schedule()] == ["s1", "s2"]
+        driver.add(make_sequence(f"s{i}", 3, 1 + i % 2))
+    assert keys_of(driver.step()) == ["s0", "s1"]
+    assert keys_of(driver.step()) == ["s1", "s2"]
+
+
+def test_lower_priority_numbers_go_first() -> None:
+    driver = Driver(make_scheduler(0, 1, budget=100, blocks=9), 0, ahead=False)
+    for key, priority in (("a", 1), ("b", 0), ("c", -3), ("d", 1), ("e", 0)):
+        driver.add(make_sequence(key, 5, 2, priority))
+    driver.run()
+    assert [s.key for s in driver.finished] == ["c", "b", "e", "a", "d"]
+
+
+def test_nobody_waits_for_ever() -> None:
+    """However many more urgent ones come: PATIENCE of them go first, then it is its turn."""
+    driver = Driver(make_scheduler(0, 1, budget=100, blocks=9), 0, ahead=False)
+    patient = make_sequence("patient", 5, 1, priority=9)
+    for i in range(3):
+        driver.add(make_sequence(f"u{i}", 5, 1))
+    driver.add(patient)
+    count = 3
+    while patient not in driver.finished:
+        driver.step()
+        driver.add(make_sequence(f"u{count}", 5, 1))
+        count += 1
+        assert count < 3 * PATIENCE
+    ahead = driver.finished.index(patient)
+    assert PATIENCE < ahead <= PATIENCE + 4
+
+
+# --- Preemption -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_last_in_order_yields(caching: bool, ahead: bool) -> None:
+    """Four blocks for three that grow to two each: all come to an end, the first uninterrupted."""
+    scheduler = make_scheduler(0, 3, budget=600, blocks=4, prefix_caching=caching)
+    driver = Driver(scheduler, 0, ahead)
+    for i in range(3):
+        driver.add(make_sequence(f"s{i}", 250, 200))
+    first_steps = [keys_of(driver.step()) for _ in range(3)]
+    assert first_steps[-1] == ["s0", "s1", "s2"][: len(first_steps[-1])]
+    driver.run()
+    assert driver.finished[0].key == "s0"
+    assert len(driver.finished) == 3 and scheduler.counts.preemptions >= 1
+    assert_empty(scheduler)
+
+
+def test_who_yields_goes_on_from_its_last_block() -> None:
+    """Preempted at 512 tokens, its blocks are still there when it is its turn again."""
+    scheduler = make_scheduler(0, 2, budget=600, blocks=4)
+    driver = Driver(scheduler, 0, ahead=False)
+    driver.add(make_sequence("a", 480, 60))
+    driver.add(make_sequence("b", 481, 60))
+    starts = [(c.sequence.key, c.start) for _ in range(40) for c in driver.step()]
+    assert scheduler.counts.preemptions == 1 and ("b", 0) in starts
+    again: list[int] = []
+    while scheduler.has_work:
+        again += [c.start for c in driver.step() if c.sequence.key == "b"]
+    # While "a" grew by one block, one of the two was given up: the later one.
+    assert again[0] == 256
+    assert driver.finished[1].num_cached == 0
+    assert_empty(scheduler)
+
+
+def test_a_less_urgent_one_yields_to_a_more_urgent_one() -> None:
+    scheduler = make_scheduler(0, 2, budget=600, blocks=3)
+    driver = Driver(scheduler, 0, ahead=False)
+    driver.add(make_sequence("early", 250, 200, priority=1))
+    driver.step()
+    driver.add(make_sequence("urgent", 500, 200))
+    while scheduler.has_work:
+        driver.step()
+    assert [s.key for s in driver.finished] == ["urgent", "early"]
+    assert scheduler.counts.preemptions >= 1
+
+
+# --- Common beginnings ----------------------------------------------------------------------------
+
+
+def read(driver: Driver, key: str, prompt: list[int], output: int = 2) -> Sequence:
+    """Serve one request to its end."""
+    sequence = make_sequence(key, prompt, output)
+    driver.add(sequence)
+    driver.run()
+    return sequence
+
+
+def text(length: int, salt: int = 0) -> list[int]:
+    draw = random.Random(salt)
+    return [draw.randrange(40) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 511, 512, 513, 700, 1023])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_the_second_turn_finds_all_but_the_last_partial_block(length: int, ahead: bool) -> None:
+    driver = Driver(make_scheduler(0, 4, budget=200, blocks=20), 0, ahead)
+    first = read(driver, "first", text(length), 80)
+    assert first.num_cached == 0
+    # The last token was never read.
+    known = len(first.token_ids) - 1
+    second = read(driver, "second", first.token_ids + text(30, 1))
+    assert second.num_cached == known // 256 * 256
+    other = read(driver, "other", [41, *first.token_ids])
+    assert other.num_cached == 0
+    again = read(driver, "again", first.token_ids[:length])
+    assert again.num_cached == (length - 1) // 256 * 256
+    assert_empty(driver.scheduler)
+
+
+@pytest.mark.parametrize("common", [252, 255, 256, 257, 260, 384, 510, 512, 514, 768])
+def test_many_questions_behind_one_text(common: int) -> None:
+    """From the second on, each finds the common text up to its last whole block."""
+    driver = Driver(make_scheduler(0, 4, budget=200, blocks=20), 0, ahead=False)
+    for i in range(4):
+        question = [41 + i, *text(20 + 90 * i, i + 1)]
+        asked = read(driver, f"q{i}", text(common) + question)
+        assert asked.num_cached == (common // 256 * 256 if i else 0)
+
+
+def test_where_two_parted_is_kept() -> None:
+    """States on the way are given up first; the third that comes by finds what the second left."""
+    driver = Driver(make_scheduler(0, 1, budget=200, blocks=40, states=1), 0, ahead=False)
+    common = text(512)
+    read(driver, "a", common + text(3000, 1))
+    assert read(driver, "b", common + text(600, 2)).num_cached in (0, 256)
+    read(driver, "noise", text(2500, 4))
+    assert read(driver, "c", common + text(600, 3)).num_cached == 512
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_together_they_read_it_once(count: int) -> None:
+    """Several that begin alike and arrive together: one reads, the others wait and then go on."""
+    scheduler = make_scheduler(0, 8, budget=200, blocks=20)
+    driver = Driver(scheduler, 0, ahead=False)
+    for i in range(count):
+        driver.add(make_sequence(f"s{i}", text(700), 3))
+    other = make_sequence("other", 30, 3)
+    driver.add(other)
+    # The other one shares nothing, so it does not wait.
+    first = sizes(driver.step())
+    assert first == [("other", 30), ("s0", 170)]
+    total = 200
+    while scheduler.has_work:
+        total += sum(c.end - c.start for c in driver.step())
+    # The prompt once, the rest behind the last block of it for the others, and 2 tokens each.
+    assert total == 700 + (count - 1) * (700 - 512) + 30 + 2 * (count + 1)
+    assert scheduler.counts.cached_tokens == (count - 1) * 512
+    assert scheduler.counts.prompt_tokens == count * 700 + 30
+
+
+def test_who_waited_for_a_block_reads_it_when_its_reader_is_gone() -> None:
+    scheduler = make_scheduler(0, 8, budget=200, blocks=20)
+    driver = Driver(scheduler, 0, ahead=False)
+    leader, one, two = (make_sequence(key, text(700), 3) for key in ("l", "a", "b"))
+    for sequence in (leader, one, two):
+        driver.add(sequence)
+    driver.step()
+    assert scheduler.num_waiting == 2 and not scheduler.waiting
+    driver.end(two)
+    driver.end(leader)
+    assert scheduler.waiting == [one]
+    driver.run()
+    assert driver.finished == [one]
+    assert_empty(scheduler)
+
+
+def test_a_more_urgent_one_does_not_wait_for_a_less_urgent_one() -> None:
+    driver = Driver(make_scheduler(0, 8, budget=100, blocks=20), 0, ahead=False)
+    driver.add(make_sequence("slow", text(700), 3, priority=1))
+    driver.step()
+    driver.add(make_sequence("urgent", text(700), 3, priority=0))
+    assert "urgent" in keys_of(driver.step())
+
+
+def test_least_recently_used_goes_first() -> None:
+    """Room for two texts: of three, the one that was not asked for again is forgotten."""
+    driver = Driver(make_scheduler(0, 1, budget=4000, blocks=5), 0, ahead=False)
+    texts = [text(600, salt) for salt in range(3)]
+    for i in (0, 1, 0, 2):
+        read(driver, f"a{i}", texts[i])
+    assert read(driver, "b0", texts[0]).num_cached == 512
+    assert read(driver, "b1", texts[1]).num_cached == 0
+
+
+def test_without_it_nothing_is_kept() -> None:
+    driver = Driver(make_scheduler(0, 2, budget=600, blocks=9, prefix_caching=False), 0, False)
+    for i in range(2):
+        assert read(driver, f"s{i}", text(600)).num_cached == 0
+    assert driver.scheduler.pages.reclaimer is None
+    for pool in driver.scheduler.pages.pools.values():
+        assert pool.num_free == pool.num_pages - 1
+
+
+def test_after_a_reset_nothing_is_found() -> None:
+    scheduler = make_scheduler(0, 2, budget=600, blocks=9)
+    driver = Driver(scheduler, 0, ahead=False)
+    driver.add(make_sequence("a", text(600), 9))
+    driver.step()
+    scheduler.reset_prefix_cache()
+    scheduler.check_integrity()
+    driver.run()
+    # What ran then has left nothing either.
+    assert read(driver, "b", text(600)).num_cached == 0
+    assert read(driver, "c", text(600)).num_cached == 512
+
+
+@pytest.mark.parametrize("what", ["order", "users", "parent", "state"])
+def test_integrity_finds_what_is_wrong_with_a_block(what: str) -> None:
+    driver = Driver(make_scheduler(0, 2, budget=600, blocks=9), 0, ahead=False)
+    read(driver, "a", text(600))
+    prefix = driver.scheduler.prefix
+    assert prefix is not None
+    first = next(iter(prefix.blocks.values()))
+    if what == "order":
+        prefix._idle.move_to_end(first.key, last=False)
+    elif what == "users":
+        first.users += 1
+    elif what == "parent":
+        prefix._drop(prefix._idle.pop(first.key))
+    else:
+        first.state = None
+    with pytest.raises(AssertionError):
+        driver.scheduler.check_integrity()
+
+
+def test_a_lookup_is_linear_and_cheap() -> None:
+    """Far below a microsecond a token, for any length; `finwhale bench prefix` says how far."""
+    assert bench_prefix.main(["--tokens", "2048", "32768", "--repeats", "5"]) == 0
+    short, long = (bench_prefix.measure(n, 5)["whole_ns"]["min"] for n in (8192, 131072))
+    assert long < 3 * short

@@ -1,7 +1,7 @@
 """Token ids to text as they come, for streaming."""
 
-import codecs
 from collections.abc import Iterable
+from encodings import utf_8
 
 from finwhale.chat.tokenizer import Tokenizer
 
@@ -17,7 +17,8 @@ class Detokenizer:
         """Starts an empty stream; `skip_special` as in `Tokenizer.decode`."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special else frozenset[int]()
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ascii = tokenizer.ascii_texts
+        self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
         """The text that these ids complete; may be empty."""
@@ -25,6 +26,16 @@ class Detokenizer:
         return self._decoder.decode(
             b"".join([token_bytes(i) for i in token_ids if i not in skipped])
         )
+
+    def next(self, token_id: int) -> str:
+        """`feed` of one id, quicker."""
+        text = self._ascii.get(token_id)
+        if text is not None and not self._decoder.buffer:
+            return text
+        data = self._tokenizer.token_bytes(token_id)
+        if data.isascii() and token_id not in self._tokenizer.special_ids:
+            self._ascii[token_id] = data.decode("ascii")
+        return self.feed((token_id,))
 
     def finish(self) -> str:
         """Ends the stream: U+FFFD where it ends inside a character, else nothing."""

@@ -31,6 +31,8 @@ class Tokenizer:
         vocab_size: the highest token id plus one.
         added_ids: id of every added (control) token, by its spelling.
         special_ids: the added tokens that tokenizer.json flags "special": what decoding skips.
+        ascii_texts: texts of tokens that are neither special nor anything but ASCII, as far as a
+            Detokenizer has met them.
         bos_id, eos_id: begin and end of sequence; None where the vocabulary has none.
     """
 
@@ -62,6 +64,7 @@ class Tokenizer:
         self._plain = _build(plain, path)
         self._added_texts = {i: text for text, i in self.added_ids.items()}
         self._tokens.update(self._added_texts)
+        self.ascii_texts: dict[int, str] = {}
         self.vocab_size = max(self._tokens) + 1
         self.bos_id = self.added_ids.get(_spelling(config.get("bos_token"), BOS))
         self.eos_id = self.added_ids.get(_spelling(config.get("eos_token"), EOS))

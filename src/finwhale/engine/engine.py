@@ -9,10 +9,12 @@ import logging
 import operator
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
@@ -20,13 +22,15 @@ from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.memory import MemoryUse
+from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
 from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.engine.watchdog import Watchdog
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -44,14 +48,21 @@ logger = logging.getLogger(__name__)
 class _Stream:
     """The text side of one running sequence.
 
-    Stop strings are looked for once `stop_after` has been generated; None: from the beginning.
+    Attributes:
+        ends: token ids that end it.
+        stop_after: stop strings are looked for once this has been generated; None: from the start.
+        needs_history: the host must know all of its tokens before the next is chosen.
     """
 
     sequence: RunningSequence
+    request: "_Request"
     output: CompletionOutput
+    ends: frozenset[int]
     detokenizer: Detokenizer | None
-    stop: StopChecker
+    stop: StopChecker | None
     stop_after: int | None
+    clock: Clock
+    needs_history: bool
     ended: bool = False
 
 
@@ -81,6 +92,15 @@ class _Flight:
     def undecided(self) -> bool:
         return self.logits is not None
 
+    def drop_ended(self) -> list[int] | None:
+        """Leave out the streams that have ended; the rows of the others, None: all are left."""
+        rows = [row for row, stream in enumerate(self.streams) if not stream.ended]
+        if len(rows) == len(self.streams):
+            return None
+        self.streams = [self.streams[row] for row in rows]
+        self.places = [self.places[row] for row in rows]
+        return rows
+
 
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
@@ -104,7 +124,7 @@ class Engine:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.runner = ModelRunner(config, model_config, weights)
+        self.runner = self._new_runner(weights)
         logger.info("%s holds %s", self.runner.device, self.runner.memory)
         plan = self.runner.plan
         self.scheduler = Scheduler(
@@ -118,8 +138,14 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._flying: deque[_Flight] = deque()
         self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        self._meter = Meter()
+        self._watchdog = Watchdog(config.watchdog_seconds)
+        self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
+
+    def _new_runner(self, weights: WeightStream) -> ModelRunner:
+        return ModelRunner(self.config, self.model_config, weights)
 
     @property
     def max_model_len(self) -> int:
@@ -132,7 +158,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self._dead is None and self.scheduler.has_work
 
     def add_request(
         self,
@@ -151,6 +177,7 @@ class Engine:
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
+            EngineDeadError: it broke in an earlier step.
         """
         with self._lock:
             return self._add(request_id, prompt_token_ids, params, prompt, stop_after, priority)
@@ -164,7 +191,7 @@ class Engine:
         stop_after: int | None,
         priority: int,
     ) -> RequestOutput:
-        self._check_process()
+        self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = self._checked(prompt_token_ids, params)
         matcher = self._new_matcher(params)
@@ -172,6 +199,11 @@ class Engine:
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
+        began = time.monotonic()
+        running = _Request(request, params.n)
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self.model_config.eos_token_ids)
         for index in range(params.n):
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -195,13 +227,18 @@ class Engine:
             )
             self._streams[sequence.key] = _Stream(
                 sequence,
+                running,
                 output,
+                ends,
                 self._new_detokenizer(),
-                StopChecker(tuple(params.stop)),
+                StopChecker(tuple(params.stop)) if params.stop else None,
                 stop_after if params.stop else None,
+                Clock(began),
+                self.sampler.needs_history(sequence.key),
             )
             self.scheduler.add(sequence)
-        self._requests[request_id] = _Request(request, params.n)
+        self._requests[request_id] = running
+        self._meter.requests += 1
         return request
 
     def _new_detokenizer(self) -> Detokenizer | None:
@@ -215,7 +252,9 @@ class Engine:
             raise RequestError("a guide needs a tokenizer, and this checkpoint has none")
         return Matcher(self.tokenizer, params.guide)
 
-    def _check_process(self) -> None:
+    def _check_usable(self) -> None:
+        if self._dead is not None:
+            raise EngineDeadError(self._dead)
         if os.getpid() != self._process:
             raise FinwhaleError(
                 f"this engine was made in process {self._process}, which forked: make the LLM in "
@@ -253,27 +292,54 @@ class Engine:
         return ids
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; returns the requests that have new tokens, in order."""
-        with self._lock:
-            self._check_process()
-            while len(self._flying) <= self.steps_ahead and self._launch():
-                pass
-            return self._collect() if self._flying else []
+        """Run one forward; returns the requests that have new tokens, in order.
+
+        What breaks before a step is on the device is raised as it is, and the engine can go on.
+
+        Raises:
+            EngineDeadError: the device failed, or what had been computed was lost: every request
+                has ended with this error, and the engine takes no more.
+        """
+        with self._lock, self._watchdog:
+            self._check_usable()
+            try:
+                while len(self._flying) <= self.steps_ahead and self._launch():
+                    pass
+            except torch.AcceleratorError as error:
+                raise self._die(error) from error
+            if not self._flying:
+                return []
+            try:
+                return self._collect()
+            except Exception as error:
+                raise self._die(error) from error
+
+    def _die(self, error: Exception) -> EngineDeadError:
+        """End every request with an error, whatever the state of the rest."""
+        reason = str(error).strip().partition("\n")[0]
+        self._dead = f"the engine died ({type(error).__name__}: {reason}): start a new one"
+        for stream in self._streams.values():
+            stream.ended = True
+            stream.output.finish_reason = "error"
+            self._meter.endings["error"] += 1
+        for request in self._requests.values():
+            request.output.error = self._dead
+            request.output.finished = True
+        self._streams.clear()
+        self._requests.clear()
+        self._flying.clear()
+        return EngineDeadError(self._dead)
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
-        complete = [chunk.sequence for chunk in chunks if chunk.completes]
-        flight = _Flight(
-            [self._streams[s.key] for s in complete],
-            [len(s.token_ids) for s in complete],
-            self.runner.logits(chunks),
-        )
-        if not any(
-            s.token_ids[-1] == PENDING and self.sampler.needs_history(s.key) for s in complete
-        ):
+        complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
+        streams = [self._streams[s.key] for s in complete]
+        flight = _Flight(streams, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
+        late = [s for s in streams if s.needs_history and s.sequence.token_ids[-1] == PENDING]
+        if not late:
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
         # is launched later.
@@ -287,11 +353,9 @@ class Engine:
         """Launch the choice of a step's tokens, for those that have not ended since."""
         assert flight.logits is not None
         logits, flight.logits = flight.logits, None
-        going = [row for row, stream in enumerate(flight.streams) if not stream.ended]
-        if len(going) < len(flight.streams):
-            logits = self.runner.rows(logits, going)
-            flight.streams = [flight.streams[row] for row in going]
-            flight.places = [flight.places[row] for row in going]
+        rows = flight.drop_ended()
+        if rows is not None:
+            logits = self.runner.rows(logits, rows)
         sequences = [stream.sequence for stream in flight.streams]
         flight.sampling = self.sampler.start([s.key for s in sequences], logits)
         if self.steps_ahead and flight.sampling.ids_S is not None:
@@ -305,19 +369,15 @@ class Engine:
         assert flight.sampling is not None
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
-        touched: dict[str, RequestOutput] = {}
+        # One that ended while this step was in flight was run once too often.
+        rows = flight.drop_ended()
+        if rows is not None:
+            sampled = [sampled[row] for row in rows]
+        pairs = zip(flight.streams, sampled, strict=True)
+        self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
         for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
-            # One that ended while this step was in flight was run once too often.
-            if stream.ended:
-                continue
             self._append(stream, place, token)
-            request_id = stream.sequence.request_id
-            request = self._requests.get(request_id)
-            if request is not None:
-                touched[request_id] = request.output
-                if request.unfinished == 0:
-                    request.output.finished = True
-                    del self._requests[request_id]
+        touched = {s.sequence.request_id: s.request.output for s in flight.streams}
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
@@ -335,41 +395,41 @@ class Engine:
                 return
             for stream in list(self._streams.values()):
                 if stream.sequence.request_id == request_id:
-                    self._retire(stream)
+                    self._retire(stream, "abort")
             self._forget_if_idle()
 
     def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
-        sequence, output, params = stream.sequence, stream.output, stream.sequence.params
-        if sequence.index == 0:
-            request = self._requests[sequence.request_id]
-            request.output.num_cached_tokens = sequence.num_cached or 0
+        sequence, output, token_id = stream.sequence, stream.output, token.token_id
+        if not output.token_ids and sequence.index == 0:
+            stream.request.output.num_cached_tokens = sequence.num_cached or 0
         if token.error is not None:
-            self._requests[sequence.request_id].output.error = token.error
+            stream.request.output.error = token.error
             self._finish(stream, "error", None)
             # Whatever went wrong may lie in its cached state: nobody shall go on from there.
             self.scheduler.reset_prefix_cache()
             return
-        sequence.token_ids[place] = token.token_id
-        output.token_ids.append(token.token_id)
-        if output.logprobs is not None and token.logprobs is not None:
+        sequence.token_ids[place] = token_id
+        output.token_ids.append(token_id)
+        if token.logprobs is not None and output.logprobs is not None:
             output.logprobs.append(
                 {
                     i: Logprob(entry.logprob, entry.rank, self._token_text(i))
                     for i, entry in token.logprobs.items()
                 }
             )
-        if token.token_id in params.stop_token_ids:
-            self._finish(stream, "stop", token.token_id)
-            return
-        if token.token_id in self.model_config.eos_token_ids and not params.ignore_eos:
-            self._finish(stream, "stop", None)
+        if token_id in stream.ends:
+            is_asked_for = token_id in sequence.params.stop_token_ids
+            self._finish(stream, "stop", token_id if is_asked_for else None)
             return
         if stream.detokenizer is not None:
-            text = stream.detokenizer.feed((token.token_id,))
-            output.text += text if stream.stop_after is not None else stream.stop.feed(text)
-            if token.token_id == stream.stop_after:
-                stream.stop_after = None
-            if stream.stop.matched is not None:
+            text = stream.detokenizer.next(token_id)
+            if stream.stop_after is not None:
+                if token_id == stream.stop_after:
+                    stream.stop_after = None
+            elif stream.stop is not None:
+                text = stream.stop.feed(text)
+            output.text += text
+            if stream.stop is not None and stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
         if place + 1 >= sequence.max_len:
@@ -379,15 +439,22 @@ class Engine:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
-        if stream.detokenizer is not None and stream.stop.matched is None:
-            stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
+        if stream.detokenizer is not None:
+            if stream.stop is None:
+                stream.output.text += stream.detokenizer.finish()
+            elif stream.stop.matched is None:
+                stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
-        self._requests[stream.sequence.request_id].unfinished -= 1
-        self._retire(stream)
+        stream.request.unfinished -= 1
+        if not stream.request.unfinished:
+            stream.request.output.finished = True
+            del self._requests[stream.sequence.request_id]
+        self._retire(stream, reason)
 
-    def _retire(self, stream: _Stream) -> None:
+    def _retire(self, stream: _Stream, how: Ending) -> None:
         stream.ended = True
+        self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
@@ -398,6 +465,31 @@ class Engine:
         """Forget what was read: no later request goes on from it."""
         with self._lock:
             self.scheduler.reset_prefix_cache()
+
+    def metrics(self) -> EngineMetrics:
+        """The present state and the counters; waits for no step."""
+        scheduler, meter = self.scheduler, self._meter
+        prefix = scheduler.prefix
+        return EngineMetrics(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+            step_seconds=self._watchdog.elapsed,
+            pages={
+                name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
+                for name, pool in scheduler.pages.pools.items()
+            },
+            idle_blocks=0 if prefix is None else prefix.num_idle,
+            requests=meter.requests,
+            steps=meter.steps,
+            prompt_tokens=scheduler.counts.prompt_tokens,
+            cached_tokens=scheduler.counts.cached_tokens,
+            output_tokens=meter.output_tokens,
+            preemptions=scheduler.counts.preemptions,
+            endings=dict(meter.endings),
+            time_to_first_token=meter.time_to_first_token.read(),
+            time_between_tokens=meter.time_between_tokens.read(),
+            time_per_output_token=meter.time_per_output_token.read(),
+        )
 
     def check_integrity(self) -> None:
         """Assert that nothing is lost: pages, blocks and who holds them, requests."""

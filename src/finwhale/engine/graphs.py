@@ -36,6 +36,11 @@ def decode_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def are_decodes(chunks: Items[Chunk]) -> bool:
+    """Whether each chunk is one token whose logits are wanted."""
+    return not [c for c in chunks if c.end - c.start != 1 or c.end != len(c.sequence.token_ids)]
+
+
 class _Recorder:
     """Records what a forward launches: Segments that break (prefill) or go on (decode)."""
 
@@ -130,9 +135,7 @@ class Graphs:
     def fits(self, chunks: Items[Chunk]) -> bool:
         """Whether there is a graph for a step of these chunks."""
         if self.decode:
-            return len(chunks) <= self.sizes[-1] and all(
-                c.end - c.start == 1 and c.completes for c in chunks
-            )
+            return len(chunks) <= self.sizes[-1] and are_decodes(chunks)
         return (
             len(chunks) <= self.static.num_seqs
             and sum(c.end - c.start for c in chunks) <= self.sizes[-1]
@@ -141,9 +144,9 @@ class Graphs:
     @torch.inference_mode()
     def run(self, chunks: Items[Chunk]) -> Tensor:
         """What forward gives for the chunks' tokens; valid until the next run of any graph."""
-        num_tokens = sum(c.end - c.start for c in chunks)
+        num_tokens = len(chunks) if self.decode else sum(c.end - c.start for c in chunks)
         captured = self._of(num_tokens)
-        self.static.fill(chunks)
+        self.static.fill(chunks, decode=self.decode)
         inputs = captured.inputs
         captured.replay(inputs if self.decode else with_bounds(inputs, chunks))
         return captured.out[:num_tokens]

@@ -9,7 +9,6 @@ from finwhale.engine.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, FieldName, PagedCache
 
-
 # Of the memory that is left once every sequence can run: the part for states at the ends of blocks,
 # which let other sequences go on there. A state of Flash takes as much as five blocks, and a
 # conversation of some thousand tokens needs one or two.

@@ -34,17 +34,32 @@ class BlockTable:
     """One sequence's pages in one group: pages[i] is its page number first + i.
 
     Page number k holds the rows of tokens k * tokens_per_page on.
+
+    Attributes:
+        room: tokens that the sequence may have before this table must grow.
+        due: tokens at which pages go back.
+        version: another object whenever first or pages are others.
     """
 
     first: int = 0
     pages: list[int] = field(default_factory=list)
+    room: int = 0
+    due: int = 0
+    version: object = None
 
     @property
     def end(self) -> int:
         return self.first + len(self.pages)
 
 
-BlockTables = dict[str, BlockTable]
+class BlockTables(dict[str, BlockTable]):
+    """One sequence's tables by group, in the order of the groups.
+
+    Attributes:
+        version: another object whenever one of them has another.
+    """
+
+    version: object = None
 
 
 class PagePool:
@@ -124,7 +139,15 @@ class PageManager:
         self.reclaimer: Reclaimer | None = None
 
     def new_tables(self) -> BlockTables:
-        return {group.name: BlockTable() for group in self.groups}
+        tables = BlockTables((group.name, BlockTable()) for group in self.groups)
+        self.renew(tables)
+        return tables
+
+    def renew(self, tables: BlockTables) -> None:
+        """Give tables that were filled from elsewhere new versions."""
+        tables.version = object()
+        for table in tables.values():
+            table.version = tables.version
 
     @property
     def free_blocks(self) -> int:
@@ -143,8 +166,10 @@ class PageManager:
         """
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
         for group in self.keeping:
-            missing = -(-(end // group.tokens_per_row) // group.rows_per_page)
-            missing -= tables[group.name].end
+            table = tables[group.name]
+            if table.room >= end:
+                continue
+            missing = -(-(end // group.tokens_per_row) // group.rows_per_page) - table.end
             spare = idle * (group.block_tokens // group.tokens_per_page)
             if missing > self.pools[group.name].num_free + spare:
                 return False
@@ -156,15 +181,23 @@ class PageManager:
         Returns:
             How many tokens the sequence may have before it must grow again.
         """
-        room = []
-        for group in self.groups:
-            table, rows = tables[group.name], group.rows_per_page
-            first_row = group.first_written(start, end) // group.tokens_per_row
-            last_row = end // group.tokens_per_row - 1
-            if last_row >= first_row:
-                self._extend(group, table, start, end, first_row // rows, last_row // rows)
-            room.append((table.end * rows + 1) * group.tokens_per_row - 1)
-        return min(room)
+        room = sys.maxsize
+        tables.version = version = object()
+        for group, table in zip(self.groups, tables.values(), strict=True):
+            if table.room < end:
+                rows, per_row, table.version = group.rows_per_page, group.tokens_per_row, version
+                first_row = group.first_written(start, end) // per_row
+                last_row = end // per_row - 1
+                if last_row >= first_row:
+                    first, last = first_row // rows, last_row // rows
+                    if table.pages and first == last == table.end:
+                        table.pages.append(self._take(group))
+                    else:
+                        self._extend(group, table, start, end, first, last)
+                table.room = (table.end * rows + 1) * per_row - 1
+            if table.room < room:
+                room = table.room
+        return room
 
     def _extend(
         self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
@@ -172,6 +205,7 @@ class PageManager:
         """Pages number first..last, and those before that the ends of blocks need."""
         shares = self.reclaimer is not None and group.tail_only
         if not table.pages:
+            table.due = 0
             table.first = start // group.tokens_per_page if shares else first
         for number in range(table.end, last + 1):
             # Pages between those read and those written are never touched.
@@ -192,16 +226,20 @@ class PageManager:
         Returns:
             The number of tokens at which there is something to take back again.
         """
-        again = []
+        again = sys.maxsize
         for group in self.forgetting:
             table = tables[group.name]
-            gone = group.first_needed(num_tokens) // group.tokens_per_page - table.first
-            if gone > 0:
-                self._give(group.name, table.pages[:gone])
-                del table.pages[:gone]
-                table.first += gone
-            again.append(group.forgets_at(table.first))
-        return min(again)
+            if table.due <= num_tokens:
+                gone = group.first_needed(num_tokens) // group.tokens_per_page - table.first
+                if gone > 0:
+                    self._give(group.name, table.pages[:gone])
+                    del table.pages[:gone]
+                    table.first += gone
+                    table.version = tables.version = object()
+                table.due = group.forgets_at(table.first)
+            if table.due < again:
+                again = table.due
+        return again
 
     def release(self, tables: BlockTables) -> None:
         """Take everything back."""

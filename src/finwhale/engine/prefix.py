@@ -105,6 +105,7 @@ class PrefixIndex:
             first = group.first_needed(end) // group.tokens_per_page
             table = tables[group.name] = BlockTable(first, list(last.state[group.name]))
             self._hold(group.name, table.pages)
+        self.pages.renew(tables)
         self._keep(last, lasting=True)
 
     def add(self, chain: list[Block], key: bytes, tables: BlockTables) -> Block:

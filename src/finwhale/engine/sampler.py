@@ -39,7 +39,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SampledToken:
     """One request's next token.
 

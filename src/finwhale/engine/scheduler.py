@@ -50,7 +50,7 @@ class Sequence:
         running: whether it has pages.
         arrival: its place in line.
         room: tokens that it may have before it needs more pages.
-        due: known tokens at which pages go back or a block is complete.
+        due: known tokens at which a block is complete, or pages of a prompt go back.
         keys: of its whole blocks.
         chain: the blocks that it uses.
         sharing: whether its blocks are entered.
@@ -69,7 +69,7 @@ class Sequence:
     num_computed: int = 0
     sampled_row: int = 0
     num_cached: int | None = None
-    tables: BlockTables = field(default_factory=dict)
+    tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
     arrival: int = -1
     room: int = 0
@@ -86,7 +86,7 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Chunk:
     """Tokens start..end-1 of a sequence, to be read in this step."""
 
@@ -181,8 +181,10 @@ class Scheduler:
                 continue  # Its last token is being chosen.
             if known - start > 1:
                 reading.append(sequence)
-            elif len(chunks) < budget and self._make_room(sequence, start + 1, chunks):
-                chunks.append(Chunk(sequence, start, start + 1))
+            elif len(chunks) < budget:
+                end = start + 1
+                if end <= sequence.room or self._make_room(sequence, end, chunks):
+                    chunks.append(Chunk(sequence, start, end))
         decodes = bool(chunks)
         if decodes:
             mixed = max(self.mixed_tokens - len(chunks), self.long_tokens)
@@ -224,13 +226,17 @@ class Scheduler:
         """Give the pages for tokens up to `end`, whoever must yield; False: it did itself."""
         if end <= sequence.room:
             return True
+        start = sequence.num_computed
+        if end == start + 1:
+            # A decode gives back what it can only where it takes: it never holds more than so.
+            self.pages.trim(sequence.tables, start)
         while not self.pages.fits(sequence.tables, end):
             last = self.running[-1]
             self._preempt(last)
             chunks[:] = [chunk for chunk in chunks if chunk.sequence is not last]
             if last is sequence:
                 return False
-        sequence.room = self.pages.grow(sequence.tables, sequence.num_computed, end)
+        sequence.room = self.pages.grow(sequence.tables, start, end)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -340,9 +346,11 @@ class Scheduler:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
             if end >= sequence.due:
-                self._settle(sequence, end - chunk.pending)
+                known = end - chunk.pending
+                if known >= sequence.due:
+                    self._settle(sequence, known, decodes=end == chunk.start + 1)
 
-    def _settle(self, sequence: Sequence, known: int) -> None:
+    def _settle(self, sequence: Sequence, known: int, *, decodes: bool) -> None:
         """Enter the blocks that are complete, and trim; `known` tokens are read and known."""
         sequence.due = sys.maxsize
         if sequence.sharing and self.prefix is not None:
@@ -350,7 +358,9 @@ class Scheduler:
             for end in range((len(sequence.chain) + 1) * size, known + 1, size):
                 self._enter(self.prefix, sequence, end)
             sequence.due = (len(sequence.chain) + 1) * size
-        sequence.due = min(sequence.due, self.pages.trim(sequence.tables, known))
+        again = self.pages.trim(sequence.tables, known)
+        if not decodes:
+            sequence.due = min(sequence.due, again)
 
     def _enter(self, prefix: PrefixIndex, sequence: Sequence, end: int) -> None:
         """Make the block that ends at `end` known, and where it ends a place to go on from."""

@@ -2,7 +2,8 @@
 
 One set of buffers serves every graph: a graph of n tokens reads the first n of each. The host
 writes into pinned twins, of which there are two in turns: while the device still reads a step from
-one, the next step is written into the other.
+one, the next step is written into the other. Page tables stay on the device; what is new in them is
+sent as pairs of place and page.
 """
 
 from collections.abc import Sequence as Items
@@ -11,17 +12,19 @@ from itertools import accumulate
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.engine.pages import BlockTables
+from finwhale.engine.pages import BlockTable, BlockTables
 from finwhale.engine.scheduler import PENDING, Chunk
+from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
+MAX_UPDATES = 8192  # pages of a step that buffers are ready for; there may be more
+# What the device has of one sequence's table: version, table, its `first` and number of pages.
+Held = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: page tables begin and rows lie where loads may be wide
-PageState = tuple[BlockTables, list[tuple[int, int, list[int]]]]
 
 
 class StaticInputs:
@@ -56,11 +59,11 @@ class StaticInputs:
         )
         self._layout = _PageLayout(groups, num_tokens, num_seqs, max_len)
         self._page_device = torch.zeros(self._layout.words, dtype=torch.int32, device=device)
+        self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, device=device)
         self._twins = [_Twin(self, device) for _ in range(2)]
         self._turn = 0
-        self._held: list[PageState | None] = [None] * num_seqs
-        self._firsts = np.zeros((len(self.groups), num_seqs), np.int32)
-        self.fill([])
+        self._forget_pages()
+        self.fill([], decode=True)
 
     def inputs(self, num_tokens: int, *, decode: bool) -> StepInputs:
         """What a graph of num_tokens tokens reads; decode: each is a sequence of its own."""
@@ -86,45 +89,72 @@ class StaticInputs:
         """Put the tokens' ids in their place; what a graph does first."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
-    def fill(self, chunks: Items[Chunk]) -> None:
-        """Write the chunks and send them on their way; the rest becomes padding."""
+    def fill(self, chunks: Items[Chunk], *, decode: bool) -> None:
+        """Write the chunks and send them on their way; the rest becomes padding.
+
+        Args:
+            decode: each is one token.
+        """
         self._turn = 1 - self._turn
         twin = self._twins[self._turn]
         twin.wait()
-        twin.write_step(chunks)
+        twin.write_step(chunks, decode)
         self._step_device.copy_(twin.step, non_blocking=True)
-        self._fill_pages(twin, chunks)
+        try:
+            self._fill_pages(twin, chunks)
+        except BaseException:
+            # Interrupted, nobody knows what arrived.
+            self._forget_pages()
+            raise
         twin.sent()
 
-    def _fill_pages(self, twin: "_Twin", chunks: Items[Chunk]) -> None:
-        """Send the rows whose pages are not there yet."""
-        changed = []
-        for row, chunk in enumerate(chunks):
-            if self._update(row, chunk.sequence.tables):
-                changed.append(row)
-        if not changed:
-            return
-        for each in self._twins:
-            each.stale.update(changed)
-        for row in changed:
-            tables = chunks[row].sequence.tables
-            self._firsts[:, row] = [tables[group.name].first for group in self.groups]
-        twin.write_firsts(self._firsts)
-        # Rows past the batch stay stale: they are not sent.
-        for row in [row for row in twin.stale if row < len(chunks)]:
-            twin.write_pages(row, chunks[row].sequence.tables)
-        for part in self._layout.parts(changed[0], changed[-1]):
-            self._page_device[part].copy_(twin.pages[part], non_blocking=True)
+    def _forget_pages(self) -> None:
+        self._versions: list[object] = [None] * self.num_seqs
+        nothing: Held = (None, None, 0, 0)
+        self._held = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
-    def _update(self, row: int, tables: BlockTables) -> bool:
-        """Note the pages that a row is to have; whether they are not those that it has."""
-        # Of a sequence's tables, pages are given and taken at the ends alone.
-        ends = [(t.first, len(t.pages), t.pages[-1:]) for t in tables.values()]
+    def _fill_pages(self, twin: "_Twin", chunks: Items[Chunk]) -> None:
+        """Send the pages that are not there yet."""
+        held, count = self._versions, len(chunks)
+        versions = [c.sequence.tables.version for c in chunks]
+        if versions == held[:count]:
+            return
+        places: list[int] = []
+        values: list[int] = []
+        for row, (new, old) in enumerate(zip(versions, held, strict=False)):
+            if new is not old:
+                self._update(row, chunks[row].sequence.tables, places, values)
+        held[:count] = versions
+        if len(places) <= MAX_UPDATES:
+            words = twin.write_updates(places, values)
+            updates = self._updates[: len(words)]
+            updates.copy_(words, non_blocking=True)
+            where, what = _cut_updates(updates)
+        else:
+            where, what = send(
+                self._page_device.device, np.array(places, np.int64), np.array(values, np.int32)
+            )
+        self._page_device.index_copy_(0, where, what)
+
+    def _update(self, row: int, tables: BlockTables, places: list[int], values: list[int]) -> None:
+        """Note what a row's tables have that the device has not: words of the block, contents."""
         held = self._held[row]
-        if held is not None and held[0] is tables and held[1] == ends:
-            return False
-        self._held[row] = tables, ends
-        return True
+        for group, table in enumerate(tables.values()):
+            version, before, first, length = held[group]
+            if version is table.version:
+                continue
+            pages = table.pages
+            at, first_at = self._layout.place(group, row, len(pages))
+            begin = 0
+            if before is table and first == table.first:
+                # Pages in the middle of a table stay what they are.
+                begin = length
+            else:
+                places.append(first_at)
+                values.append(table.first)
+            places.extend(range(at + begin, at + len(pages)))
+            values.extend(pages[begin:])
+            held[group] = (table.version, table, table.first, len(pages))
 
 
 class _Twin:
@@ -137,13 +167,9 @@ class _Twin:
         self._ids, self._source, self._positions, self._sequence, self._query_start = (
             part.numpy() for part in _cut_step(self.step, static.num_tokens)
         )
-        self._num_seqs = static.num_seqs
-        self.pages = torch.zeros(static._layout.words, dtype=torch.int32, pin_memory=pinned)
-        tables, firsts = static._layout.cut(self.pages)
-        self._tables: list[NDArray[np.int32]] = [table.numpy() for table in tables]
-        self._firsts: list[NDArray[np.int32]] = [first.numpy() for first in firsts]
-        self._names = [group.name for group in static.groups]
-        self.stale: set[int] = set()
+        self._ordinal = np.arange(static.num_seqs)
+        self._own = np.arange(static.num_seqs, static.num_seqs + static.num_tokens)
+        self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, pin_memory=pinned)
         self._device = device
         self._event = torch.cuda.Event() if pinned else None
 
@@ -156,37 +182,38 @@ class _Twin:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def write_step(self, chunks: Items[Chunk]) -> None:
-        lengths = [c.end - c.start for c in chunks]
-        starts = list(accumulate(lengths, initial=0))
-        count = starts.pop()
-        if count == len(chunks):
-            self._ids[:count] = [c.sequence.token_ids[c.start] for c in chunks]
+    def write_step(self, chunks: Items[Chunk], decode: bool) -> None:
+        if decode:
+            count = len(chunks)
+            ids = [c.sequence.token_ids[c.start] for c in chunks]
             self._positions[:count] = [c.start for c in chunks]
-            self._sequence[:count] = np.arange(count)
+            self._sequence[:count] = self._ordinal[:count]
+            self._query_start[:count] = self._ordinal[:count]
         else:
-            self._ids[:count] = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+            starts = list(accumulate((c.end - c.start for c in chunks), initial=0))
+            count = starts[-1]
+            ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
             self._positions[:count] = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-            self._sequence[:count] = np.repeat(np.arange(len(chunks)), lengths)
-        self._source[:] = np.arange(self._num_seqs, self._num_seqs + len(self._source))
-        pending = np.flatnonzero(self._ids[:count] == PENDING)
-        if len(pending):
-            rows = [c.sequence.sampled_row for c in chunks if c.pending]
-            self._source[pending] = rows
+            self._sequence[:count] = np.repeat(np.arange(len(chunks)), np.diff(starts))
+            self._query_start[: len(chunks)] = starts[:-1]
+        self._query_start[len(chunks) :] = count
         self._positions[count:] = -1
         self._sequence[count:] = 0
-        self._query_start[: len(chunks)] = starts
-        self._query_start[len(chunks) :] = count
+        self._ids[:count] = ids
+        self._source[:] = self._own
+        if PENDING in ids:
+            pending = np.flatnonzero(self._ids[:count] == PENDING)
+            self._source[pending] = [
+                c.sequence.sampled_row for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING
+            ]
 
-    def write_firsts(self, firsts: NDArray[np.int32]) -> None:
-        for mine, first in zip(self._firsts, firsts, strict=True):
-            mine[:] = first
-
-    def write_pages(self, row: int, tables: BlockTables) -> None:
-        self.stale.discard(row)
-        for name, rows in zip(self._names, self._tables, strict=True):
-            pages = tables[name].pages
-            rows[row, : len(pages)] = pages
+    def write_updates(self, places: list[int], values: list[int]) -> Tensor:
+        """Words for `_cut_updates`."""
+        words = self._updates[: 3 * len(places)]
+        where, what = _cut_updates(words)
+        where.numpy()[:] = places
+        what.numpy()[:] = values
+        return words
 
 
 class _PageLayout:
@@ -199,25 +226,35 @@ class _PageLayout:
         self._firsts = _rounded(num_seqs)
         self._widths = [_rounded(_pages_a_sequence(g, max_len, num_tokens)) for g in groups]
         self._before = self._firsts * len(self._widths)
-        self.words = self._before + num_seqs * sum(self._widths)
+        self._row = sum(self._widths)
+        self.words = self._before + num_seqs * self._row
+        starts = accumulate(self._widths[:-1], initial=self._before)
+        self._places = [
+            (at, group * self._firsts, width)
+            for group, (at, width) in enumerate(zip(starts, self._widths, strict=True))
+        ]
 
     def cut(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Each group's pages [B,P], rows lying apart, and first [B]."""
         firsts = list(block[: self._before].view(-1, self._firsts)[:, : self._num_seqs])
-        rows = block[self._before :].view(self._num_seqs, sum(self._widths))
+        rows = block[self._before :].view(self._num_seqs, self._row)
         return list(rows.split(self._widths, dim=1)), firsts
 
-    def parts(self, low: int, high: int) -> tuple[slice, slice]:
-        """The block's words that rows low..high are."""
-        row = sum(self._widths)
-        return (
-            slice(0, self._before),
-            slice(self._before + low * row, self._before + (high + 1) * row),
-        )
+    def place(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
+        """Where a row's pages begin in a group, and where its `first` stands."""
+        at, first, width = self._places[group]
+        assert num_pages <= width
+        return at + row * self._row, first + row
 
 
 def _rounded(words: int) -> int:
     return -(-words // ALIGN) * ALIGN
+
+
+def _cut_updates(words: Tensor) -> tuple[Tensor, Tensor]:
+    """Places [U] int64 and values [U] int32 of 3 U words."""
+    count = len(words) // 3
+    return words[: 2 * count].view(torch.int64), words[2 * count :]
 
 
 def with_bounds(inputs: StepInputs, chunks: Items[Chunk]) -> StepInputs:

@@ -20,6 +20,7 @@ class StopChecker:
         assert all(stop), "an empty stop string"
         self.matched: str | None = None
         self._stop = tuple(dict.fromkeys(stop))
+        self._firsts = frozenset(s[0] for s in self._stop)
         self._borders = [_borders(s) for s in self._stop]
         self._lengths = [0] * len(self._stop)  # characters of each string that are matched now
         self._held = ""
@@ -28,7 +29,7 @@ class StopChecker:
         """The text that is now certain to come before any stop string; "" after a match."""
         if self.matched is not None:
             return ""
-        if not self._stop:
+        if not self._held and self._firsts.isdisjoint(text):
             return text
         text = self._held + text
         for end in range(len(self._held), len(text)):

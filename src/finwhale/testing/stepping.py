@@ -19,6 +19,7 @@ class Stepper:
 
     def __init__(self, engine: Engine) -> None:
         assert not engine.has_work
+        self.engine = engine
         self.runner = engine.runner
         self.pages = PageManager(self.runner.groups, self.runner.plan.num_pages)
         self.inputs: StepInputs | None = None
@@ -26,6 +27,8 @@ class Stepper:
 
     def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
         """A sequence of which nothing has been read."""
+        # What the engine kept lies in the same pages.
+        self.engine.reset_prefix_cache()
         self._count += 1
         name = f"stepper-{self._count}"
         return RunningSequence(

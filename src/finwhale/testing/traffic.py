@@ -6,6 +6,7 @@ import torch
 
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.pages import PageManager
+from finwhale.engine.prefix import PrefixIndex
 from finwhale.engine.scheduler import Chunk, Sequence
 from finwhale.models.deepseek_v4.cache_spec import GroupName, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -19,14 +20,24 @@ class Traffic:
     Args:
         seed: of the tiny model whose caches the pages belong to.
         decode: each sequence reads one token.
+        shares: there are pages for what is kept at the ends of blocks.
     """
 
     def __init__(
-        self, seed: int, draw: random.Random, num_seqs: int, *, decode: bool = False
+        self,
+        seed: int,
+        draw: random.Random,
+        num_seqs: int,
+        *,
+        decode: bool = False,
+        shares: bool = False,
     ) -> None:
+        self.shares = shares
         self.config = ModelConfig.from_dict(tiny_config(seed))
         self.groups = cache_spec(self.config)
         self.pages = PageManager(self.groups, {g.name: 2000 for g in self.groups})
+        if shares:
+            PrefixIndex(self.pages)
         self.rows_per_page = {g.name: g.rows_per_page for g in self.groups}
         for pool in self.pages.pools.values():
             draw.shuffle(pool._free)
@@ -51,6 +62,12 @@ class Traffic:
     def build(self) -> Batch:
         """The step's inputs on the CPU."""
         return BatchBuilder(self.groups, torch.device("cpu")).build(self.chunks)
+
+    def has_page(self, sequence: Sequence, group: GroupName, row: int) -> bool:
+        """Whether a row of a sequence lies in a page."""
+        table = sequence.tables[group]
+        number = row // self.rows_per_page[group] - table.first
+        return 0 <= number < len(table.pages) and table.pages[number] > 0
 
     def slot(self, sequence: Sequence, group: GroupName, row: int) -> int:
         """Where a row of a sequence lies, by its own page table; its page must be one."""

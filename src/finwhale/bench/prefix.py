@@ -1,0 +1,127 @@
+"""Finding a prompt's beginning again: host time of keys, lookup and adoption, by prompt length.
+
+The scheduler alone, with the pages of DeepSeek-V4-Flash and no model: a prompt is read, then the
+same one comes again and is planned up to its first step.
+"""
+
+import argparse
+import gc
+import random
+import shlex
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.engine.kv_cache import plan_cache
+from finwhale.engine.pages import PageManager
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.request import SamplingParams
+
+LENGTHS = (1024, 8192, 65536, 1048576)
+STEP_TOKENS = 8192
+# What a token of a prompt may cost.
+TOKEN_NS = 1000.0
+
+
+def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
+    """Nanoseconds a token: the keys alone, and all from a request to its first planned step."""
+    scheduler = _scheduler(num_tokens)
+    assert scheduler.prefix is not None
+    draw = random.Random(num_tokens)
+    prompt = [draw.randrange(129280) for _ in range(num_tokens)]
+    first = _sequence("first", prompt)
+    scheduler.add(first)
+    while first.remaining:
+        scheduler.computed(scheduler.schedule())
+    scheduler.finish(first)
+    gc.collect()
+    keys_ns, whole_ns = [], []
+    for repeat in range(repeats):
+        start = time.perf_counter()
+        scheduler.prefix.extend_keys([], prompt)
+        keys_ns.append(1e9 * (time.perf_counter() - start) / num_tokens)
+        again = _sequence(f"again {repeat}", prompt)
+        start = time.perf_counter()
+        scheduler.add(again)
+        scheduler.schedule()
+        whole_ns.append(1e9 * (time.perf_counter() - start) / num_tokens)
+        found = again.num_cached
+        scheduler.finish(again)
+    return {
+        "tokens": num_tokens,
+        "found": found,
+        "keys_ns": summary(keys_ns),
+        "whole_ns": summary(whole_ns),
+    }
+
+
+def _scheduler(num_tokens: int) -> Scheduler:
+    groups = cache_spec(ModelConfig.preset("flash"))
+    plan = plan_cache(
+        groups,
+        itemsize=2,
+        packed=True,
+        budget_bytes=10**15,
+        max_num_seqs=4,
+        max_step_tokens=STEP_TOKENS,
+        wanted_tokens=2 * num_tokens + 1024,
+        shares=True,
+    )
+    pages = PageManager(groups, plan.num_pages)
+    return Scheduler(pages, max_num_seqs=4, max_num_batched_tokens=STEP_TOKENS)
+
+
+def _sequence(key: str, prompt: list[int]) -> RunningSequence:
+    return RunningSequence(
+        key=key,
+        request_id=key,
+        index=0,
+        token_ids=list(prompt),
+        num_prompt=len(prompt),
+        max_len=len(prompt) + 1,
+        params=SamplingParams(),
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench prefix`: 0, or 1 where a token costs more than it may."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench prefix",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/prefix.jsonl"
+    )
+    args = parser.parse_args(argv)
+    console = Console()
+    table = Table(title="a prompt that was read before, nanoseconds a token", title_justify="left")
+    for column in ("tokens", "found", "keys", "until planned", "p90", "allowed"):
+        table.add_column(column, justify="right")
+    record = stamp(()) | {"benchmark": "prefix", "results": []}
+    record["command"] = shlex.join(["finwhale", "bench", "prefix", *argv])
+    too_slow = False
+    for num_tokens in args.tokens:
+        result = measure(num_tokens, args.repeats)
+        record["results"].append(result | {"allowed_ns": TOKEN_NS})
+        whole = result["whole_ns"]
+        too_slow |= whole["median"] > TOKEN_NS
+        shown = (result["keys_ns"]["median"], whole["median"], whole["p90"], TOKEN_NS)
+        table.add_row(
+            f"{num_tokens:,}", f"{result['found']:,}", *(f"{nanos:,.0f}" for nanos in shown)
+        )
+    console.print(table)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return int(too_slow)

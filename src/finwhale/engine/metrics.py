@@ -1,0 +1,142 @@
+"""What an engine did and holds, in numbers: counters since its start, and the present state."""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from finwhale.request import FinishReason
+
+# Seconds; the last bucket has no bound.
+BOUNDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+Ending = FinishReason | Literal["abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Histogram:
+    """Times by size.
+
+    Attributes:
+        bounds: upper bounds of the buckets but the last, in seconds.
+        counts: how many fell into each bucket; one more than bounds.
+        total: their sum in seconds.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class PageUse:
+    """Pages of one kind of state: held by sequences or kept for later ones, and all there are."""
+
+    used: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineMetrics:
+    """A snapshot.
+
+    Attributes:
+        running, waiting: sequences that have pages, and that are in line.
+        step_seconds: how long the step that runs now has taken; 0 where none runs.
+        pages: by kind of state (the cache's groups: window, c4, c128, c4_state, c128_state).
+        idle_blocks: blocks of prompts and outputs kept for later requests that no sequence uses.
+        requests: all that were taken.
+        steps: forwards.
+        prompt_tokens: of admitted sequences; cached_tokens: of them, those found instead of read.
+        output_tokens: generated.
+        preemptions: sequences that gave their pages back to be read again.
+        endings: sequences by how they ended: "stop", "length", "error", "abort".
+        time_to_first_token: from a request's arrival to the first token of each of its sequences.
+        time_between_tokens: from each token to the next of the same sequence.
+        time_per_output_token: of each sequence that ended, the mean of the latter.
+    """
+
+    running: int
+    waiting: int
+    step_seconds: float
+    pages: Mapping[str, PageUse]
+    idle_blocks: int
+    requests: int
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    preemptions: int
+    endings: Mapping[Ending, int]
+    time_to_first_token: Histogram
+    time_between_tokens: Histogram
+    time_per_output_token: Histogram
+
+
+class Timer:
+    """A histogram that is being filled."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS) + 1)
+        self._total = 0.0
+
+    def add(self, seconds: float, times: int = 1) -> None:
+        self._counts[bisect_left(BOUNDS, seconds)] += times
+        self._total += seconds * times
+
+    def read(self) -> Histogram:
+        return Histogram(BOUNDS, tuple(self._counts), self._total)
+
+
+@dataclass(slots=True)
+class Clock:
+    """When a sequence began, and had its first and its last token; seconds, 0: not yet."""
+
+    began: float
+    first: float = 0.0
+    last: float = 0.0
+
+
+@dataclass(slots=True)
+class Meter:
+    """The counters of one engine. Not locked: read while a step runs, they may be a step apart."""
+
+    requests: int = 0
+    steps: int = 0
+    output_tokens: int = 0
+    endings: dict[Ending, int] = field(
+        default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
+    )
+    time_to_first_token: Timer = field(default_factory=Timer)
+    time_between_tokens: Timer = field(default_factory=Timer)
+    time_per_output_token: Timer = field(default_factory=Timer)
+
+    def step(self, clocks: list[Clock], now: float) -> None:
+        """A step is done: one token of each sequence came now."""
+        self.steps += 1
+        self.output_tokens += len(clocks)
+        # Most had their last token in the same step: few different times.
+        for last, times in Counter([clock.last for clock in clocks]).items():
+            if last:
+                self.time_between_tokens.add(now - last, times)
+            else:
+                self._begin([clock for clock in clocks if not clock.last], now)
+        for clock in clocks:
+            clock.last = now
+
+    def _begin(self, clocks: list[Clock], now: float) -> None:
+        for clock in clocks:
+            clock.first = now
+            self.time_to_first_token.add(now - clock.began)
+
+    def ended(self, how: Ending, clock: Clock, num_tokens: int) -> None:
+        self.endings[how] += 1
+        if num_tokens > 1:
+            self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))

@@ -1,0 +1,301 @@
+"""Shared prefixes and preemption through a whole engine: no logit changes, not in one bit."""
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.config import Activations
+from finwhale.engine.engine import Engine
+from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.scheduler import Chunk, Scheduler
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+BLOCK = 256
+
+
+@dataclass
+class Model:
+    """One model, read as a whole (the definition) and by engines of all sizes."""
+
+    run: Engine
+    stepper: Stepper
+    known: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def engine(
+        self, *, blocks: int, states: int, seqs: int = 4, step: int = 150, **options: bool
+    ) -> Engine:
+        """The engine with a new scheduler that has so many blocks and states, and no more.
+
+        Args:
+            ahead: plan each step before the tokens of the last are known.
+            prefix_caching: whether blocks are kept.
+        """
+        groups = self.run.runner.groups
+        ahead, caching = options.get("ahead", False), options.get("prefix_caching", True)
+        num_pages = {}
+        for group in groups:
+            num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
+            if group.keep is not None:
+                more = states * pages_at_block_end(group)
+                num_pages[group.name] = windowed_pages(group, seqs, step, caching) + more
+            assert num_pages[group.name] <= self.run.runner.plan.num_pages[group.name]
+        self.run.scheduler = Scheduler(
+            PageManager(groups, num_pages),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=step,
+            prefix_caching=caching,
+        )
+        self.run.steps_ahead = int(ahead)
+        return self.run
+
+    def alone(self, tokens: Sequence[int], start: int) -> Tensor:
+        """[len(tokens) - start,V]: logits after each token from `start` on, the text read whole."""
+        key = (start, *tokens)
+        if key not in self.known:
+            self.known.clear()
+            self.known[key] = self.stepper.logits(self.stepper.read(tokens)[start:])
+        return self.known[key]
+
+
+# Seed, window, activations, whether the operators are the references.
+MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    seed, window, activations, reference = request.param
+    chosen: Activations = activations
+    config = tiny_config(seed) | {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "o_groups": 2,
+        "head_dim": 48,
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "compress_ratios": [128, 4, 4, 0],
+        "index_topk": 16,
+        "sliding_window": window,
+        "max_position_embeddings": 2048,
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model"
+        write_plain_checkpoint(path, config, random_weights(config, seed))
+        llm, other = (
+            LLM(
+                path,
+                device="cpu",
+                activations=chosen,
+                reference=reference,
+                max_num_seqs=4,
+                max_num_batched_tokens=2048,
+            )
+            for _ in range(2)
+        )
+        yield Model(llm.engine, Stepper(other.engine))
+    torch.set_num_threads(threads)
+
+
+class Recorder:
+    """Stands in for the runner's logits and notes them: sequence, tokens read, logits."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.run = type(engine.runner).logits.__get__(engine.runner)
+        self.rows: dict[tuple[str, int], list[Tensor]] = {}
+        self.num_read = 0
+        engine.runner.logits = self  # type: ignore[method-assign,assignment]
+
+    def __call__(self, chunks: Sequence[Chunk]) -> Tensor:
+        logits = self.run(chunks)
+        self.num_read += sum(c.end - c.start for c in chunks)
+        complete = [c for c in chunks if c.completes]
+        for chunk, row in zip(complete, logits, strict=True):
+            self.rows.setdefault((chunk.sequence.key, chunk.end), []).append(row.clone())
+        return logits
+
+
+def assert_as_alone(model: Model, recorder: Recorder, result: RequestOutput) -> None:
+    """Every logit that any of its tokens was chosen from is that of the text read as a whole."""
+    for output in result.outputs:
+        tokens = [*result.prompt_token_ids, *output.token_ids]
+        first = len(result.prompt_token_ids)
+        wanted = model.alone(tokens[:-1], first - 1)
+        for end in range(first, len(tokens)):
+            for row in recorder.rows[f"{result.request_id}/{output.index}", end]:
+                assert torch.equal(row, wanted[end - first]), (result.request_id, end)
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    assert not engine.has_work
+    engine.reset_prefix_cache()
+    for pool in engine.scheduler.pages.pools.values():
+        assert pool.num_free == pool.num_pages - 1
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+
+
+def text(model: Model, length: int, salt: object = 0) -> list[int]:
+    draw = random.Random(f"{length} {salt}")
+    return [draw.randrange(2, model.run.model_config.vocab_size) for _ in range(length)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+AROUND = sorted(
+    {b + d for b in (4, 128, 256, 384, 512) for d in (-5, -4, -1, 0, 1, 3, 4)} - {-1, 0}
+)
+
+
+def test_a_hit_at_every_alignment(model: Model) -> None:
+    """Prefixes that end around 4, 128 and the page: what is found, and every logit behind it."""
+    engine = model.engine(blocks=20, states=20)
+    recorder = Recorder(engine)
+    common = text(model, 600)
+    engine.add_request("first", common, greedy(3))
+    run(engine)
+    for end in AROUND:
+        question = [*common[:end], 1, *text(model, 9, end)]
+        result = engine.add_request(f"to {end}", question, greedy(6))
+        run(engine)
+        assert result.num_cached_tokens == end // BLOCK * BLOCK
+        assert_as_alone(model, recorder, result)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
+    """Each turn finds all but the last partial block of what was said; the tokens in use agree."""
+    engine = model.engine(blocks=20, states=20, ahead=ahead)
+    recorder = Recorder(engine)
+    said: list[int] = []
+    for turn, (length, output) in enumerate([(200, 70), (30, 250), (3, 1), (255, 4), (40, 120)]):
+        known = max(0, len(said) - 1)
+        said += text(model, length, turn)
+        result = engine.add_request(f"turn {turn}", said, greedy(output))
+        run(engine)
+        assert result.num_cached_tokens == known // BLOCK * BLOCK
+        assert_as_alone(model, recorder, result)
+        said = said + result.outputs[0].token_ids
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("length", [255, 256, 257, 511, 513, 600])
+def test_several_continuations_read_their_prompt_once(model: Model, length: int) -> None:
+    engine = model.engine(blocks=20, states=20)
+    recorder = Recorder(engine)
+    params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=5, ignore_eos=True)
+    result = engine.add_request("four", text(model, length), params)
+    run(engine)
+    found = (length - 1) // BLOCK * BLOCK
+    assert recorder.num_read == length + 3 * (length - found) + 4 * 4
+    # What the first found: its siblings' state is no saving that anybody asked for.
+    assert result.num_cached_tokens == 0
+    assert_as_alone(model, recorder, result)
+    assert_idle(engine)
+
+
+def test_who_yields_has_the_tokens_of_who_did_not(model: Model) -> None:
+    """Two that grow over a block's end with pages for one: the later one yields and comes back."""
+    engine = model.engine(blocks=3, states=2)
+    recorder = Recorder(engine)
+
+    def params(seed: int) -> SamplingParams:
+        return SamplingParams(
+            temperature=0.9, seed=seed, max_tokens=30, frequency_penalty=0.5, ignore_eos=True
+        )
+
+    results = [engine.add_request(str(i), text(model, 250, i), params(i)) for i in range(3)]
+    run(engine)
+    assert engine.scheduler.counts.preemptions >= 1
+    for result in results:
+        assert result.outputs[0].finish_reason == "length" and result.error is None
+        assert_as_alone(model, recorder, result)
+    assert_idle(engine)
+    engine = model.engine(blocks=9, states=2)
+    for i, result in enumerate(results):
+        alone = engine.add_request("alone", result.prompt_token_ids, params(i))
+        run(engine)
+        assert alone.outputs[0].token_ids == result.outputs[0].token_ids
+    assert_idle(engine)
+
+
+def test_switched_off_nothing_is_found(model: Model) -> None:
+    engine = model.engine(blocks=9, states=0, prefix_caching=False)
+    for i in range(2):
+        result = engine.add_request(str(i), text(model, 300), greedy(2))
+        run(engine)
+        assert result.num_cached_tokens == 0
+    for pool in engine.scheduler.pages.pools.values():
+        assert pool.num_free == pool.num_pages - 1
+
+
+@settings(max_examples=max(6, settings().max_examples // 12))
+@given(data=st.data())
+def test_random_schedules(model: Model, data: st.DataObject) -> None:
+    """Arrivals, aborts, pools that force preemption, common beginnings, evictions in between."""
+    blocks = data.draw(st.integers(2, 5), "blocks")
+    engine = model.engine(
+        blocks=blocks,
+        states=data.draw(st.sampled_from([0, 1, 4]), "states"),
+        ahead=data.draw(st.booleans(), "ahead"),
+        seqs=data.draw(st.integers(1, 4), "sequences"),
+        step=data.draw(st.sampled_from([300, 70, 130, 520]), "tokens a step"),
+    )
+    recorder = Recorder(engine)
+    draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
+    longest = BLOCK * blocks - 1
+    trunks = [text(model, longest, salt) for salt in range(2)]
+    rate = draw.choice((0.1, 1.0))
+    results: list[RequestOutput] = []
+    left = data.draw(st.integers(3, 6), "arrivals")
+    while left or engine.has_work:
+        if left and (draw.random() < rate or not engine.has_work):
+            left -= 1
+            cut = draw.choice((0, 128, 256, 256, 512)) + draw.choice((0, 1, -1, 4, -4, -40))
+            prompt = draw.choice(trunks)[: max(0, cut)]
+            prompt = (prompt + text(model, draw.choice((1, 5, 140)), left))[: longest - 2]
+            params = SamplingParams(
+                n=draw.choice((1, 1, 2)),
+                temperature=draw.choice((0.0, 0.8)),
+                seed=left,
+                presence_penalty=draw.choice((0.0, 0.4)),
+                max_tokens=min(draw.choice((2, 20, 50)), longest - len(prompt)),
+                ignore_eos=True,
+            )
+            priority = draw.choice((0, 0, 1))
+            name = f"r{left}"
+            results.append(engine.add_request(name, prompt, params, priority=priority))
+        engine.step()
+        engine.check_integrity()
+        if draw.random() < 0.01 and results:
+            gone = results.pop(draw.randrange(len(results)))
+            engine.abort(gone.request_id)
+            engine.check_integrity()
+    for result in results:
+        assert result.finished and result.error is None
+        assert_as_alone(model, recorder, result)
+    counts = engine.scheduler.counts
+    event(f"preempted: {counts.preemptions > 0}")
+    event(f"found: {counts.cached_tokens > 0}")
+    assert_idle(engine)
