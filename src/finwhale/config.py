@@ -19,6 +19,8 @@ class EngineConfig:
         activations: "as-trained" rounds activations, cached kv and indexer inputs to FP8 as the
             model was trained with; "exact" rounds none of them.
         reference: run the plain torch definitions instead of the platform's table.
+        batch_invariant: give a request's tokens the same bits whatever else is in the batch and
+            however its prompt is cut, captured or not; on a CPU they always have them.
         enforce_eager: launch every kernel from the host instead of replaying captured graphs.
         graph_sizes: batch sizes whose decode is captured; None: a ladder up to max_num_seqs.
         max_model_len: tokens of prompt and output of one sequence at most; None: what the
@@ -39,6 +41,7 @@ class EngineConfig:
     dtype: DtypeName | None = None
     activations: Activations = "as-trained"
     reference: bool = False
+    batch_invariant: bool = False
     enforce_eager: bool = False
     graph_sizes: tuple[int, ...] | None = None
     max_model_len: int | None = None

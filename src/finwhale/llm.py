@@ -43,6 +43,8 @@ class LLM:
         activations: "as-trained" rounds activations and cached state to FP8 as the model was
             trained; "exact" rounds none of them.
         reference: run the plain torch definitions of the operators instead of the platform's.
+        batch_invariant: on a GPU, give a request's tokens the same bits whatever else is in the
+            batch, however its prompt is cut; slower. On a CPU they always have them.
         enforce_eager: on a GPU, launch every kernel from the host instead of replaying graphs.
         max_model_len: tokens of prompt and output of one sequence at most.
         max_num_seqs: sequences that run at once.
@@ -69,6 +71,7 @@ class LLM:
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
         reference: bool = False,
+        batch_invariant: bool = False,
         enforce_eager: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
@@ -84,6 +87,7 @@ class LLM:
             dtype=dtype,
             activations=activations,
             reference=reference,
+            batch_invariant=batch_invariant,
             enforce_eager=enforce_eager,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,

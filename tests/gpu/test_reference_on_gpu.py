@@ -150,12 +150,13 @@ def test_side_streams_are_three_and_shared(tiny: Path, monkeypatch: pytest.Monke
     llm.generate([[5, 6, 7]], GREEDY)
     model = llm.engine.runner.model
     streams = model.side_streams
-    assert len(made) == 3 and list(streams.streams) == made
+    handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
+    assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == 3
     assert model.mtp is not None
     for layer in (*model.layers, *model.mtp.layers):
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
     assert load(tiny, "cpu", "float32").engine.runner.model.side_streams.streams == ()
-    assert len(made) == 3
+    assert {stream.cuda_stream for stream in made} - {0} == handles
 
 
 def test_devices(tiny: Path) -> None:

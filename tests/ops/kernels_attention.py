@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import Complete, Selected, Window, ref
+from finwhale.ops.attention import Complete, Selected, Window, ref, triton_decode
 from finwhale.ops.attention import triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend
@@ -80,7 +80,12 @@ class Case:
         ref_attend(q.float(), self, window, entries, out)
         return out
 
-    def found(self, plan: AttendPlan | None = None, tokens: Tokens | None = None) -> Tensor:
+    def found(
+        self,
+        plan: AttendPlan | None = None,
+        tokens: Tokens | None = None,
+        invariant: bool = False,
+    ) -> Tensor:
         out = strided(torch.full(self.q.shape, torch.nan).to(torch.bfloat16))
         problem = Problem(
             q=self.q,
@@ -95,7 +100,7 @@ class Case:
         )
         if plan is None:
             head = (self.q, self.rotary, EPS, problem.tokens, self.window, self.entries)
-            kernels.sparse_attention(*head, self.sink, self.scale, out)
+            kernels.sparse_attention(*head, self.sink, self.scale, out, invariant=invariant)
         else:
             attend(problem, plan)
         return out.float()
@@ -165,6 +170,31 @@ def test_padding_sees_no_row_and_gives_finite_values() -> None:
     found = case.found(plan(16, 16, 2), padded(case.tokens))
     assert torch.equal(found[:1], alone)
     assert not found[1].any()
+
+
+@pytest.mark.parametrize("kind", ["none", "selected", "complete"])
+def test_invariant_shares_give_a_token_its_own_bits(
+    kind: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a batch, alone, in slices, and in steps that could see more entries or none."""
+    monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
+    monkeypatch.setattr(kernels, "INVARIANT_TOKENS", 3)
+    case = Case(DECODE, 4, 128, 64, 32, kind, 96)
+    case.rotary = torch.cat((case.rotary, case.rotary))
+    together = case.found(invariant=True)
+    check(together, case.wanted())
+    every, slots = case.tokens, case.entries
+    for n in range(len(DECODE)):
+        part = slice(n, n + 1)
+        alone = replace(
+            every, positions=every.positions[part], sequence=every.sequence[part], memo={}
+        )
+        if isinstance(slots, Selected):
+            case.entries = replace(slots, slots=slots.slots[part])
+        q, case.q = case.q, case.q[part]
+        found = case.found(tokens=replace(alone, max_len=500 * n + 5), invariant=True)
+        case.q = q
+        assert torch.equal(found[0], together[n])
 
 
 def test_scales_of_any_size() -> None:

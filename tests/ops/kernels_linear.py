@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight, quantise
+from finwhale.ops.linear import LinearWeight, invariant, quantise
 from finwhale.ops.linear import triton as kernels
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import round_e4m3
@@ -115,6 +115,22 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
     found = [kernels.linear(x[:size, :600], plain)[:2] for size in (2, 17, 64)]
     assert all(torch.equal(found[0], each) for each in found[1:])
+
+
+def test_invariant_products_have_the_same_bits_for_any_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(invariant, "HAS_DEEPGEMM", False)
+    inputs = Inputs()
+    w, _ = e4m3_weight(inputs, 128, 1664)
+    x = inputs.outliers(70, 1664, dtype=torch.bfloat16)
+    found = [invariant.linear(x[:size], w)[:1] for size in (1, 2, 17, 70)]
+    assert_close(found[3], kernels.linear(x, w)[:1])
+    assert all(torch.equal(found[0], each) for each in found[1:])
+    plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
+    found = [invariant.linear(x[:size, :600], plain)[:1] for size in (1, 17, 70)]
+    assert all(torch.equal(found[0], each) for each in found[1:])
+    assert invariant.linear(x[:0], w).shape == (0, 128)
 
 
 def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:

@@ -55,19 +55,22 @@ def test_streams_that_are_one_expanded_row() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [610, 256], ids=("a rest of D", "no rest"))
-def test_many_tokens_take_the_other_kernels(
-    width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> None:
     inputs = Inputs()
     w = weight(inputs, width)
     args = state(inputs, 70, width, dtype)
     head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
-    monkeypatch.setattr(kernels, "FEW_TOKENS", 4)
-    assert_all_close(kernels.mhc_post_pre(*args, w, PARAMS), ref.mhc_post_pre(*args, w, PARAMS))
+    assert_all_close(
+        kernels.mhc_post_pre(*args, w, PARAMS, few_tokens=4), ref.mhc_post_pre(*args, w, PARAMS)
+    )
     args = tuple(t[:6] for t in args)
-    assert_close(kernels.mhc_post(*args), ref.mhc_post(*args))
-    assert_all_close(kernels.mhc_pre(args[3], w, PARAMS), ref.mhc_pre(args[3], w, PARAMS))
-    assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
+    assert_close(kernels.mhc_post(*args, few_tokens=4), ref.mhc_post(*args))
+    assert_all_close(
+        kernels.mhc_pre(args[3], w, PARAMS, few_tokens=4), ref.mhc_pre(args[3], w, PARAMS)
+    )
+    assert_close(
+        kernels.hc_head(args[3], head, PARAMS, few_tokens=4), ref.hc_head(args[3], head, PARAMS)
+    )
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:

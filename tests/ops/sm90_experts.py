@@ -104,7 +104,7 @@ def main() -> None:
     JITFunction.run = compile_launch
     for D, I, E, K in MODELS.values():  # noqa: E741
         for plan in PLANS:
-            for N in (1, 8192) if plan.block_n in (16, 256) else (1024,):
+            for N in (1, 8, 8192) if plan.block_n in (16, 256) else (1024,):
                 call(D, I, E, K, N, plan)
 
 

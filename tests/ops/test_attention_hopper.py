@@ -32,7 +32,8 @@ TYPES = {
 
 
 @pytest.mark.parametrize(
-    "kind, splits, block_h, block_k", [(0, 4, 64, 64), (1, 1, 64, 64), (2, 20, 16, 32)]
+    "kind, splits, block_h, block_k",
+    [(0, 4, 64, 64), (1, 1, 64, 64), (1, 5, 64, 64), (2, 20, 16, 32)],
 )
 def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_path: Path) -> None:
     rows = 2 if kind == 2 else 64
@@ -50,6 +51,7 @@ def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_pat
         "PDL": True,
         "HEADS_EACH": block_h,
         "FULL": block_h == 64,
+        "SHARE": 2 if splits == 5 else 0,
         "STEP": hopper.STEP,
         "PRODUCER_WARPS": hopper.PRODUCER_WARPS,
         "PRODUCER_REGISTERS": hopper.PRODUCER_REGISTERS,

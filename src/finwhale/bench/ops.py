@@ -49,6 +49,10 @@ MAX_TURNS = 64
 PLAIN_BYTES = 40 * 10**9  # weights that take more in float32 are not compared
 CHECKED = (0, 1, 3, 17, 130, 256, 257, 1000)  # tokens of a check
 CHECKED_EXPERTS = 64
+# Tokens that must have the bits that they have in the batch of all: within what a table cuts alike,
+# and for any number.
+PARTS = ((0, 1), (5, 22), (0, 200), (100, 230), (299, 300))
+ANY_PARTS = ((0, 1), (0, 2), (5, 22), (3, 130), (900, 901), (1400, 1403), (100, 611), (3, 1499))
 FAR_BYTES = 2**31
 FAMILIES = ("norm", "linear", "mhc", "attention", "compressor", "indexer", "moe")
 # Operators that read pages, and the positions of their arguments that grow with the step.
@@ -271,10 +275,13 @@ def compare(
     return None
 
 
-def same_alone(work: Work, kernel: Implementation, args: Args, count: int) -> str | None:
+def same_alone(
+    work: Work, kernel: Implementation, args: Args, parts: Sequence[tuple[int, int]]
+) -> str | None:
     """Bit for bit: tokens alone, in other batches and in the whole batch."""
+    count = max(end for _, end in parts)
     whole = plain_results(work.operator, args, results(kernel, args, work.written))
-    for start, end in ((0, 1), (count - 1, count), (5, 22), (0, 200), (100, 230)):
+    for start, end in parts:
         part = take_tokens(args, work.by_token, start, end)
         found = plain_results(work.operator, part, results(kernel, part, work.written))
         for position, (one, other) in enumerate(zip(found, whole, strict=True)):
@@ -331,8 +338,13 @@ def _as_wide(operator: str, args: Args, wanted: list[Tensor]) -> list[Tensor]:
     return plain_results(operator, args, wanted) if operator == "select_entries" else wanted
 
 
-def check_work(work: Work, ops: Ops, reference: Ops) -> Iterator[Verdict]:
-    """Real sizes: against the reference, alone, padded, on far pages."""
+def check_work(
+    work: Work, ops: Ops, reference: Ops, *, invariant: bool = False
+) -> Iterator[Verdict]:
+    """Real sizes: against the reference, alone, padded, on far pages.
+
+    invariant: the bits of any number of tokens must be the same, whatever the work says.
+    """
     kernel, definition = (implementation(table, work.operator) for table in (ops, reference))
     weight = make_weight(work, ops)
     dtype = ""
@@ -345,9 +357,10 @@ def check_work(work: Work, ops: Ops, reference: Ops) -> Iterator[Verdict]:
             dtype = str(args[0].dtype).removeprefix("torch.")
         what = f"{work.name} {dtype} {count} tokens"
         yield Verdict(what, compare(found, wanted, work.flips, work.tolerance))
-    if work.own_bits and work.by_token:
-        args = work.args(mixed_step(300), weight.ready)
-        yield Verdict(f"{work.name} {dtype} batches", same_alone(work, kernel, args, 300))
+    if work.by_token and (work.own_bits or invariant):
+        parts = ANY_PARTS if invariant else PARTS
+        args = work.args(mixed_step(max(end for _, end in parts)), weight.ready)
+        yield Verdict(f"{work.name} {dtype} batches", same_alone(work, kernel, args, parts))
     if work.operator in PAGED:
         yield Verdict(f"{work.name} padding", check_padding(work, kernel))
         yield Verdict(f"{work.name} far pages", check_far_pages(work, kernel))
@@ -408,7 +421,13 @@ def check_large(work: Work, kernel: Implementation, values_a_token: int) -> str 
 
 
 def check_operator(
-    operator: str, sets: Sequence[Sequence[Work]], ops: Ops, reference: Ops, device: str = "cuda"
+    operator: str,
+    sets: Sequence[Sequence[Work]],
+    ops: Ops,
+    reference: Ops,
+    device: str = "cuda",
+    *,
+    invariant: bool = False,
 ) -> Iterator[Verdict]:
     """Shared cases, then real sizes in each of `sets`, one for each dtype."""
     for case in shared_cases(operator):
@@ -418,10 +437,10 @@ def check_operator(
     for all_works in sets:
         for work in all_works:
             if work.operator == operator:
-                yield from check_work(work, ops, reference)
+                yield from check_work(work, ops, reference, invariant=invariant)
 
 
-def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str]) -> int:
+def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str], *, invariant: bool) -> int:
     """Print a line a check; the number that failed."""
     reference = load_ops(Platform.detect(), reference=True)
     sizes = replace(sizes, n_routed_experts=min(sizes.n_routed_experts, CHECKED_EXPERTS))
@@ -433,7 +452,7 @@ def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str]) -> int:
     for operator, kernel in kernels(ops).items():
         if operators and operator not in operators:
             continue
-        for verdict in check_operator(operator, sets, ops, reference):
+        for verdict in check_operator(operator, sets, ops, reference, invariant=invariant):
             failed += _show(operator, verdict)
         if operator in large and large[operator] > 4096:
             work = next(work for work in real if work.operator == operator)
@@ -469,16 +488,21 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--context", type=int, default=8192, help="tokens that decodes have read")
     parser.add_argument("--operators", nargs="+", default=[], help="these only")
     parser.add_argument("--check", action="store_true", help="compare instead of timing")
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="the table whose bits are a token's own"
+    )
     parser.add_argument("--out", type=Path, help=f"JSONL to append to, as {RESULTS}/ops.jsonl")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise FinwhaleError("bench ops measures a GPU, and torch sees none")
     if min(args.batches) < 1 or args.context < 1:
         parser.error("--batches and --context must be at least 1")
-    sizes, ops = CONFIGS[args.config], load_ops(PLATFORMS[args.table])
+    sizes = CONFIGS[args.config]
+    ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
     with torch.inference_mode():
         if args.check:
-            return int(run_check(sizes, ops, args.operators) > 0)
+            failed = run_check(sizes, ops, args.operators, invariant=args.batch_invariant)
+            return int(failed > 0)
         chosen = [
             work
             for work in works(sizes, Draw("cuda"))

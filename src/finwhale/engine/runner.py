@@ -28,6 +28,9 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
+# Capacity on a GPU, if there is memory for it, even where those that run at once need less: what
+# was read stays for those that come later. 65 GB of Flash.
+KEPT_TOKENS = 2**24
 
 
 class ModelRunner:
@@ -53,7 +56,9 @@ class ModelRunner:
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self._round = config.activations == "as-trained"
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
-        self.ops = load_ops(self.platform, reference=not serves)
+        self.ops = load_ops(
+            self.platform, reference=not serves, batch_invariant=config.batch_invariant
+        )
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
@@ -207,6 +212,9 @@ class ModelRunner:
         elif budget is None:
             # The references are for comparing: nothing bounds their temporaries.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
+        wanted = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
+        if self.ops.packed and config.enable_prefix_caching:
+            wanted = max(wanted, KEPT_TOKENS)
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
@@ -214,7 +222,7 @@ class ModelRunner:
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=-(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs,
+            wanted_tokens=wanted,
             least_tokens=longest,
             shares=config.enable_prefix_caching,
         )

@@ -65,11 +65,22 @@ class Ops:
         return rows
 
 
-def load_ops(platform: Platform, reference: bool = False) -> Ops:
+def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool = False) -> Ops:
     """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
+
+    batch_invariant: a token's bits do not depend on the rest of the batch, nor on its size.
 
     The CPU's own table computes in float32 only; the references take any dtype and device.
     """
+    if batch_invariant and platform.vendor != "cpu":
+        if reference or platform != Platform("nvidia", "sm90"):
+            raise ResourceError(
+                "batch_invariant needs the kernels for Hopper GPUs or the CPU, and here the plain "
+                "definitions run on a GPU: their products depend on the batch"
+            )
+        from finwhale.ops.tables.nvidia import INVARIANT
+
+        return INVARIANT
     if reference:
         from finwhale.ops.tables.reference import OPS
 

@@ -12,7 +12,7 @@ so is the kernel that combines parts. What is explicit here is where things lie 
 At 128 tokens a tile of 64 keys takes some 8000 cycles, of which both products need 2000: most of
 it is waiting for global loads, so that the producers seem to set the pace.
 
-A token's bits depend on BLOCK_K and the number of splits, as there.
+A token's bits depend on BLOCK_K and the shares, as there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -30,7 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from finwhale.ops.attention import Selected
-from finwhale.ops.attention.triton_decode import AttendPlan, Problem, combine, num_splits
+from finwhale.ops.attention.triton_decode import (
+    AttendPlan,
+    Problem,
+    combine,
+    fixed_shares,
+    num_splits,
+)
 
 HEAD_DIM, ROPE = 512, 64
 BLOCK_H, BLOCK_K = 64, 64
@@ -392,6 +398,7 @@ def _attend_kernel(
     PDL: gl.constexpr,
     HEADS_EACH: gl.constexpr,
     FULL: gl.constexpr,  # whether every program has 64 heads
+    SHARE: gl.constexpr,
     STEP: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -434,7 +441,7 @@ def _attend_kernel(
     tiles = gl.cdiv(W + num_entries, BLOCK_K)
     if position < 0:
         tiles = 0
-    share = gl.cdiv(tiles, SPLITS)
+    share = SHARE if SHARE > 0 else gl.cdiv(tiles, SPLITS)
     begin = split * share
     end = gl.minimum(begin + share, tiles)
 
@@ -510,6 +517,14 @@ def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=NUM_WARPS)
 
 
+def invariant_plan(p: Problem) -> AttendPlan:
+    """As AttendPlan.invariant."""
+    share, splits = fixed_shares(p, BLOCK_K)
+    return AttendPlan(
+        block_h=BLOCK_H, block_k=BLOCK_K, splits=splits, num_warps=NUM_WARPS, share=share
+    )
+
+
 def attend(p: Problem, plan: AttendPlan) -> None:
     """As triton_decode.attend, for heads of 512 with a rope of 64; block_k 32 or 64."""
     num_tokens, heads, _ = p.q.shape
@@ -520,6 +535,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         BLOCK_K=plan.block_k,
         HEADS_EACH=plan.block_h,
         FULL=heads % BLOCK_H == 0 and plan.block_h == BLOCK_H,
+        SHARE=plan.share,
         STEP=STEP,
         PRODUCER_WARPS=PRODUCER_WARPS,
         PRODUCER_REGISTERS=PRODUCER_REGISTERS,

@@ -28,6 +28,8 @@ from finwhale.ops.paging import PageTable, Tokens
 
 MAX_HEAD_DIM = 4096
 VALUES_PER_WARP = 512
+# Tokens whose shares are in memory at once: 0.7 GB with Flash's heads.
+INVARIANT_TOKENS = 1024
 
 
 @triton.jit
@@ -225,8 +227,10 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    *,
+    invariant: bool = False,
 ) -> None:
-    """Packed pools only."""
+    """Packed pools only. invariant: a token's bits do not depend on the step's other tokens."""
     check_heads(q_NAC, rotary_LR)
     check_heads(out_NAC, rotary_LR)
     num_tokens, heads, width = q_NAC.shape
@@ -248,9 +252,16 @@ def sparse_attention(
         sink=sink_A,
         scale=scale,
         out=out_NAC,
+        invariant=invariant,
     )
     keys = max_keys(tokens, window, entries)
-    if hopper.takes(problem):
+    if invariant:
+        for part in problem.slices(INVARIANT_TOKENS):
+            if hopper.takes(part):
+                hopper.attend(part, hopper.invariant_plan(part))
+            else:
+                attend(part, AttendPlan.invariant(part))
+    elif hopper.takes(problem):
         hopper.attend(problem, hopper.plan(num_tokens, heads, keys))
     else:
         attend(problem, AttendPlan.of(num_tokens, heads, keys))

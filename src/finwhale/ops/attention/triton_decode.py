@@ -13,15 +13,16 @@ The rows' nope part is kept 2^-64 too small: an E4M3 byte shifted to bfloat16's 
 times 2^-120, so that one multiplication by a bfloat16 power of two applies the scale of any row.
 The query carries the 2^64, exactly, and so does the output.
 
-A token's bits depend on the plan (BLOCK_K and the number of splits), so on the number of tokens of
-its step, and not on the other tokens' values.
+A token's bits depend on the plan (BLOCK_K and the shares), so on the number of tokens of its step
+unless the plan is `invariant`, and not on the other tokens' values.
 
 State: bytes, 584 a key and token, and 4 A C for query and output; 4 A C products a key. At 4.39
 TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4 us at 32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
+# Where shares must not depend on the step: keys of a share.
+FIXED_KEYS = 128
 LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
 # Of a program of the combining kernel.
@@ -168,6 +171,7 @@ def _attend_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    SHARE: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -200,7 +204,7 @@ def _attend_kernel(
         num_entries = (position + 1) // RATIO
     tiles = WINDOW_TILES + tl.cdiv(num_entries, BLOCK_K)
     tiles = tl.where(position >= 0, tiles, 0)
-    share = tl.cdiv(tiles, SPLITS)
+    share = SHARE if SHARE > 0 else tl.cdiv(tiles, SPLITS)
     begin = split * share
     end = tl.minimum(begin + share, tiles)
 
@@ -363,12 +367,15 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendPlan:
-    """block_h heads and block_k keys a tile; the keys of a token in `splits` shares."""
+    """block_h heads and block_k keys a tile; the keys of a token in `splits` shares, of `share`
+    tiles each or, where that is 0, equal ones.
+    """
 
     block_h: int
     block_k: int
     splits: int
     num_warps: int
+    share: int = 0
 
     @classmethod
     def of(cls, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
@@ -380,6 +387,13 @@ class AttendPlan:
         splits = num_splits(programs, triton.cdiv(max_keys, block_k))
         return cls(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
 
+    @classmethod
+    def invariant(cls, problem: "Problem") -> "AttendPlan":
+        """The same for every step of a model."""
+        block_k = 32
+        share, splits = fixed_shares(problem, block_k)
+        return cls(block_h=16, block_k=block_k, splits=splits, num_warps=8, share=share)
+
 
 def num_splits(programs: int, tiles: int) -> int:
     """Shares of each token's tiles, for `programs` without sharing.
@@ -388,6 +402,21 @@ def num_splits(programs: int, tiles: int) -> int:
     multiprocessors while some still hold the kernel before.
     """
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
+
+
+def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
+    """(tiles of a share, shares) for the longest sequence that the model takes: two compilations
+    of a kernel need not agree in bits, so that not even the number of shares may follow the step.
+    """
+    if p.entries is None:
+        return triton.cdiv(p.window.size, block_k), 1
+    if isinstance(p.entries, Selected):
+        most = p.entries.slots.shape[1]
+    else:
+        most = p.rotary.shape[0] // p.entries.ratio
+    tiles = triton.cdiv(p.window.size + most, block_k)
+    share = max(FIXED_KEYS // block_k, triton.cdiv(tiles, MAX_SPLITS))
+    return share, triton.cdiv(tiles, share)
 
 
 def _columns(head_dim: int, rope: int) -> tuple[int, int]:
@@ -420,6 +449,7 @@ class Problem:
     sink: Tensor
     scale: float
     out: Tensor
+    invariant: bool = False
 
     @property
     def rope(self) -> int:
@@ -438,9 +468,25 @@ class Problem:
     def kind(self) -> int:
         if isinstance(self.entries, Selected) and self.entries.slots.shape[1]:
             return SELECTED
-        if isinstance(self.entries, Complete) and self.tokens.max_len >= self.entries.ratio:
-            return COMPLETE
+        if isinstance(self.entries, Complete):
+            seen = self.tokens.max_len >= self.entries.ratio
+            return COMPLETE if seen or self.invariant else NO_ENTRIES
         return NO_ENTRIES
+
+    def slices(self, size: int) -> Iterator["Problem"]:
+        """The same for `size` tokens at a time."""
+        for start in range(0, self.q.shape[0], size):
+            part = slice(start, start + size)
+            tokens = replace(
+                self.tokens,
+                positions=self.tokens.positions[part],
+                sequence=self.tokens.sequence[part],
+                memo={},
+            )
+            entries = self.entries
+            if isinstance(entries, Selected):
+                entries = replace(entries, slots=entries.slots[part])
+            yield replace(self, q=self.q[part], tokens=tokens, entries=entries, out=self.out[part])
 
     def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
         """Outputs [N,S,A,C] of parts, and their (maximum, sum) [N,S,2,A]; float32."""
@@ -517,6 +563,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         SPLITS=plan.splits,
         BLOCK_H=plan.block_h,
         BLOCK_K=plan.block_k,
+        SHARE=plan.share,
         ASM=p.early,
         num_warps=plan.num_warps,
     )

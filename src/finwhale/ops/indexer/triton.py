@@ -212,12 +212,17 @@ def select_entries(
     topk: int,
     scale: float,
     round_query: bool,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
-    """[N,K] int32 slots of packed keys; grids depend on N, max_len and max_query alone."""
+    """[N,K] int32 slots of packed keys; grids depend on N, max_len and max_query alone.
+
+    invariant: K is topk in every step; else no more than the longest sequence can fill.
+    """
     num_tokens, heads, width = q_NIC.shape
     _check(q_NIC, key_pool, table, 2 * rotary_LR.shape[1], round_query)
     max_entries = tokens.max_len // RATIO
-    columns = min(topk, -(-max_entries // OUT_PAD) * OUT_PAD)
+    columns = topk if invariant else min(topk, -(-max_entries // OUT_PAD) * OUT_PAD)
     out_NK = torch.empty(num_tokens, columns, dtype=torch.int32, device=q_NIC.device)
     if out_NK.numel() == 0:
         return out_NK

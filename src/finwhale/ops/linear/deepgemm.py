@@ -24,11 +24,12 @@ MANY_TOKENS = 256
 deep_gemm.set_pdl(True)
 
 
-def _suits(x: Tensor, scale: Tensor | None, out_dtype: torch.dtype | None) -> bool:
-    """Whether DeepGEMM takes it: more than one token, scales, bfloat16 results."""
+def _suits(x: Tensor, weight: Tensor, scale: Tensor | None, out_dtype: torch.dtype | None) -> bool:
+    """Whether DeepGEMM takes it: several tokens, scales, bfloat16 results in rows of 16 bytes."""
     width = x.shape[-1]
     many = x.shape[0] > 1 or (x.shape[0] == 1 and width > kernels.MAX_ROW)
-    return many and scale is not None and out_dtype in (None, torch.bfloat16)
+    even = weight.shape[-2] % 8 == 0
+    return many and even and scale is not None and out_dtype in (None, torch.bfloat16)
 
 
 def _rows(num_tokens: int) -> int:
@@ -49,7 +50,7 @@ def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NK, w.scale, w.out_dtype):
+    if w.scale is None or not _suits(x_NK, w.weight, w.scale, w.out_dtype):
         return kernels.linear(x_NK, w)
     num_tokens = x_NK.shape[0]
     x = quantise(x_NK, num_rows=_rows(num_tokens))
@@ -57,7 +58,7 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NGK, w.scale, w.out_dtype):
+    if w.scale is None or not _suits(x_NGK, w.weight, w.scale, w.out_dtype):
         return kernels.grouped_linear(x_NGK, w)
     num_tokens, groups, _ = x_NGK.shape
     rows = _rows(num_tokens)
@@ -70,7 +71,7 @@ def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     """As `triton.swiglu_mlp`; from 2 tokens on gate and up are rounded to bfloat16 in between."""
-    if w.scale13 is None or w.scale2 is None or not _suits(x_ND, w.scale13, x_ND.dtype):
+    if w.scale13 is None or w.scale2 is None or not _suits(x_ND, w.w13, w.scale13, x_ND.dtype):
         return kernels.swiglu_mlp(x_ND, w, limit)
     num_tokens = x_ND.shape[0]
     rows = _rows(num_tokens)

@@ -7,25 +7,17 @@ State: bound by bytes, 3 a value (5 with SwiGLU); 8192 rows of 4096 are 23 us at
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch import early_launch
 from finwhale.ops.linear import ACTIVATION_GROUP
 
 EARLY_PROGRAMS = 256  # from where a kernel that starts early only takes room from this one
 GROUPS_PER_PROGRAM = 32
 SCALE_ALIGNMENT = 4  # float32 values in the 16 bytes that a bulk copy of scales must start at
-
-
-def early_launch(x: Tensor, pays: bool = True) -> dict[str, Any]:
-    """Launch options: start while the kernel before ends, where the GPU can (Hopper and later)."""
-    if x.device.type != "cuda" or torch.version.hip or not pays:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
 
 
 @triton.jit

@@ -22,9 +22,10 @@ import torch
 import triton
 from torch import Tensor
 
+from finwhale.ops.launch import early_launch
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
-from finwhale.ops.linear.quantise import early_launch, quantise, round_input
+from finwhale.ops.linear.quantise import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_PROCESSORS = 132  # of an H100 or H200
@@ -109,9 +110,10 @@ class TilePlan:
     tokens_first: bool = False
 
     @staticmethod
-    def of(p: Problem) -> "TilePlan":
+    def of(p: Problem, num_tokens: int | None = None) -> "TilePlan":
+        """As for num_tokens, where given."""
         groups, rows, width = p.weight.shape
-        num_tokens, block_k = p.x.shape[0], ACTIVATION_GROUP
+        num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
         if num_tokens > SPLIT_TOKENS:
             return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first=p.scale is not None)
         steps = triton.cdiv(width, block_k)
@@ -256,6 +258,26 @@ def run(p: Problem) -> Tensor:
         return _run_tiles(p, TilePlan.of(p))
     x, x_scale = quantise(p.x)
     return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
+
+
+def run_invariant(p: Problem) -> Tensor:
+    """As `run`, by the tiles that 2..SPLIT_TOKENS take, whatever the number of tokens."""
+    _check(p)
+    num_tokens = p.x.shape[0]
+    if num_tokens == 0:
+        return p.empty()
+    p = replace(p, x=two_or_more(p.x))
+    plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
+    in_tiles = num_tokens <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
+    if p.scale is None or in_tiles:
+        return _run_tiles(p, plan)[:num_tokens]
+    x, x_scale = quantise(p.x)
+    return _run_tiles(replace(p, x=x), plan, x_scale)[:num_tokens]
+
+
+def two_or_more(x: Tensor) -> Tensor:
+    """x, or its only row twice."""
+    return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
 def by_rows(p: Problem) -> bool:

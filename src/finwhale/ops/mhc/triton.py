@@ -40,6 +40,7 @@ from finwhale.ops.mhc.triton_streams import (
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
 FEW_TOKENS = 128
+ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +90,11 @@ POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
 POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
-def _num_slots(num_tokens: int, width: int) -> int:
-    return triton.cdiv(width, FEW.block_d) if num_tokens <= FEW_TOKENS else MANY.slots
-
-
-def _empty_parts(num_tokens: int, slots: int, rows: int, device: torch.device) -> Tensor:
+def _empty_parts(
+    num_tokens: int, slots: int, rows: int, device: torch.device, *, few: bool
+) -> Tensor:
     """[N,S,rows] float32: a token's values together for few tokens, a value's tokens for many."""
-    if num_tokens <= FEW_TOKENS:
+    if few:
         return torch.empty((num_tokens, slots, rows), dtype=torch.float32, device=device)
     return torch.empty((slots, rows, num_tokens), dtype=torch.float32, device=device).permute(
         2, 0, 1
@@ -117,6 +116,7 @@ def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor, Tensor, Tensor] | None,
     fn: Tensor | None,
+    few_tokens: int,
 ) -> tuple[Tensor, Tensor]:
     """The streams after the post step (x, post, res), if there is one, and the products' parts
     [N,S,ROWS] float32: M products, then the sum of squares.
@@ -128,19 +128,20 @@ def _run_streams(
         x, post_mix, res_mix = post
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
-    slots = _num_slots(num_tokens, width)
+    few = num_tokens <= few_tokens
+    slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
     parts, num_rows, rows = out_NHD, 0, 16
     if fn is not None:
         _check_contiguous(fn=fn)
         num_rows = fn.shape[0]
         rows = triton.next_power_of_2(max(16, num_rows + 1))
-        parts = _empty_parts(num_tokens, slots, rows, out_NHD.device)
+        parts = _empty_parts(num_tokens, slots, rows, out_NHD.device, few=few)
     if num_tokens == 0:
         return out_NHD, parts
     tensors = (x, post_mix, res_mix, streams_NHD, out_NHD, out_NHD if fn is None else fn, parts)
     sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
     constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": _COMPILED}
-    if num_tokens <= FEW_TOKENS:
+    if few:
         options = _dependent(streams_NHD.device)
         plan = POST_FEW if fn is None else FEW
         grid = (triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n))
@@ -175,7 +176,11 @@ def _run_streams(
 
 
 def _run_block_input(
-    streams_NHD: Tensor, parts: Tensor, w: MhcWeight | HcHeadWeight, params: MhcParams
+    streams_NHD: Tensor,
+    parts: Tensor,
+    w: MhcWeight | HcHeadWeight,
+    params: MhcParams,
+    few_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(block input, post, res); for hc_head the last two stay unwritten."""
     num_tokens, streams, width = streams_NHD.shape
@@ -191,10 +196,11 @@ def _run_block_input(
         return y_ND, post, res
     _, slots, rows = parts.shape
     pre, kind = y_ND, "head" if is_head else "block"
-    options = _dependent(device) if num_tokens <= FEW_TOKENS else {}
+    few = num_tokens <= few_tokens
+    options = _dependent(device) if few else {}
     block_d = triton.next_power_of_2(width)
-    num_warps = min(16, max(1, block_d // (1024 if num_tokens <= FEW_TOKENS else 512)))
-    if num_tokens > FEW_TOKENS and not is_head:
+    num_warps = min(16, max(1, block_d // (1024 if few else 512)))
+    if not few and not is_head:
         kind = "given"
         pre = torch.empty((num_tokens, streams), dtype=torch.float32, device=device)
         _gates_kernel[(triton.cdiv(num_tokens, 32),)](
@@ -246,13 +252,22 @@ def _run_block_input(
     return y_ND, post, res
 
 
-def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, None, w.fn)
-    return _run_block_input(streams, parts, w, params)
+def mhc_pre(
+    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
+) -> tuple[Tensor, Tensor, Tensor]:
+    streams, parts = _run_streams(residual_NHD, None, w.fn, few_tokens)
+    return _run_block_input(streams, parts, w, params, few_tokens)
 
 
-def mhc_post(x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor) -> Tensor:
-    return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None)[0]
+def mhc_post(
+    x_ND: Tensor,
+    post_NH: Tensor,
+    res_NHH: Tensor,
+    residual_NHD: Tensor,
+    *,
+    few_tokens: int = FEW_TOKENS,
+) -> Tensor:
+    return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, few_tokens)[0]
 
 
 def mhc_post_pre(
@@ -262,11 +277,15 @@ def mhc_post_pre(
     residual_NHD: Tensor,
     w: MhcWeight,
     params: MhcParams,
+    *,
+    few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn)
-    return *_run_block_input(streams, parts, w, params), streams
+    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, few_tokens)
+    return *_run_block_input(streams, parts, w, params, few_tokens), streams
 
 
-def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
-    streams, parts = _run_streams(streams_NHD, None, w.fn)
-    return _run_block_input(streams, parts, w, params)[0]
+def hc_head(
+    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
+) -> Tensor:
+    streams, parts = _run_streams(streams_NHD, None, w.fn, few_tokens)
+    return _run_block_input(streams, parts, w, params, few_tokens)[0]

@@ -21,6 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from finwhale.ops.launch import early_launch
+
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
 DECODE = gl.constexpr("""{
@@ -399,6 +401,20 @@ def _run(
 
 
 @gluon.jit
+def _start_early(PDL: gl.constexpr):
+    """As early_launch asks for."""
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
 def _gate_up_kernel(
     x_desc,
     scale_desc,
@@ -415,8 +431,10 @@ def _gate_up_kernel(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
+    _start_early(PDL)
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
     first = gl.load(entry + 1)
@@ -459,8 +477,10 @@ def _down_kernel(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """out[pair] = weight * w2 hidden for a block of pairs."""
+    _start_early(PDL)
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
     first = gl.load(entry + 1)
@@ -556,6 +576,7 @@ def gate_up(
         inner,
         limit,
         **_options(columns, plan.groups, tiles, plan.gate_up[1]),
+        **early_launch(x),
     )
 
 
@@ -585,4 +606,5 @@ def down(
         width,
         inner,
         **_options(columns, plan.groups, tiles, plan.down[1]),
+        **early_launch(hidden),
     )

@@ -16,8 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch import early_launch
+
 # Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
 FEW_TOKENS = 128
+ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
 BLOCK_E = 32
 CHUNK = 256
 FEW_WARPS = 4
@@ -51,6 +54,7 @@ def _gate_few_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Experts along the tile's rows: tensor cores take 16 of those, but 8 tokens at a time."""
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -62,6 +66,9 @@ def _gate_few_kernel(
         mask=(expert < E)[:, None] & (d < D)[None, :],
         other=0.0,
     )
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     x = tl.load(
         x_ptr + token[:, None] * stride_x + d[None, :],
         mask=(token < N)[:, None] & (d < D)[None, :],
@@ -137,11 +144,15 @@ def _choose_kernel(
     SLOTS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E
     bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     is_token = tl.load(positions_ptr + token) >= 0
     z = tl.zeros([BLOCK_E], tl.float32)
     for slot in tl.static_range(SLOTS):
@@ -185,8 +196,12 @@ def _hash_kernel(
     MULTIPLY: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """MULTIPLY: takes the products itself, else from the parts."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
     is_place = place < K
@@ -235,11 +250,11 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _multiply(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
     """x gate^T in parts [N,S,E] float32."""
     num_tokens, width = x_ND.shape
     experts = gate_ED.shape[0]
-    few = num_tokens <= FEW_TOKENS
+    few = num_tokens <= few_tokens
     slots = triton.cdiv(width, CHUNK) if few else 1
     parts = torch.empty((num_tokens, slots, experts), dtype=torch.float32, device=x_ND.device)
     tensors = (x_ND, gate_ED, parts)
@@ -253,6 +268,7 @@ def _multiply(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
             BLOCK_E=BLOCK_E,
             BLOCK_D=CHUNK,
             num_warps=FEW_WARPS,
+            **early_launch(x_ND),
         )
         return parts
     is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
@@ -276,6 +292,8 @@ def route_by_score(
     topk: int,
     scaling: float,
     positions_N: Tensor,
+    *,
+    few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
@@ -284,7 +302,7 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    parts = _multiply(x_ND, gate_ED)
+    parts = _multiply(x_ND, gate_ED, few_tokens)
     _choose_kernel[(num_tokens,)](
         parts,
         bias_E,
@@ -297,6 +315,7 @@ def route_by_score(
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
+        **early_launch(x_ND),
     )
     return ids, weights
 
@@ -308,6 +327,8 @@ def route_by_hash(
     token_ids_N: Tensor,
     scaling: float,
     positions_N: Tensor,
+    *,
+    few_tokens: int = FEW_TOKENS,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
@@ -323,11 +344,11 @@ def route_by_hash(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    few = num_tokens <= FEW_TOKENS
+    few = num_tokens <= few_tokens
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
-        x_ND if few else _multiply(x_ND, gate_ED),
+        x_ND if few else _multiply(x_ND, gate_ED, few_tokens),
         tid2eid_VK,
         token_ids_N,
         positions_N,
@@ -342,5 +363,6 @@ def route_by_hash(
         BLOCK_D=min(HASH_BLOCK_D, triton.next_power_of_2(width)),
         BLOCK_K=triton.next_power_of_2(topk),
         num_warps=8 if few else 1,
+        **early_launch(x_ND),
     )
     return ids, weights

@@ -2,9 +2,10 @@
 
 Legend: N tokens, K experts a token, P = N K pairs, E experts, D hidden, I intermediate width.
 
-Four launches: `_order_kernel` sorts the pairs by expert and rounds x; `_gate_up_kernel` multiplies
-w1 and w3 of an expert with its tokens and applies the clamped SwiGLU; `_down_kernel` multiplies w2
-and applies the routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read
+Launches: `_order_few_kernel`, or two for many pairs, sorts the pairs by expert; one token needs
+no order. `_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with
+its tokens and applies the clamped SwiGLU, which is rounded; `_down_kernel` multiplies w2 and
+applies the routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read
 once for a block of tokens, whatever their number up to the block's size. Nothing depends on the
 host knowing how the tokens spread: blocks without tokens return at once.
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from finwhale.ops.launch import early_launch
 from finwhale.ops.moe import ExpertWeight, hopper_experts
 from finwhale.ops.moe.hopper_experts import HopperPlan
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
@@ -38,6 +40,7 @@ SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
 # Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
 FEW_PAIRS = 2048
 CHUNK = 512
+NO_ORDER = (None, None, None)
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
@@ -261,6 +264,9 @@ def _round_rows_kernel(
     place_ptr,
     values_ptr,
     scale_ptr,
+    ids_ptr,
+    order_ptr,
+    blocks_ptr,
     stride_scale,
     D,
     stride_x,
@@ -268,11 +274,16 @@ def _round_rows_kernel(
     BLOCK: tl.constexpr,
     E4M3_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Row n of x, BLOCK groups of it, to rows place[n K ..] of values and columns of scale.
 
-    A place of -1 is none; without place_ptr K is 1 and a row keeps its number.
+    A place of -1 is none; without place_ptr K is 1 and a row keeps its number. With ids_ptr there
+    is one token, whose pair k is at 8 k, in a block of its own: this writes order and blocks too.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_group = group < D // 128
@@ -281,7 +292,15 @@ def _round_rows_kernel(
     values, scale = _round(x, 1, E4M3_MAX, MIN_AMAX)
     for k in tl.static_range(K):
         place = token
-        if place_ptr is not None:
+        if ids_ptr is not None:
+            expert = tl.load(ids_ptr + k).to(tl.int32)
+            if tl.program_id(1) == 0:
+                tl.store(order_ptr + 8 * k, k)
+                tl.store(blocks_ptr + 3 * k, expert)
+                tl.store(blocks_ptr + 3 * k + 1, 8 * k)
+                tl.store(blocks_ptr + 3 * k + 2, 8 * k + 1)
+            place = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
+        elif place_ptr is not None:
             place = tl.load(place_ptr + token * K + k).to(tl.int64)
         used = is_group & (place >= 0)
         tl.store(values_ptr + place * D + d, values, mask=used[:, None])
@@ -328,9 +347,13 @@ def _order_few_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Order one expert's pairs and write its blocks, which are numbered without gaps."""
     expert = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     pair = tl.arange(0, BLOCK_P)
     ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
     counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
@@ -550,8 +573,12 @@ def _sum_kernel(
     K: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_d = d < D
     total = tl.zeros([BLOCK_D], tl.float32)
@@ -729,7 +756,7 @@ def _launch(
     order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
     blocks = empty(slots, 3, dtype=i32)
     block_e = triton.next_power_of_2(num_experts + 1)
-    if few:
+    if num_tokens > 1 and few:
         _order_few_kernel[(num_experts,)](
             ids_NK,
             order,
@@ -743,8 +770,9 @@ def _launch(
             BLOCK_E=block_e,
             BLOCK_S=min(1024, triton.next_power_of_2(slots)),
             num_warps=4,
+            **early_launch(x_ND),
         )
-    else:
+    elif not few:
         chunks = triton.cdiv(pairs, CHUNK)
         counts = empty(chunks, block_e, dtype=i32)
         _count_kernel[(chunks,)](ids_NK, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4)
@@ -767,7 +795,9 @@ def _launch(
             num_warps=8,
         )
 
-    def rounded(x: Tensor, place: Tensor | None, topk: int) -> tuple[Tensor, Tensor]:
+    def rounded(
+        x: Tensor, place: Tensor | None, topk: int, ordering: tuple[Tensor | None, ...] = NO_ORDER
+    ) -> tuple[Tensor, Tensor]:
         rows, row_width = x.shape
         values = empty(padded, row_width, dtype=fp8)
         scale = empty(row_width // GROUP, padded + plan.block_n, dtype=f32)
@@ -777,6 +807,7 @@ def _launch(
             place,
             values,
             scale,
+            *ordering,
             scale.stride(0),
             row_width,
             x.stride(0),
@@ -785,10 +816,12 @@ def _launch(
             E4M3_MAX=E4M3_MAX,
             MIN_AMAX=MIN_AMAX,
             num_warps=4,
+            **early_launch(x),
         )
         return values, scale
 
-    x, x_scale = rounded(x_ND, place, topk)
+    ordering = (ids_NK, order, blocks) if num_tokens == 1 else NO_ORDER
+    x, x_scale = rounded(x_ND, place, topk, ordering)
     each = empty(pairs, width)
     if plan.hopper:
         hidden = empty(padded, inner, dtype=f32)
@@ -860,5 +893,6 @@ def _sum(each: Tensor, ids_NK: Tensor, shared: Tensor | None, num_tokens: int) -
         HAS_SHARED=shared is not None,
         BLOCK_D=block_d,
         num_warps=4,
+        **early_launch(each),
     )
     return out

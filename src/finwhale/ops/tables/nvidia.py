@@ -4,14 +4,19 @@ Triton kernels, and DeepGEMM (extra "nvidia") for linear layers of many tokens w
 installed. Chosen by measurement: docs/notes/2026-11-21-h200-kernels.md.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 from importlib.util import find_spec
+from typing import Any
 
 from finwhale.ops import Ops
 from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
+from finwhale.ops.linear import invariant
 from finwhale.ops.linear.ref import prepare_linear
-from finwhale.ops.mhc.triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
+from finwhale.ops.mhc.triton import ANY_NUMBER, hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.fold import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.triton import route_by_hash, route_by_score
@@ -45,4 +50,30 @@ OPS = Ops(
     experts=experts,
     swiglu_mlp=swiglu_mlp,
     sample=sample,
+)
+
+
+def _always(fn: Callable[..., Any], **options: Any) -> Any:
+    @wraps(fn)
+    def call(*args: Any) -> Any:
+        return fn(*args, **options)
+
+    return call
+
+
+# The same, but for operators that cut their work by the number of tokens: here a token's bits do
+# not depend on how many there are. What it costs: docs/notes/2026-11-21-h200-kernels.md.
+INVARIANT = replace(
+    OPS,
+    linear=invariant.linear,
+    grouped_linear=invariant.grouped_linear,
+    swiglu_mlp=invariant.swiglu_mlp,
+    mhc_pre=_always(mhc_pre, few_tokens=ANY_NUMBER),
+    mhc_post_pre=_always(mhc_post_pre, few_tokens=ANY_NUMBER),
+    mhc_post=_always(mhc_post, few_tokens=ANY_NUMBER),
+    hc_head=_always(hc_head, few_tokens=ANY_NUMBER),
+    route_by_score=_always(route_by_score, few_tokens=ANY_NUMBER),
+    route_by_hash=_always(route_by_hash, few_tokens=ANY_NUMBER),
+    select_entries=_always(select_entries, invariant=True),
+    sparse_attention=_always(sparse_attention, invariant=True),
 )

@@ -1,0 +1,70 @@
+"""Every kernel of the nvidia table at small sizes, for compute-sanitizer; no test by itself.
+
+compute-sanitizer --tool memcheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
+compute-sanitizer --tool racecheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
+
+The shared cases, compared with the references, and the operators at the sizes of Flash and of the
+demo model for a few tokens, padding included. Every tensor gets memory of its own, so that what
+lies past its end is noticed.
+"""
+
+import os
+import sys
+from dataclasses import replace
+
+os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+
+import torch
+
+from finwhale.bench import ops as bench
+from finwhale.bench.works import CONFIGS, Draw, Sizes, works
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.case import results
+from finwhale.platform import Platform
+
+TOKENS = (1, 3, 40, 200)
+EXPERTS = 8
+
+
+def run_cases(operator: str, table: Ops, reference: Ops) -> tuple[int, int]:
+    """(cases that ran, cases that were wrong)"""
+    cases = bench.shared_cases(operator)
+    verdicts = [bench.check_case(case, table, reference, "cuda") for case in cases]
+    ran = [verdict for verdict in verdicts if verdict is not None]
+    return len(ran), sum(verdict.fault is not None for verdict in ran)
+
+
+def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
+    calls = 0
+    sizes = replace(sizes, n_routed_experts=min(EXPERTS, sizes.n_routed_experts), vocab_size=4096)
+    kernel = bench.implementation(table, operator)
+    for work in works(sizes, Draw("cuda")):
+        if work.operator != operator:
+            continue
+        weight = bench.make_weight(work, table)
+        for count in TOKENS:
+            results(kernel, work.args(bench.mixed_step(count), weight.ready), work.written)
+            calls += 1
+        if operator in bench.PAGED:
+            args = work.args(bench.mixed_step(4), None)
+            results(kernel, bench.padded(args, bench.PAGED[operator], 3), work.written)
+            calls += 1
+    return calls
+
+
+@torch.inference_mode()
+def main() -> int:
+    table, reference = load_ops(Platform.detect()), load_ops(Platform.detect(), reference=True)
+    wrong = 0
+    for operator in sys.argv[1:] or bench.kernels(table):
+        ran, failed = run_cases(operator, table, reference)
+        wrong += failed
+        ran += run_sizes(operator, table, CONFIGS["demo"])
+        ran += run_sizes(operator, table, CONFIGS["flash"])
+        torch.cuda.synchronize()
+        print(f"{operator}: {ran} calls, {failed} cases wrong", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""batch_invariant: a token's bits whatever the batch, the chunking and the graph."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from finwhale import LLM
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.config import EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.engine.scheduler import Chunk
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.stepping import Stepper
+
+LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
+
+
+@pytest.fixture(scope="module", params=["demo", "flash"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The demo model, and four layers of Flash with random weights: window, window, C4, C128."""
+    options = {"max_num_seqs": 8, "max_model_len": 4096, "batch_invariant": True}
+    if request.param == "demo":
+        yield LLM(device="cuda", **options).engine
+        return
+    model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
+    config = EngineConfig(device="cuda", max_num_batched_tokens=4096, **options)
+    yield Engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+
+
+def text(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(4000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("cuts", [[1], [2, 3, 130], [128, 256, 600], [511, 1499]], ids=str)
+def test_chunks(engine: Engine, cuts: list[int]) -> None:
+    stepper = Stepper(engine)
+    ids = text(0, 1500)
+    assert torch.equal(stepper.read(ids, cuts), stepper.read(ids))
+
+
+@torch.inference_mode()
+def test_batches_and_graphs(engine: Engine) -> None:
+    """Decodes of 1 to 8 sequences captured, one eager, and beside a prompt that is being read."""
+    stepper, graphs = Stepper(engine), engine.runner.graphs
+    assert graphs is not None
+    chunks = []
+    for seed, length in enumerate(LENGTHS):
+        sequence = stepper.sequence(text(seed, length))
+        if length > 1:
+            stepper.step([(sequence, length - 1)])
+        stepper.pages.grow(sequence.tables, length - 1, length)
+        chunks.append(Chunk(sequence, length - 1, length))
+    alone = torch.cat([graphs.run([chunk]).clone() for chunk in chunks])
+    assert alone.isfinite().all()
+    for size in (2, 3, 5, 8):
+        assert torch.equal(graphs.run(chunks[-size:]), alone[-size:])
+    _, streams = engine.runner.forward(chunks[:1])
+    assert torch.equal(engine.runner.model.compute_logits(streams), alone[:1])
+    other = stepper.sequence(text(99, 900))
+    stepper.pages.grow(other.tables, 0, 900)
+    _, streams = engine.runner.forward([*chunks, Chunk(other, 0, 900)])
+    assert torch.equal(engine.runner.model.compute_logits(streams[:8]), alone)
