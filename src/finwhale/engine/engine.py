@@ -410,7 +410,10 @@ class Engine:
                     stream.stop_after = None
             elif stream.stop is not None:
                 text = stream.stop.feed(text)
-            output.text += text
+            # The only reference to a text: the interpreter appends in place, however long it is.
+            whole, output.text = output.text, ""
+            whole += text
+            output.text = whole
             if stream.stop is not None and stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return
