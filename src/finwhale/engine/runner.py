@@ -28,8 +28,8 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
-# Capacity on a GPU, if there is memory for it, even where those that run at once need less: what was
-# read stays for those that come later. 65 GB of Flash.
+# Capacity on a GPU, if there is memory for it, even where those that run at once need less: what
+# was read stays for those that come later. 65 GB of Flash.
 KEPT_TOKENS = 2**24
 
 
