@@ -47,6 +47,9 @@ class RunningServer:
         await serving
         await self.client.close()
 
+    def live(self) -> dict[str, Any]:
+        return self.state.metrics.live()
+
     def close(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
@@ -55,12 +58,13 @@ class RunningServer:
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=f"{self.url}/v1", **{"api_key": "none", "max_retries": 0, **options}
+            base_url=f"{self.url}/v1",
+            **{"api_key": "none", "max_retries": 0, "timeout": 60, **options},
         )
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
         return anthropic.Anthropic(
-            base_url=self.url, **{"api_key": "none", "max_retries": 0, **options}
+            base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 60, **options}
         )
 
 

@@ -58,4 +58,4 @@ def test_command(server: RunningServer, tmp_path: Path) -> None:
     assert found["load"]["request_rate"] == str(math.inf)
     assert found["itl_ms"]["p99"] > 0
     assert picture.read_text().count("<path") > 5
-    assert main([*args[:3], "other", *args[4:12]]) == 1
+    assert main([*args[:3], "other", *args[4:11]]) == 1

@@ -164,11 +164,11 @@ def test_a_client_that_goes_frees_its_request(server: RunningServer, stream: boo
         sock.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         if stream:
             assert b"200 OK" in sock.recv(1000)
-        wait_until(lambda: server.client.stats.running == 3)
+        wait_until(lambda: server.live()["running"] == 3)
     begin = time.monotonic()
     wait_until(lambda: server.client.num_sequences == 0)
     # Far below what 1,500 tokens take; the server's stats come every quarter of a second.
-    wait_until(lambda: server.client.stats.running == 0)
+    wait_until(lambda: server.live()["running"] == 0)
     assert time.monotonic() - begin < 2
 
 
@@ -220,7 +220,7 @@ def test_metrics_add_up(server: RunningServer) -> None:
         client.completions.create(
             model=MODEL, prompt="Once", max_tokens=5, extra_body={"ignore_eos": True}
         )
-    wait_until(lambda: server.client.stats.running == 0)
+    wait_until(lambda: server.live()["running"] == 0)
     status, headers, body = request(server, "GET", "/metrics")
     assert status == 200 and headers["content-type"].startswith("text/plain; version=")
     values = {
@@ -236,8 +236,8 @@ def test_metrics_add_up(server: RunningServer) -> None:
     assert values["finwhale_engine_up"] == 1 and values["finwhale_requests_in_flight"] == 0
     kinds = [key for key in values if key.startswith("finwhale_pages{")]
     assert len(kinds) >= 4
-    assert values["finwhale_engine_prompt_tokens_total"] >= 6
-    assert values["finwhale_engine_preemptions_total"] == 0
+    assert values["finwhale_prefill_tokens_total"] >= 6
+    assert values["finwhale_preemptions_total"] == 0
     live = json.loads(request(server, "GET", "/live")[2])
     assert live["output_tokens"] == 15 and live["tokens_per_second"] > 0
 

@@ -1,6 +1,7 @@
 """`finwhale serve` as a process: starting, draining, ending, and its engine's death."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
+
+from finwhale.cli.main import main
 
 from .test_limits import LONG
 
@@ -123,16 +126,25 @@ def test_death_of_the_engine_ends_the_server(serve: Serve) -> None:
     assert code == 1 and "engine died" in rest
 
 
-def test_mistakes_are_one_line(tmp_path: Path) -> None:
-    for args, wanted in (
+@pytest.mark.parametrize(
+    ("args", "wanted"),
+    [
         (["/nowhere"], "is not a directory"),
-        (["--api-key-file", str(tmp_path / "none")], "cannot read the API keys"),
+        (["--api-key-file", "/nowhere"], "cannot read the API keys"),
         (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
+        (["--request-timeout", "0"], "request_timeout_s must be above 0"),
         (["--device", "nonsense", "--port", "0"], "nonsense"),
-    ):
-        command = [sys.executable, "-m", "finwhale", "serve", *args]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        lines = [line for line in ended.stderr.splitlines() if not line.startswith("{")]
-        assert ended.returncode == 1, args
-        assert len(lines) == 1 and lines[0].startswith("finwhale: error: "), lines
-        assert wanted in lines[0]
+    ],
+)
+def test_mistakes_are_one_line(
+    args: list[str], wanted: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    handlers, level = logging.root.handlers[:], logging.root.level
+    try:
+        assert main(["serve", *args]) == 1
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("{")]
+    assert len(lines) == 1 and lines[0].startswith("finwhale: error: "), lines
+    assert wanted in lines[0]

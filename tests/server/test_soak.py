@@ -19,4 +19,4 @@ def test_nothing_is_lost_or_crossed(start: Callable[..., RunningServer]) -> None
     for kind in ("answered", "left", "malformed", "429"):
         assert report.counts[kind] > 0, report.counts
     wait_until(lambda: server.client.num_sequences == 0)
-    wait_until(lambda: server.client.stats.running == server.client.stats.waiting == 0)
+    wait_until(lambda: server.live()["running"] == server.live()["waiting"] == 0)

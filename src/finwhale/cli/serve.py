@@ -94,6 +94,7 @@ _ENGINE_OPTIONS = (
     "gpu_memory_utilization",
     "cache_memory_bytes",
     "enable_prefix_caching",
+    "watchdog_seconds",
     "enforce_eager",
 )
 
@@ -219,6 +220,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         action="store_false",
         default=None,
         help="forget what was read when a request ends",
+    )
+    group.add_argument(
+        "--watchdog-seconds",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a step that takes longer has all stacks written to the log (default: %(default)s)",
     )
     group.add_argument(
         "--cache-memory-bytes", type=int, metavar="N", help="memory for the paged state"

@@ -72,18 +72,35 @@ class _Request:
     unfinished: int
 
 
+class _Rows:
+    """Who gets a token in a step, row by row; often the same for many steps.
+
+    Attributes:
+        sequences, streams, keys: one a row.
+        historic: the streams that need their history.
+    """
+
+    __slots__ = ("historic", "keys", "sequences", "streams")
+
+    def __init__(self, streams: list[_Stream]) -> None:
+        self.streams = streams
+        self.sequences = [stream.sequence for stream in streams]
+        self.keys = [sequence.key for sequence in self.sequences]
+        self.historic = [stream for stream in streams if stream.needs_history]
+
+
 @dataclass(slots=True)
 class _Flight:
     """A step that was launched and whose tokens are not known yet.
 
     Attributes:
-        streams: those that get a token, in the order of the rows.
+        rows: who gets a token.
         places: where in each one's token_ids it will stand.
         logits: [M,V] until tokens are chosen from them.
         sampling: the tokens.
     """
 
-    streams: list[_Stream]
+    rows: _Rows
     places: list[int]
     logits: Tensor | None
     sampling: Sampling | None = None
@@ -94,12 +111,13 @@ class _Flight:
 
     def drop_ended(self) -> list[int] | None:
         """Leave out the streams that have ended; the rows of the others, None: all are left."""
-        rows = [row for row, stream in enumerate(self.streams) if not stream.ended]
-        if len(rows) == len(self.streams):
+        streams = self.rows.streams
+        left = [row for row, stream in enumerate(streams) if not stream.ended]
+        if len(left) == len(streams):
             return None
-        self.streams = [self.streams[row] for row in rows]
-        self.places = [self.places[row] for row in rows]
-        return rows
+        self.rows = _Rows([streams[row] for row in left])
+        self.places = [self.places[row] for row in left]
+        return left
 
 
 class Engine:
@@ -137,6 +155,7 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._streams: dict[str, _Stream] = {}
         self._flying: deque[_Flight] = deque()
+        self._rows = self._fed = _Rows([])
         self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
         self._meter = Meter()
         self._watchdog = Watchdog(config.watchdog_seconds)
@@ -336,10 +355,11 @@ class Engine:
         if not chunks:
             return False
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
-        streams = [self._streams[s.key] for s in complete]
-        flight = _Flight(streams, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
-        late = [s for s in streams if s.needs_history and s.sequence.token_ids[-1] == PENDING]
-        if not late:
+        if complete != self._rows.sequences:
+            self._rows = _Rows([self._streams[s.key] for s in complete])
+        rows = self._rows
+        flight = _Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
+        if not any(stream.sequence.token_ids[-1] == PENDING for stream in rows.historic):
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
         # is launched later.
@@ -353,15 +373,17 @@ class Engine:
         """Launch the choice of a step's tokens, for those that have not ended since."""
         assert flight.logits is not None
         logits, flight.logits = flight.logits, None
-        rows = flight.drop_ended()
-        if rows is not None:
-            logits = self.runner.rows(logits, rows)
-        sequences = [stream.sequence for stream in flight.streams]
-        flight.sampling = self.sampler.start([s.key for s in sequences], logits)
+        left = flight.drop_ended()
+        if left is not None:
+            logits = self.runner.rows(logits, left)
+        rows = flight.rows
+        flight.sampling = self.sampler.start(rows.keys, logits)
         if self.steps_ahead and flight.sampling.ids_S is not None:
             self.runner.feed(flight.sampling.ids_S)
-            for row, sequence in enumerate(sequences):
-                sequence.sampled_row = row
+            if rows is not self._fed:
+                self._fed = rows
+                for row, sequence in enumerate(rows.sequences):
+                    sequence.sampled_row = row
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
@@ -370,14 +392,15 @@ class Engine:
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.
-        rows = flight.drop_ended()
-        if rows is not None:
-            sampled = [sampled[row] for row in rows]
-        pairs = zip(flight.streams, sampled, strict=True)
+        left = flight.drop_ended()
+        if left is not None:
+            sampled = [sampled[row] for row in left]
+        streams = flight.rows.streams
+        pairs = zip(streams, sampled, strict=True)
         self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
-        for stream, place, token in zip(flight.streams, flight.places, sampled, strict=True):
+        for stream, place, token in zip(streams, flight.places, sampled, strict=True):
             self._append(stream, place, token)
-        touched = {s.sequence.request_id: s.request.output for s in flight.streams}
+        touched = {s.sequence.request_id: s.request.output for s in streams}
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
@@ -387,6 +410,7 @@ class Engine:
         """What is in flight for nobody is not waited for."""
         if not self._streams:
             self._flying.clear()
+            self._rows = self._fed = _Rows([])
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
@@ -428,7 +452,10 @@ class Engine:
                     stream.stop_after = None
             elif stream.stop is not None:
                 text = stream.stop.feed(text)
-            output.text += text
+            # The only reference to a text: the interpreter appends in place, however long it is.
+            whole, output.text = output.text, ""
+            whole += text
+            output.text = whole
             if stream.stop is not None and stream.stop.matched is not None:
                 self._finish(stream, "stop", stream.stop.matched)
                 return

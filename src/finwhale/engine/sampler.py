@@ -39,7 +39,7 @@ class TokenLogprob:
     rank: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SampledToken:
     """One request's next token.
 
@@ -66,6 +66,8 @@ class Sampler:
         """`sample` is the platform's operator."""
         self._sample = sample
         self._receiver: Receiver | None = None
+        # Tokens without log-probabilities, made once: there are many in every step.
+        self._plain: dict[int, SampledToken] = {}
         self._requests: dict[Hashable, _Request] = {}
         self._fixed_keys: tuple[Hashable, ...] | None = None
         self._fixed_device: torch.device | None = None
@@ -166,7 +168,7 @@ class Sampler:
         ids_S, valid_S, *logprobs_S = parts
         ids, valid = ids_S.tolist(), valid_S.tolist()
         logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
-        tokens = []
+        tokens: list[SampledToken] = []
         for row, request in enumerate(sampling.requests):
             if not valid[row]:
                 tokens.append(SampledToken(-1, error=request.why_no_token()))
@@ -175,9 +177,13 @@ class Sampler:
                 request.seen.count(ids[row])
             if request.matcher is not None:
                 request.matcher.accept(ids[row])
-            wanted = logprobs is not None and request.params.logprobs is not None
-            table = logprobs.of(row, ids[row]) if wanted and logprobs is not None else None
-            tokens.append(SampledToken(ids[row], table))
+            if logprobs is not None and request.params.logprobs is not None:
+                tokens.append(SampledToken(ids[row], logprobs.of(row, ids[row])))
+                continue
+            token = self._plain.get(ids[row])
+            if token is None:
+                token = self._plain[ids[row]] = SampledToken(ids[row])
+            tokens.append(token)
         return tokens
 
 

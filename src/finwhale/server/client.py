@@ -4,18 +4,17 @@ import asyncio
 import itertools
 import logging
 import multiprocessing
-import os
 import queue
-import signal
 import threading
-import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.engine.metrics import EngineMetrics
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server import worker
 from finwhale.server.wire import (
@@ -24,7 +23,6 @@ from finwhale.server.wire import (
     Add,
     Command,
     Delta,
-    EngineStats,
     Failed,
     Ready,
     Refused,
@@ -36,10 +34,6 @@ from finwhale.server.wire import (
 logger = logging.getLogger(__name__)
 
 
-class EngineDeadError(FinwhaleError):
-    """The engine has stopped; no request can be served any more."""
-
-
 class QueueFullError(FinwhaleError):
     """More sequences wait than the server allows."""
 
@@ -47,7 +41,7 @@ class QueueFullError(FinwhaleError):
 class Observer(Protocol):
     """What wants to know of requests: the metrics."""
 
-    def step(self, deltas: Sequence[Delta], seconds: float) -> None: ...
+    def step(self, deltas: Sequence[Delta]) -> None: ...
 
 
 class Generation:
@@ -60,6 +54,7 @@ class Generation:
         self._client = client
         self._request_ids = request_ids
         self._events: asyncio.Queue[Accepted | Delta | Exception] = asyncio.Queue()
+        self._early: deque[Delta] = deque()
         self._first = {request_id: i * n for i, request_id in enumerate(request_ids)}
         self._unfinished = dict.fromkeys(request_ids, n)
 
@@ -71,17 +66,19 @@ class Generation:
             EngineDeadError: it is no more.
             TimeoutError: `expire` was called.
         """
-        for _ in self._request_ids:
+        waiting = len(self._request_ids)
+        while waiting:
             event = await self._events.get()
-            while isinstance(event, Delta):  # of a prompt taken earlier: its turn comes
-                self._events.put_nowait(event)
-                event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
+            if isinstance(event, Delta):  # of a prompt that was taken before the others
+                self._early.append(event)
+            else:
+                waiting -= 1
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         while any(self._unfinished.values()):
-            event = await self._events.get()
+            event = self._early.popleft() if self._early else await self._events.get()
             if isinstance(event, Exception):
                 raise event
             assert isinstance(event, Delta)
@@ -116,16 +113,14 @@ class EngineClient:
     Attributes:
         ready: what the engine said when its model was loaded; None before.
         failure: why the engine is dead; None while it lives.
-        stats: the engine's latest.
-        last_report: `time.monotonic()` of the latest report.
+        metrics: the engine's latest; None before it has begun.
     """
 
     def __init__(self, connection: Connection, process: BaseProcess | None = None) -> None:
         """`connection`: the server's end of the pipe; `process`: what runs the other end."""
         self.ready: Ready | None = None
         self.failure: str | None = None
-        self.stats = EngineStats()
-        self.last_report = time.monotonic()
+        self.metrics: EngineMetrics | None = None
         self.observer: Observer | None = None
         self.on_failure: Callable[[], None] | None = None
         self._connection = connection
@@ -191,8 +186,6 @@ class EngineClient:
         """
         if not self.alive:
             raise EngineDeadError(self.failure or "the engine is not ready")
-        if not self._num_sequences:
-            self.last_report = time.monotonic()  # an idle engine says nothing
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
         generation = Generation(self, request_ids, params.n)
         for request_id, prompt in zip(request_ids, prompts, strict=True):
@@ -200,11 +193,6 @@ class EngineClient:
             self._num_sequences += params.n
             self._send(Add(request_id, prompt, params, stop_after, priority))
         return generation
-
-    def dump_stacks(self) -> None:
-        """Has the engine's process write the stacks of its threads to standard error."""
-        if self._process is not None and self._process.pid is not None:
-            os.kill(self._process.pid, signal.SIGUSR1)
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Ends the engine's process; requests that still run fail."""
@@ -271,15 +259,13 @@ class EngineClient:
         return f"the engine's process has ended with exit code {code}"
 
     def _take(self, report: Report) -> None:
-        now = time.monotonic()
-        elapsed, self.last_report = now - self.last_report, now
         if isinstance(report, Step):
-            if report.stats is not None:
-                self.stats = report.stats
+            if report.metrics is not None:
+                self.metrics = report.metrics
             for delta in report.deltas:
                 self._deliver(delta)
             if self.observer is not None:
-                self.observer.step(report.deltas, elapsed)
+                self.observer.step(report.deltas)
         elif isinstance(report, Accepted):
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
@@ -309,7 +295,7 @@ class EngineClient:
             return
         self.failure = message
         logger.error("engine died", extra={"reason": message})
-        self._fail_all(f"the engine has died: {message}")
+        self._fail_all(message)
         self._settled.set()
         if self.on_failure is not None:
             self.on_failure()

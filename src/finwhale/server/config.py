@@ -23,7 +23,6 @@ class ServerConfig:
         retry_after_s: what a 429 tells clients to wait.
         request_timeout_s: for a whole request, its stream included.
         drain_timeout_s: for requests in flight when the server is told to stop.
-        stall_timeout_s: a step of the engine that takes longer has all stacks written to the log.
         log_prompts: write the bodies of requests to the log.
     """
 
@@ -41,7 +40,6 @@ class ServerConfig:
     retry_after_s: int = 1
     request_timeout_s: float = 3600.0
     drain_timeout_s: float = 60.0
-    stall_timeout_s: float = 60.0
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -67,5 +65,4 @@ _ABOVE_ZERO = (
     "retry_after_s",
     "request_timeout_s",
     "drain_timeout_s",
-    "stall_timeout_s",
 )

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from starlette.responses import Response
 
-from finwhale.errors import RequestError
-from finwhale.server.client import EngineDeadError, QueueFullError
+from finwhale.errors import EngineDeadError, RequestError
+from finwhale.server.client import QueueFullError
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",

@@ -3,11 +3,18 @@
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
+from finwhale.engine.metrics import EngineMetrics
 from finwhale.server.client import EngineClient
 from finwhale.server.logs import RequestLog
 from finwhale.server.wire import Delta
@@ -76,7 +83,7 @@ class Metrics:
         )
         self._recent: deque[tuple[float, int]] = deque()
 
-    def step(self, deltas: Sequence[Delta], seconds: float) -> None:
+    def step(self, deltas: Sequence[Delta]) -> None:
         """A step of the engine brought these."""
         count = sum(len(delta.token_ids) for delta in deltas)
         if count:
@@ -119,16 +126,25 @@ class Metrics:
     def live(self) -> dict[str, object]:
         """What the page draws."""
         self._trim()
-        stats = self._client.stats
-        return {
+        found: dict[str, object] = {
             "alive": self._client.alive,
             "tokens_per_second": sum(count for _, count in self._recent) / RATE_WINDOW_S,
-            "running": stats.running,
-            "waiting": stats.waiting,
-            "pages": {name: list(pair) for name, pair in stats.pages.items()},
-            **stats.counters,
             "output_tokens": _value(self._output),
+            "running": 0,
+            "waiting": 0,
+            "pages": {},
         }
+        engine = self._client.metrics
+        if engine is not None:
+            found |= {
+                "running": engine.running,
+                "waiting": engine.waiting,
+                "pages": {kind: [use.used, use.total] for kind, use in engine.pages.items()},
+                "prompt_tokens": engine.prompt_tokens,
+                "prefix_hit_tokens": engine.cached_tokens,
+                "preemptions": engine.preemptions,
+            }
+        return found
 
     def _trim(self) -> None:
         horizon = time.monotonic() - RATE_WINDOW_S
@@ -141,24 +157,56 @@ def _value(counter: Counter) -> int:
 
 
 class _EngineCollector(Collector):
-    """The engine's latest stats as metrics."""
+    """The engine's latest metrics."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
 
     def collect(self) -> Iterable[Metric]:
-        stats = self._client.stats
         yield GaugeMetricFamily(
             "finwhale_engine_up", "1 while the engine lives", value=float(self._client.alive)
         )
-        yield GaugeMetricFamily("finwhale_running", "sequences on the engine", value=stats.running)
-        yield GaugeMetricFamily("finwhale_waiting", "sequences in the queue", value=stats.waiting)
-        pages = GaugeMetricFamily(
-            "finwhale_pages", "pages of state by kind", labels=["kind", "state"]
+        engine = self._client.metrics
+        if engine is not None:
+            yield from _counts(engine)
+            yield from _times(engine)
+
+
+def _counts(engine: EngineMetrics) -> Iterable[Metric]:
+    yield GaugeMetricFamily("finwhale_running", "sequences that have pages", value=engine.running)
+    yield GaugeMetricFamily("finwhale_waiting", "sequences in line", value=engine.waiting)
+    yield GaugeMetricFamily(
+        "finwhale_idle_blocks", "blocks kept for later requests", value=engine.idle_blocks
+    )
+    pages = GaugeMetricFamily("finwhale_pages", "pages of state by kind", labels=["kind", "state"])
+    for kind, use in engine.pages.items():
+        pages.add_metric([kind, "used"], use.used)
+        pages.add_metric([kind, "free"], use.total - use.used)
+    yield pages
+    for name, text, value in (
+        ("steps", "forwards", engine.steps),
+        ("prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
+        ("prefix_hit_tokens", "of them, those found instead of read", engine.cached_tokens),
+        ("preemptions", "sequences that gave their pages back", engine.preemptions),
+    ):
+        yield CounterMetricFamily(f"finwhale_{name}", text, value=value)
+    endings = CounterMetricFamily("finwhale_endings", "sequences that ended", labels=["how"])
+    for how, value in engine.endings.items():
+        endings.add_metric([how], value)
+    yield endings
+
+
+def _times(engine: EngineMetrics) -> Iterable[Metric]:
+    for name, text, found in (
+        ("time_to_first_token", "from the engine's having a request", engine.time_to_first_token),
+        ("time_between_tokens", "of one sequence", engine.time_between_tokens),
+        ("time_per_output_token", "the mean of a sequence", engine.time_per_output_token),
+    ):
+        sums = list(accumulate(found.counts))
+        bounds = [*map(str, found.bounds), "+Inf"]
+        yield HistogramMetricFamily(
+            f"finwhale_engine_{name}_seconds",
+            text,
+            buckets=list(zip(bounds, sums, strict=True)),
+            sum_value=found.total,
         )
-        for name, (used, total) in stats.pages.items():
-            pages.add_metric([name, "used"], used)
-            pages.add_metric([name, "free"], total - used)
-        yield pages
-        for name, value in stats.counters.items():
-            yield CounterMetricFamily(f"finwhale_engine_{name}", "of the engine", value=value)

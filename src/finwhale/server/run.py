@@ -11,12 +11,11 @@ from types import FrameType
 import uvicorn
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.errors import FinwhaleError
+from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.app import create_app
-from finwhale.server.client import EngineClient, EngineDeadError
+from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.state import ServerState
-from finwhale.server.watchdog import watch
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer | None, load: Callable[[], 
 
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:
-    client, config = state.client, state.config
+    client = state.client
     server = Server(state)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -67,10 +66,8 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             starting.result()  # raises where the model does not load
             host, port = listener.getsockname()[:2]
             logger.info("ready", extra={"url": f"http://{host}:{port}", "model": state.model_name})
-            watching = loop.create_task(watch(client, config.stall_timeout_s))
             dying = loop.create_task(died.wait())
             await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
-            watching.cancel()
             if died.is_set():
                 await asyncio.sleep(DEATH_NOTICE_S)
         else:

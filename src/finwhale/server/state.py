@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.errors import RequestError
+from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
-from finwhale.server.client import EngineClient, EngineDeadError, Generation, QueueFullError
+from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog

@@ -84,7 +84,14 @@ def plan_chat(state: ServerState, protocol: ProtocolName, fields: Fields) -> Cha
     after = None
     if conversation.thinking_mode:
         after = tokenizer.added_id(recipe.SpecialToken.ThinkingEnd.default_str())
-    guide = _guide(tokenizer, wanted, conversation.tools, choice, after)
+    schemas = {_tool_name(tool): _tool_schema(tool) for tool in fields.get("tools", ())}
+    signatures = [
+        # As the client wrote it: conversion leaves out some keywords of strict tools.
+        ToolSignature(tool.name, schemas.get(tool.name) or _parameters(tool))
+        for tool in conversation.tools
+    ]
+    strict = any(tool.strict for tool in conversation.tools)
+    guide = _guide(tokenizer, wanted, signatures, strict, choice, after)
     if guide is not None:
         Matcher(tokenizer, guide)  # a grammar that is not valid is told of now
     return ChatPlan(converted, bool(conversation.tools), guide)
@@ -93,20 +100,19 @@ def plan_chat(state: ServerState, protocol: ProtocolName, fields: Fields) -> Cha
 def _guide(
     tokenizer: Tokenizer,
     wanted: Format | None,
-    tools: list[recipe.ToolDefinition],
+    tools: list[ToolSignature],
+    strict: bool,
     choice: ToolChoice,
     after: int | None,
 ) -> Guide | None:
-    strict = any(tool.strict for tool in tools)
     if not tools:
         if choice.required:
             raise RequestError("tool_choice asks for a tool, but there are no tools")
         return None if wanted is None else _content_guide(wanted, after)
     if wanted is None and not choice.required and choice.parallel and not strict:
         return None
-    signatures = [ToolSignature(tool.name, _parameters(tool)) for tool in tools]
     dsml = tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
-    grammar = ToolGrammar(signatures, dsml, parallel=choice.parallel)
+    grammar = ToolGrammar(tools, dsml, parallel=choice.parallel)
     if choice.required:
         return lark_guide(grammar.required(), after)
     if wanted is None:
@@ -222,3 +228,10 @@ def _take_choice(protocol: ProtocolName, fields: Fields) -> ToolChoice:
 def _tool_name(tool: Mapping[str, Any]) -> Any:
     function = tool.get("function")
     return (function if isinstance(function, Mapping) else tool).get("name")
+
+
+def _tool_schema(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    function = tool.get("function")
+    holder = function if isinstance(function, Mapping) else tool
+    schema = holder.get("parameters", holder.get("input_schema"))
+    return schema if isinstance(schema, Mapping) else None

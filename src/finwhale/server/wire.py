@@ -1,8 +1,9 @@
 """What the server and the engine's process say to each other over one pipe: plain data."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from finwhale.engine.metrics import EngineMetrics
 from finwhale.request import FinishReason, Logprob, SamplingParams
 
 # --- Server to engine -----------------------------------------------------------------------------
@@ -86,27 +87,11 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The engine at one moment; counters count from its start.
-
-    Attributes:
-        running, waiting: sequences.
-        pages: kind of state to (pages that hold something, pages in all).
-        counters: name to count, such as "preemptions".
-    """
-
-    running: int = 0
-    waiting: int = 0
-    pages: dict[str, tuple[int, int]] = field(default_factory=dict)
-    counters: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
 class Step:
-    """What one step brought; `stats` where they are due."""
+    """What one step brought; `metrics` where they are due."""
 
     deltas: list[Delta]
-    stats: EngineStats | None = None
+    metrics: EngineMetrics | None = None
 
 
 @dataclass(frozen=True, slots=True)

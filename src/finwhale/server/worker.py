@@ -1,7 +1,6 @@
 """The engine's side: takes commands from a pipe, steps, and reports what each step brought."""
 
 import contextlib
-import faulthandler
 import logging
 import signal
 import time
@@ -9,16 +8,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from finwhale.engine.engine import Engine
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.engine.metrics import EngineMetrics
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
-from finwhale.server.stats import engine_stats
 from finwhale.server.wire import (
     Abort,
     Accepted,
     Add,
     Command,
     Delta,
-    EngineStats,
     Failed,
     Ready,
     Refused,
@@ -29,7 +27,7 @@ from finwhale.server.wire import (
 
 logger = logging.getLogger(__name__)
 
-STATS_INTERVAL_S = 0.25
+METRICS_INTERVAL_S = 0.25
 
 
 def main(connection: Connection, load: Callable[[], Engine]) -> None:
@@ -37,7 +35,6 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
     # The server decides when this process ends: a terminal's Ctrl-C reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    faulthandler.register(signal.SIGUSR1)
     try:
         engine = load()
     except FinwhaleError as error:
@@ -53,8 +50,8 @@ class EngineLoop:
         self._engine = engine
         self._connection = connection
         self._sent: dict[str, list[_Sent]] = {}
-        self._stats_due = 0.0
-        self._last_stats: EngineStats | None = None
+        self._metrics_due = 0.0
+        self._last_metrics: EngineMetrics | None = None
 
     def run(self) -> None:
         """Serves until `Stop` or until the other end is closed; the engine is then idle.
@@ -76,8 +73,9 @@ class EngineLoop:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             logger.info("the server has gone")
         except Exception as error:
+            known = isinstance(error, EngineDeadError)
             with contextlib.suppress(OSError):
-                self._send(Failed(f"{type(error).__name__}: {error}"))
+                self._send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
             raise
         finally:
             for request_id in list(self._sent):
@@ -87,8 +85,8 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Carry out what has arrived, waiting for it where there is no other work."""
         timeout = 0.0 if self._engine.has_work else None
-        if timeout is None and self._stats_due and self._last_stats != engine_stats(self._engine):
-            timeout = STATS_INTERVAL_S  # the last change is still to be told
+        if timeout is None and self._metrics_due and self._last_metrics != self._engine.metrics():
+            timeout = METRICS_INTERVAL_S  # the last change is still to be told
         while self._connection.poll(timeout):
             command: Command = self._connection.recv()
             if isinstance(command, Stop):
@@ -119,9 +117,9 @@ class EngineLoop:
     def _step(self) -> None:
         touched = self._engine.step() if self._engine.has_work else []
         deltas = [delta for request in touched for delta in self._deltas(request)]
-        stats = self._due_stats()
-        if deltas or stats is not None:
-            self._send(Step(deltas, stats))
+        metrics = self._due_metrics()
+        if deltas or metrics is not None:
+            self._send(Step(deltas, metrics))
 
     def _deltas(self, request: RequestOutput) -> list[Delta]:
         sent = self._sent.get(request.request_id)
@@ -132,16 +130,16 @@ class EngineLoop:
         deltas = [one.delta(request) for one in sent]
         return [delta for delta in deltas if delta is not None]
 
-    def _due_stats(self) -> EngineStats | None:
+    def _due_metrics(self) -> EngineMetrics | None:
         now = time.monotonic()
-        if now < self._stats_due:
+        if now < self._metrics_due:
             return None
-        self._stats_due = now + STATS_INTERVAL_S
-        stats = engine_stats(self._engine)
-        if stats == self._last_stats:
+        self._metrics_due = now + METRICS_INTERVAL_S
+        metrics = self._engine.metrics()
+        if metrics == self._last_metrics:
             return None
-        self._last_stats = stats
-        return stats
+        self._last_metrics = metrics
+        return metrics
 
     def _send(self, report: Report) -> None:
         self._connection.send(report)

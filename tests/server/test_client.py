@@ -1,0 +1,113 @@
+"""The server's side of the pipe, with an engine that is played by the test."""
+
+import asyncio
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import pytest
+
+from finwhale.errors import EngineDeadError, RequestError
+from finwhale.request import SamplingParams
+from finwhale.server.client import EngineClient
+from finwhale.server.wire import Abort, Accepted, Add, Delta, Failed, Ready, Refused, Step, Stop
+
+READY = Ready(max_model_len=100, max_num_seqs=4, vocab_size=50, bos_token_id=0)
+
+
+async def started() -> tuple[EngineClient, Connection]:
+    ours, theirs = Pipe()
+    client = EngineClient(ours)
+    theirs.send(READY)
+    assert await client.start() == READY
+    return client, theirs
+
+
+async def received(engine: Connection) -> object:
+    return await asyncio.to_thread(engine.recv)
+
+
+async def closed(client: EngineClient, engine: Connection) -> None:
+    closing = asyncio.ensure_future(client.close())
+    while not isinstance(await received(engine), Stop):
+        pass
+    engine.close()
+    await closing
+
+
+def delta(request_id: str, token: int, last: bool = True) -> Delta:
+    return Delta(request_id, 0, [token], "x", finish_reason="stop" if last else None)
+
+
+def test_tokens_may_come_before_the_last_prompt_is_taken() -> None:
+    async def run() -> None:
+        client, engine = await started()
+        generation = client.submit([[1], [2]], SamplingParams())
+        first, second = [await received(engine) for _ in range(2)]
+        assert isinstance(first, Add) and isinstance(second, Add)
+        engine.send(Accepted(first.request_id))
+        engine.send(Step([delta(first.request_id, 7, last=False)]))
+        engine.send(Step([delta(first.request_id, 8)]))
+        engine.send(Accepted(second.request_id))
+        engine.send(Step([delta(second.request_id, 9)]))
+        await asyncio.wait_for(generation.accepted(), 5)
+        found = [(d.index, d.token_ids) async for d in generation]
+        assert found == [(0, [7]), (0, [8]), (1, [9])]
+        assert client.num_sequences == 0
+        await closed(client, engine)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_refused() -> None:
+    async def run() -> None:
+        client, engine = await started()
+        generation = client.submit([[1], [2]], SamplingParams(n=3))
+        first, second = [await received(engine) for _ in range(2)]
+        assert isinstance(first, Add) and isinstance(second, Add)
+        engine.send(Accepted(first.request_id))
+        engine.send(Refused(second.request_id, "no"))
+        with pytest.raises(RequestError, match="no"):
+            await generation.accepted()
+        assert client.num_sequences == 3
+        generation.cancel()
+        assert client.num_sequences == 0
+        assert await received(engine) == Abort(first.request_id)
+        await closed(client, engine)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_goes_fails_everything() -> None:
+    async def run() -> None:
+        client, engine = await started()
+        told = asyncio.Event()
+        client.on_failure = told.set
+        generation = client.submit([[1]], SamplingParams())
+        add = await received(engine)
+        assert isinstance(add, Add)
+        engine.send(Accepted(add.request_id))
+        await generation.accepted()
+        engine.send(Failed("worn out"))
+        with pytest.raises(EngineDeadError, match="worn out"):
+            await anext(aiter(generation))
+        await told.wait()
+        assert client.failure == "worn out" and not client.alive
+        with pytest.raises(EngineDeadError, match="worn out"):
+            client.submit([[1]], SamplingParams())
+        engine.close()
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_a_model_that_does_not_load() -> None:
+    async def run() -> None:
+        ours, theirs = Pipe()
+        theirs.send(Failed("no such checkpoint"))
+        client = EngineClient(ours)
+        with pytest.raises(EngineDeadError, match="no such checkpoint"):
+            await client.start()
+        theirs.close()
+        await client.close()
+
+    asyncio.run(run())
