@@ -1,5 +1,6 @@
 """Shared fixtures: a tiny checkpoint with a tokenizer, an engine on it, and the GPU skip."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,11 @@ CORPUS = [
     "It can swim as fast as a small ship, and sings notes too low for people to hear.",
     "naïve café — 你好, 世界 🐋, numbers 0123456789 and signs (){}[]<>!?;:'\"",
 ] * 3
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes of a plain `pytest`: one where a GPU is, of which every engine takes most."""
+    return 1 if torch.cuda.is_available() else min(4, os.cpu_count() or 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

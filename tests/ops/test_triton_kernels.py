@@ -19,7 +19,7 @@ def test_kernels_in_the_interpreter() -> None:
     """Two processes, each with half of the files."""
     files = sorted(map(str, HERE.glob("kernels_*.py")))
     env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "--dist=no", "-p", "no:cacheprovider"]
     halves = [
         subprocess.Popen(
             [*command, *half],
