@@ -348,7 +348,8 @@ class Scheduler:
             if end >= sequence.due:
                 known = end - chunk.pending
                 if known >= sequence.due:
-                    self._settle(sequence, known, decodes=end == chunk.start + 1)
+                    decodes = end == chunk.start + 1 and chunk.completes
+                    self._settle(sequence, known, decodes=decodes)
 
     def _settle(self, sequence: Sequence, known: int, *, decodes: bool) -> None:
         """Enter the blocks that are complete, and trim; `known` tokens are read and known."""
