@@ -26,9 +26,10 @@ from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
-from finwhale.engine.scheduler import PENDING, Scheduler
+from finwhale.engine.scheduler import PENDING, Chunk, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
+from finwhale.engine.transfer import Arrival, Receiver
 from finwhale.engine.watchdog import Watchdog
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
@@ -81,12 +82,16 @@ class _Flight:
         places: where in each one's token_ids it will stand.
         logits: [M,V] until tokens are chosen from them.
         sampling: the tokens.
+        chunks: of the streams, where the engine drafts.
+        proposed: their next drafts, [K,B] for those chunks that have any.
     """
 
     streams: list[_Stream]
     places: list[int]
     logits: Tensor | None
     sampling: Sampling | None = None
+    chunks: Sequence[Chunk] = ()
+    proposed: Arrival | None = None
 
     @property
     def undecided(self) -> bool:
@@ -107,7 +112,8 @@ class Engine:
 
     Attributes:
         steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host. The tokens are the same.
+            CPU, where the forward runs on the host, and where the engine drafts: a step's tokens
+            say where the next one begins. The tokens are the same.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -137,7 +143,12 @@ class Engine:
         self._requests: dict[str, _Request] = {}
         self._streams: dict[str, _Stream] = {}
         self._flying: deque[_Flight] = deque()
-        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        drafts = self.runner.drafter is not None
+        self.steps_ahead = 0 if self.runner.device.type == "cpu" or drafts else 1
+        self._receiver = Receiver(self.runner.device)
+        if drafts:
+            assert isinstance(config.draft_tokens, int)
+            self.scheduler.draft_tokens = config.draft_tokens
         self._meter = Meter()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
@@ -335,6 +346,9 @@ class Engine:
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
+        if self.runner.drafter is not None:
+            self._flying.append(self._launch_verification(chunks))
+            return True
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
         streams = [self._streams[s.key] for s in complete]
         flight = _Flight(streams, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
@@ -363,10 +377,65 @@ class Engine:
             for row, sequence in enumerate(sequences):
                 sequence.sampled_row = row
 
+    def _launch_verification(self, chunks: Sequence[Chunk]) -> _Flight:
+        """Put a step on the device that verifies drafts and makes the next ones."""
+        drafter = self.runner.drafter
+        assert drafter is not None
+        forward = self.runner.read(chunks)
+        complete = [c for c in chunks if c.completes]
+        keys = [c.sequence.key for c in complete]
+        sampling = self.sampler.start_runs(keys, [c.drafts for c in complete], forward.logits)
+        drafts = drafter.propose(forward, chunks, sampling.ids_S)
+        self.scheduler.computed([c for c in chunks if not c.completes])
+        return _Flight(
+            [self._streams[key] for key in keys],
+            [len(c.sequence.token_ids) for c in complete],
+            None,
+            sampling,
+            complete,
+            None if drafts is None else self._receiver.begin([drafts]),
+        )
+
+    def _collect_runs(self) -> list[RequestOutput]:
+        """Wait for the tokens of a step that verified drafts, and hand them out."""
+        flight = self._flying[0]
+        assert flight.sampling is not None
+        expected = [chunk.drafts for chunk in flight.chunks]
+        runs = self.sampler.commit_runs(flight.sampling, expected)
+        proposed: list[list[int]] = []
+        if flight.proposed is not None:
+            (drafts,) = flight.proposed.wait()
+            proposed = drafts.T.tolist()
+        self._flying.popleft()
+        next_drafts = iter(proposed)
+        now = time.monotonic()
+        self._meter.steps += 1
+        for stream, place, chunk, run in zip(
+            flight.streams, flight.places, flight.chunks, runs, strict=True
+        ):
+            drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
+            if stream.ended:
+                continue
+            ids = [token.token_id for token in run if token.error is None]
+            num_accepted = min(len(ids), len(run) - 1)
+            stream.sequence.token_ids[place:] = ids
+            stream.sequence.drafts = drafts_after
+            self.scheduler.verified(chunk, num_accepted)
+            self._meter.run(stream.clock, len(ids), now)
+            self._meter.drafted(len(chunk.drafts), num_accepted)
+            for at, token in enumerate(run, start=place):
+                self._append(stream, at, token)
+                if stream.ended:
+                    break
+        touched = {s.sequence.request_id: s.request.output for s in flight.streams}
+        return list(touched.values())
+
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
         flight = self._flying[0]
         assert flight.sampling is not None
+        if self.runner.drafter is not None:
+            return self._collect_runs()
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from finwhale.config import MAX_DRAFT_TOKENS
 from finwhale.request import FinishReason
 
 # Seconds; the last bucket has no bound.
@@ -114,6 +115,9 @@ class Meter:
     endings: dict[Ending, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
     )
+    drafts_proposed: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    verifications: int = 0
     time_to_first_token: Timer = field(default_factory=Timer)
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)
@@ -130,6 +134,26 @@ class Meter:
                 self._begin([clock for clock in clocks if not clock.last], now)
         for clock in clocks:
             clock.last = now
+
+    def run(self, clock: Clock, count: int, now: float) -> None:
+        """Several tokens of one sequence came now; each took its part of the time."""
+        self.output_tokens += count
+        if clock.last:
+            if count:
+                self.time_between_tokens.add((now - clock.last) / count, count)
+        elif count:
+            self._begin([clock], now)
+            self.time_between_tokens.add(0.0, count - 1)
+        if count:
+            clock.last = now
+
+    def drafted(self, num_proposed: int, num_accepted: int) -> None:
+        """A sequence's drafts were verified."""
+        for position in range(num_proposed):
+            self.drafts_proposed[position] += 1
+            self.drafts_accepted[position] += position < num_accepted
+        if num_proposed:
+            self.verifications += 1
 
     def _begin(self, clocks: list[Clock], now: float) -> None:
         for clock in clocks:
