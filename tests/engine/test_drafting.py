@@ -116,6 +116,9 @@ class Machine:
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
         engine, groups = self.engine, self.engine.runner.groups
+        # A test that failed may have left something behind.
+        for left in (engine._requests, engine._streams, engine._flying, engine.sampler._requests):
+            left.clear()  # type: ignore[attr-defined]
         num_pages = {}
         for group in groups:
             num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)

@@ -535,6 +535,16 @@ def test_without_it_nothing_is_kept() -> None:
         assert pool.num_free == pool.num_pages - 1
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_prompt_read_token_by_token_gives_its_pages_back(caching: bool) -> None:
+    """As a decode it would keep them until it takes more; here the next chunk may be a long one."""
+    driver = Driver(make_scheduler(0, 2, 3, blocks=9, states=0, prefix_caching=caching), 0, False)
+    driver.add(make_sequence("first", 2, 200))
+    driver.add(make_sequence("second", 500, 2))
+    driver.run()
+    assert len(driver.finished) == 2
+
+
 def test_after_a_reset_nothing_is_found() -> None:
     scheduler = make_scheduler(0, 2, budget=600, blocks=9)
     driver = Driver(scheduler, 0, ahead=False)

@@ -120,6 +120,11 @@ class Chunk:
         return self.known == len(self.sequence.token_ids)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is a token that was generated, not the rest of a prompt."""
+        return self.known == self.start + 1 and self.completes
+
+    @property
     def num_logits(self) -> int:
         """Rows of its logits that are wanted, its last ones."""
         return 1 + len(self.drafts) if self.completes else 0
@@ -421,7 +426,7 @@ class Scheduler:
             if end >= sequence.due:
                 known = end - chunk.pending
                 if known >= sequence.due:
-                    self._settle(sequence, known, decodes=end == chunk.start + 1)
+                    self._settle(sequence, known, decodes=chunk.decodes)
 
     def verified(self, chunk: Chunk, num_accepted: int) -> None:
         """So many of a chunk's drafts stand in token_ids now; what was read after them is undone.
