@@ -20,7 +20,8 @@ from torch import Tensor
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
+from finwhale.engine.draft_policy import DraftPolicy
 from finwhale.engine.memory import MemoryUse
 from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
@@ -29,7 +30,7 @@ from finwhale.engine.sampler import SampledToken, Sampler, Sampling
 from finwhale.engine.scheduler import PENDING, Chunk, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.engine.transfer import Arrival, Receiver
+from finwhale.engine.transfer import Arrival, Instant, Receiver
 from finwhale.engine.watchdog import Watchdog
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
@@ -84,6 +85,7 @@ class _Flight:
         sampling: the tokens.
         chunks: of the streams, where the engine drafts.
         proposed: their next drafts, [K,B] for those chunks that have any.
+        instants: before the forward, after the choice, after the drafts.
     """
 
     streams: list[_Stream]
@@ -92,6 +94,7 @@ class _Flight:
     sampling: Sampling | None = None
     chunks: Sequence[Chunk] = ()
     proposed: Arrival | None = None
+    instants: Sequence[Instant] = ()
 
     @property
     def undecided(self) -> bool:
@@ -146,8 +149,10 @@ class Engine:
         drafts = self.runner.drafter is not None
         self.steps_ahead = 0 if self.runner.device.type == "cpu" or drafts else 1
         self._receiver = Receiver(self.runner.device)
-        if drafts:
-            assert isinstance(config.draft_tokens, int)
+        self._policy: DraftPolicy | None = None
+        if config.draft_tokens == "auto":
+            self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
+        else:
             self.scheduler.draft_tokens = config.draft_tokens
         self._meter = Meter()
         self._watchdog = Watchdog(config.watchdog_seconds)
@@ -343,6 +348,8 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
+        if self._policy is not None:
+            self.scheduler.draft_tokens = self._policy.choose(len(self.scheduler.running))
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
@@ -381,11 +388,14 @@ class Engine:
         """Put a step on the device that verifies drafts and makes the next ones."""
         drafter = self.runner.drafter
         assert drafter is not None
+        instants = [Instant(self.runner.device)]
         forward = self.runner.read(chunks)
         complete = [c for c in chunks if c.completes]
         keys = [c.sequence.key for c in complete]
         sampling = self.sampler.start_runs(keys, [c.drafts for c in complete], forward.logits)
+        instants.append(Instant(self.runner.device))
         drafts = drafter.propose(forward, chunks, sampling.ids_S)
+        instants.append(Instant(self.runner.device))
         self.scheduler.computed([c for c in chunks if not c.completes])
         return _Flight(
             [self._streams[key] for key in keys],
@@ -394,6 +404,7 @@ class Engine:
             sampling,
             complete,
             None if drafts is None else self._receiver.begin([drafts]),
+            instants if all(c.known == c.start + 1 for c in chunks) else (),
         )
 
     def _collect_runs(self) -> list[RequestOutput]:
@@ -406,6 +417,8 @@ class Engine:
         if flight.proposed is not None:
             (drafts,) = flight.proposed.wait()
             proposed = drafts.T.tolist()
+        if flight.instants:
+            self._time(flight)
         self._flying.popleft()
         next_drafts = iter(proposed)
         now = time.monotonic()
@@ -423,12 +436,24 @@ class Engine:
             self.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
             self._meter.drafted(len(chunk.drafts), num_accepted)
+            if self._policy is not None:
+                self._policy.verified(len(chunk.drafts), num_accepted)
             for at, token in enumerate(run, start=place):
                 self._append(stream, at, token)
                 if stream.ended:
                     break
         touched = {s.sequence.request_id: s.request.output for s in flight.streams}
         return list(touched.values())
+
+    def _time(self, flight: _Flight) -> None:
+        """Note how long a step took in which all decode; what it gave has arrived."""
+        begin, chosen, drafted = flight.instants
+        self._meter.time_of_verification.add(begin.seconds_to(chosen))
+        if flight.proposed is not None:
+            self._meter.time_of_draft.add(chosen.seconds_to(drafted))
+        if self._policy is not None:
+            drafts = [len(chunk.drafts) for chunk in flight.chunks]
+            self._policy.took(drafts, self.scheduler.draft_tokens, time.monotonic() - begin.time)
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
@@ -555,6 +580,12 @@ class Engine:
             output_tokens=meter.output_tokens,
             preemptions=scheduler.counts.preemptions,
             endings=dict(meter.endings),
+            drafts_proposed=tuple(meter.drafts_proposed),
+            drafts_accepted=tuple(meter.drafts_accepted),
+            verifications=meter.verifications,
+            draft_tokens=scheduler.draft_tokens,
+            time_of_verification=meter.time_of_verification.read(),
+            time_of_draft=meter.time_of_draft.read(),
             time_to_first_token=meter.time_to_first_token.read(),
             time_between_tokens=meter.time_between_tokens.read(),
             time_per_output_token=meter.time_per_output_token.read(),

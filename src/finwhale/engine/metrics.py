@@ -59,6 +59,12 @@ class EngineMetrics:
         output_tokens: generated.
         preemptions: sequences that gave their pages back to be read again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
+        drafts_proposed, drafts_accepted: drafts that were verified, and those of them that became
+            output, by their place after the last known token.
+        verifications: how often a sequence had drafts verified.
+        draft_tokens: drafts that a sequence may have now.
+        time_of_verification: of steps in which all decode, forward and choice.
+        time_of_draft: of the same steps, what the MTP layer took.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
         time_per_output_token: of each sequence that ended, the mean of the latter.
@@ -76,9 +82,22 @@ class EngineMetrics:
     output_tokens: int
     preemptions: int
     endings: Mapping[Ending, int]
+    drafts_proposed: tuple[int, ...]
+    drafts_accepted: tuple[int, ...]
+    verifications: int
+    draft_tokens: int
+    time_of_verification: Histogram
+    time_of_draft: Histogram
     time_to_first_token: Histogram
     time_between_tokens: Histogram
     time_per_output_token: Histogram
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a verification of drafts gave; 0 where there was none."""
+        if not self.verifications:
+            return 0.0
+        return 1 + sum(self.drafts_accepted) / self.verifications
 
 
 class Timer:
@@ -118,6 +137,8 @@ class Meter:
     drafts_proposed: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
     verifications: int = 0
+    time_of_verification: Timer = field(default_factory=Timer)
+    time_of_draft: Timer = field(default_factory=Timer)
     time_to_first_token: Timer = field(default_factory=Timer)
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)

@@ -162,3 +162,23 @@ class _EngineCollector(Collector):
         yield pages
         for name, value in stats.counters.items():
             yield CounterMetricFamily(f"finwhale_engine_{name}", "of the engine", value=value)
+        yield GaugeMetricFamily(
+            "finwhale_draft_tokens", "drafts a sequence may have now", value=stats.draft_tokens
+        )
+        proposed = CounterMetricFamily(
+            "finwhale_drafts_proposed", "drafts that were verified", labels=["position"]
+        )
+        accepted = CounterMetricFamily(
+            "finwhale_drafts_accepted", "drafts that became output", labels=["position"]
+        )
+        for position, (verified, right) in enumerate(stats.drafts, start=1):
+            proposed.add_metric([str(position)], verified)
+            accepted.add_metric([str(position)], right)
+        yield proposed
+        yield accepted
+        times = stats.counters.get("verifications", 0)
+        yield GaugeMetricFamily(
+            "finwhale_draft_mean_accepted_length",
+            "tokens that a verification of drafts gave, since the start; 0: there was none",
+            value=1 + sum(right for _, right in stats.drafts) / times if times else 0.0,
+        )

@@ -7,6 +7,7 @@ from finwhale.server.wire import EngineStats
 def engine_stats(engine: Engine) -> EngineStats:
     scheduler = engine.scheduler
     counts = scheduler.counts
+    found = engine.metrics()
     return EngineStats(
         running=len(scheduler.running),
         waiting=scheduler.num_waiting,
@@ -18,5 +19,8 @@ def engine_stats(engine: Engine) -> EngineStats:
             "prompt_tokens": counts.prompt_tokens,
             "prefix_hit_tokens": counts.cached_tokens,
             "preemptions": counts.preemptions,
+            "verifications": found.verifications,
         },
+        drafts=list(zip(found.drafts_proposed, found.drafts_accepted, strict=True)),
+        draft_tokens=found.draft_tokens,
     )

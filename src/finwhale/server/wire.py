@@ -93,12 +93,16 @@ class EngineStats:
         running, waiting: sequences.
         pages: kind of state to (pages that hold something, pages in all).
         counters: name to count, such as "preemptions".
+        drafts: by position, how many were verified and how many of them accepted.
+        draft_tokens: drafts that a sequence may have now.
     """
 
     running: int = 0
     waiting: int = 0
     pages: dict[str, tuple[int, int]] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
+    draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
