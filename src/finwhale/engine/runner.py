@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
@@ -136,6 +136,9 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
+            draft_tokens=(
+                MAX_DRAFT_TOKENS if config.draft_tokens == "auto" else config.draft_tokens
+            ),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
