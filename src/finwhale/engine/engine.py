@@ -148,7 +148,7 @@ class Engine:
         self._flying: deque[_Flight] = deque()
         drafts = self.runner.drafter is not None
         self.steps_ahead = 0 if self.runner.device.type == "cpu" or drafts else 1
-        self._receiver = Receiver(self.runner.device)
+        self._receiver = Receiver(self.runner.device) if drafts else None
         self._policy: DraftPolicy | None = None
         if config.draft_tokens == "auto":
             self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
@@ -386,8 +386,8 @@ class Engine:
 
     def _launch_verification(self, chunks: Sequence[Chunk]) -> _Flight:
         """Put a step on the device that verifies drafts and makes the next ones."""
-        drafter = self.runner.drafter
-        assert drafter is not None
+        drafter, receiver = self.runner.drafter, self._receiver
+        assert drafter is not None and receiver is not None
         instants = [Instant(self.runner.device)]
         forward = self.runner.read(chunks)
         complete = [c for c in chunks if c.completes]
@@ -403,7 +403,7 @@ class Engine:
             None,
             sampling,
             complete,
-            None if drafts is None else self._receiver.begin([drafts]),
+            None if drafts is None else receiver.begin([drafts]),
             instants if all(c.known == c.start + 1 for c in chunks) else (),
         )
 
