@@ -116,10 +116,10 @@ class Sampler:
         A request may be started again before its last token was committed, unless it
         `needs_history`, and be removed in between.
         """
-        assert len(set(keys)) == len(keys), "a request stands twice in a batch"
-        sampling = self._start([_Row(self._requests[key]) for key in keys], keys, logits_SV)
-        for row in sampling.rows:
-            row.request.step += 1
+        requests = [self._requests[key] for key in keys]
+        sampling = self._start(requests, keys, logits_SV)
+        for request in requests:
+            request.step += 1
         return sampling
 
     def start_runs(
@@ -135,14 +135,14 @@ class Sampler:
             drafts: of each request.
             logits_SV: a row for each request's next token, then one after each of its drafts.
         """
-        rows: list[_Row] = []
+        rows: list[_Request | _Row] = []
         row_keys: list[Hashable] = []
         for key, expected in zip(keys, drafts, strict=True):
             rows += self._requests[key].rows(expected)
             row_keys += [key] * (1 + len(expected))
         return self._start(rows, row_keys, logits_SV)
 
-    def _start(self, rows: "list[_Row]", keys: Sequence[Hashable], logits_SV: Tensor) -> "Sampling":
+    def _start(self, rows: "Rows", keys: Sequence[Hashable], logits_SV: Tensor) -> "Sampling":
         assert logits_SV.shape[0] == len(rows), "one row of logits for each choice"
         device = logits_SV.device
         if self._receiver is None:
@@ -163,13 +163,14 @@ class Sampler:
 
     def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
         """The choices of the requests' next step, on `device`; changes no state."""
-        assert len(set(keys)) == len(keys), "a request stands twice in a batch"
-        return self._prepare([_Row(self._requests[key]) for key in keys], keys, device)
+        return self._prepare([self._requests[key] for key in keys], keys, device)
 
     def _prepare(
-        self, rows: "list[_Row]", keys: Sequence[Hashable], device: torch.device
+        self, rows: "Rows", keys: Sequence[Hashable], device: torch.device
     ) -> SamplingBatch:
         if self._fixed_keys != tuple(keys) or self._fixed_device != device:
+            choices = {(row.request, row.step) for row in rows}
+            assert len(choices) == len(rows), "a request stands twice in a batch"
             self._fixed = _fix([row.request for row in rows], device)
             self._fixed_keys, self._fixed_device = tuple(keys), device
         uniform_R = None
@@ -190,7 +191,7 @@ class Sampler:
         """Waits for the tokens of a step and counts them as output."""
         tokens = sampling.wait()
         for row, token in zip(sampling.rows, tokens, strict=True):
-            if token.error is None:
+            if token.error is None and (row.seen is not None or row.matcher is not None):
                 row.request.accept(token.token_id)
         return tokens
 
@@ -230,7 +231,7 @@ class Sampling:
             valid; None: no rows.
     """
 
-    rows: "list[_Row]"
+    rows: "Rows"
     ids_S: Tensor | None
     arrival: Arrival
 
@@ -321,6 +322,11 @@ class _Request:
         elif params.presence_penalty or params.frequency_penalty:
             self.seen = _Seen(())
 
+    @property
+    def request(self) -> "_Request":
+        """It is the choice of its own next token, as a _Row is of a later one."""
+        return self
+
     def accept(self, token_id: int) -> None:
         """A token is output."""
         if self.seen is not None:
@@ -328,41 +334,45 @@ class _Request:
         if self.matcher is not None:
             self.matcher.accept(token_id)
 
-    def rows(self, drafts: Sequence[int]) -> "list[_Row]":
+    def rows(self, drafts: Sequence[int]) -> "Rows":
         """The choice of the next token, and of those after each draft."""
-        rows = [_Row(self)]
+        rows: list[_Request | _Row] = [self]
         for draft in drafts:
-            rows.append(rows[-1].after(draft))
+            rows.append(_Row(rows[-1], draft))
         return rows
+
+    def why_no_token(self) -> str:
+        return _why_no_token(self.matcher)
 
 
 class _Row:
-    """One choice: of a request's next token, or of a later one if drafts were its output."""
+    """The choice that a request has after another one, if that gave a draft."""
 
     __slots__ = ("matcher", "request", "seen", "step")
 
-    def __init__(self, request: _Request) -> None:
-        self.request = request
-        self.step = request.step
-        self.seen = request.seen
-        self.matcher = request.matcher
-
-    def after(self, draft: int) -> "_Row":
-        row = object.__new__(_Row)
-        row.request, row.step = self.request, self.step + 1
-        row.seen, row.matcher = self.seen, self.matcher
+    def __init__(self, before: "_Request | _Row", draft: int) -> None:
+        self.request: _Request = before.request
+        self.step: int = before.step + 1
+        self.seen: _Seen | None = before.seen
+        self.matcher: Matcher | None = before.matcher
         if self.seen is not None:
-            row.seen = self.seen.copy()
-            row.seen.count(draft)
+            self.seen = self.seen.copy()
+            self.seen.count(draft)
         if self.matcher is not None:
-            row.matcher = self.matcher.copy()
-            row.matcher.accept(draft)
-        return row
+            self.matcher = self.matcher.copy()
+            self.matcher.accept(draft)
 
     def why_no_token(self) -> str:
-        if self.matcher is None:
-            return NOT_FINITE
-        return self.matcher.error or NO_TOKEN_FITS
+        return _why_no_token(self.matcher)
+
+
+Rows = Sequence[_Request | _Row]
+
+
+def _why_no_token(matcher: Matcher | None) -> str:
+    if matcher is None:
+        return NOT_FINITE
+    return matcher.error or NO_TOKEN_FITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,7 +439,7 @@ def _bias(requests: Sequence[_Request], device: torch.device) -> Bias | None:
     return Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
 
 
-def _allowed(rows: Sequence[_Row], device: torch.device) -> AllowedTokens | None:
+def _allowed(rows: Rows, device: torch.device) -> AllowedTokens | None:
     guided = [(i, row.matcher, row.request.vocab_size) for i, row in enumerate(rows) if row.matcher]
     if not guided:
         return None
@@ -440,7 +450,7 @@ def _allowed(rows: Sequence[_Row], device: torch.device) -> AllowedTokens | None
     return AllowedTokens(rows_G=rows_G, words_GW=words)
 
 
-def _penalties(choices: Sequence[_Row], device: torch.device) -> Penalties | None:
+def _penalties(choices: Rows, device: torch.device) -> Penalties | None:
     rows = [(i, row.seen, row.request.params) for i, row in enumerate(choices) if row.seen]
     if not rows:
         return None

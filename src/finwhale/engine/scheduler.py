@@ -117,7 +117,7 @@ class Chunk:
     @property
     def completes(self) -> bool:
         """Whether the last known token is read, so that its logits give the next."""
-        return self.known == len(self.sequence.token_ids)
+        return self.end - len(self.drafts) == len(self.sequence.token_ids)
 
     @property
     def decodes(self) -> bool:
@@ -132,7 +132,7 @@ class Chunk:
     @property
     def pending(self) -> bool:
         """Whether the id of its last token is still on the device."""
-        return self.sequence.token_ids[self.known - 1] == PENDING
+        return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING
 
 
 @dataclass(slots=True)
