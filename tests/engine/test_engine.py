@@ -255,7 +255,8 @@ def test_default_memory_lets_all_sequences_run_at_once(tiny_path: Path) -> None:
     """Reservations are whole pages: a short context must not leave room for one sequence alone."""
     llm = LLM(tiny_path, device="cpu", max_model_len=21, max_num_seqs=8)
     for i in range(8):
-        llm.engine.add_request(str(i), [5, 6, 7 + i], SamplingParams(max_tokens=4))
+        endless = SamplingParams(max_tokens=4, ignore_eos=True)
+        llm.engine.add_request(str(i), [5, 6, 7 + i], endless)
     llm.engine.step()
     assert len(llm.engine.scheduler.running) == 8
     while llm.engine.has_work:
