@@ -147,16 +147,17 @@ def test_side_streams_are_three_and_shared(tiny: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")
-    llm.generate([[5, 6, 7]], GREEDY)
     model = llm.engine.runner.model
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
     assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == 3
+    llm.generate([[5, 6, 7]], GREEDY)
     assert model.mtp is not None
     for layer in (*model.layers, *model.mtp.layers):
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
     assert load(tiny, "cpu", "float32").engine.runner.model.side_streams.streams == ()
-    assert {stream.cuda_stream for stream in made} - {0} == handles
+    # The engine's own brings results to the host.
+    assert len({stream.cuda_stream for stream in made} - {0} - handles) <= 1
 
 
 def test_devices(tiny: Path) -> None:
