@@ -254,14 +254,15 @@ def sparse_attention(
         out=out_NAC,
         invariant=invariant,
     )
-    keys = max_keys(tokens, window, entries)
     if invariant:
         for part in problem.slices(INVARIANT_TOKENS):
             if hopper.takes(part):
                 hopper.attend(part, hopper.invariant_plan(part))
             else:
                 attend(part, AttendPlan.invariant(part))
-    elif hopper.takes(problem):
+        return
+    keys = max_keys(tokens, window, entries)
+    if hopper.takes(problem):
         hopper.attend(problem, hopper.plan(num_tokens, heads, keys))
     else:
         attend(problem, AttendPlan.of(num_tokens, heads, keys))

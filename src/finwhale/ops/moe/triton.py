@@ -20,7 +20,6 @@ from finwhale.ops.launch import early_launch
 
 # Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
 FEW_TOKENS = 128
-ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
 BLOCK_E = 32
 CHUNK = 256
 FEW_WARPS = 4
