@@ -37,6 +37,7 @@ from finwhale.ops.attention.triton_decode import (
     fixed_shares,
     num_splits,
 )
+from finwhale.ops.launch.hopper import start_early
 
 HEAD_DIM, ROPE = 512, 64
 BLOCK_H, BLOCK_K = 64, 64
@@ -413,15 +414,7 @@ def _attend_kernel(
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     head0 = gl.program_id(2) * HEADS_EACH
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    start_early(PDL)
     position = gl.load(positions_ptr + token).to(gl.int32)
     sequence = gl.load(sequence_ptr + token).to(gl.int64)
     window_pages_ptr += sequence * stride_window

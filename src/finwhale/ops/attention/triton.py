@@ -8,8 +8,6 @@ Bytes a token with values of 2 bytes: 4 Q for the latent, 2 C + the row's bytes 
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ from finwhale.ops.attention.triton_decode import (
     check_pool,
     max_keys,
 )
+from finwhale.ops.launch import early_launch
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_HEAD_DIM = 4096
@@ -181,8 +180,6 @@ def prepare_qkv(
         return q_out_NQ
     block_q = triton.next_power_of_2(q_width)
     block_c = max(NOPE_GROUP, triton.next_power_of_2(width))
-    early = kv_NC.device.type == "cuda" and torch.version.hip is None
-    launch: dict[str, Any] = {"launch_pdl": True} if early else {}
     _prepare_qkv_kernel[(num_tokens, 2)](
         q_lora_NQ,
         q_norm_Q,
@@ -210,9 +207,8 @@ def prepare_qkv(
         GROUP=NOPE_GROUP,
         BLOCK_Q=block_q,
         BLOCK_C=block_c,
-        PDL=early,
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
-        **launch,
+        **early_launch(kv_NC),
     )
     return q_out_NQ
 

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
+from finwhale.ops.launch import early_launch
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
@@ -456,13 +457,8 @@ class Problem:
         return 2 * self.rotary.shape[1]
 
     @property
-    def early(self) -> bool:
-        """Whether the kernels may start while the one before ends."""
-        return self.q.device.type == "cuda" and torch.version.hip is None
-
-    @property
     def launch(self) -> dict[str, Any]:
-        return {"launch_pdl": True} if self.early else {}
+        return early_launch(self.q)
 
     @property
     def kind(self) -> int:
@@ -542,7 +538,6 @@ class Problem:
             "ENTRIES": self.kind,
             "RATIO": ratio,
             "BLOCK_S": triton.next_power_of_2(max(1, num_slots)),
-            "PDL": self.early,
             **self.launch,
         }
 
@@ -564,7 +559,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         BLOCK_H=plan.block_h,
         BLOCK_K=plan.block_k,
         SHARE=plan.share,
-        ASM=p.early,
+        ASM=p.launch["PDL"],
         num_warps=plan.num_warps,
     )
     if plan.splits > 1:
@@ -588,7 +583,6 @@ def combine(p: Problem, splits: int, part: Tensor, stats: Tensor) -> None:
         SPLITS=splits,
         ALL_SPLITS=triton.next_power_of_2(splits),
         BLOCK_C=block_c,
-        PDL=p.early,
         num_warps=4,
         **p.launch,
     )

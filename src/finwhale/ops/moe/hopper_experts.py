@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
+from finwhale.ops.launch.hopper import start_early
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
@@ -401,20 +402,6 @@ def _run(
 
 
 @gluon.jit
-def _start_early(PDL: gl.constexpr):
-    """As early_launch asks for."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-
-
-@gluon.jit
 def _gate_up_kernel(
     x_desc,
     scale_desc,
@@ -434,7 +421,7 @@ def _gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
-    _start_early(PDL)
+    start_early(PDL)
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
     first = gl.load(entry + 1)
@@ -480,7 +467,7 @@ def _down_kernel(
     PDL: gl.constexpr,
 ):
     """out[pair] = weight * w2 hidden for a block of pairs."""
-    _start_early(PDL)
+    start_early(PDL)
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry)
     first = gl.load(entry + 1)
