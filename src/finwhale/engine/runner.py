@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from finwhale.config import EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
+from finwhale.engine.compiled import compile_layers
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
@@ -22,6 +24,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
+from finwhale.ops.compiled import TracedTable, traced_table
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
@@ -42,6 +45,7 @@ class ModelRunner:
     Attributes:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
+        num_compiled: in the compiled mode, the graphs that were compiled, not loaded.
         memory: what is held on the device, measured where it is a GPU.
 
     Raises:
@@ -59,10 +63,13 @@ class ModelRunner:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
+        # Before anything is traced or loaded, whatever the model's graphs will call.
+        traced = traced_table(self.ops) if config.compile else None
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
+        self.num_compiled = 0
         allocated = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -93,6 +100,8 @@ class ModelRunner:
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
+            if traced is not None:
+                self._compile(traced, config.cache_dir)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -112,6 +121,14 @@ class ModelRunner:
             weights,
             round_activations=self._round,
             max_positions=max_positions,
+        )
+
+    def _compile(self, traced: TracedTable, cache_dir: str | None) -> None:
+        """Decoder layers as graphs, compiled now or by an earlier process."""
+        directory = Path(cache_dir or Path.home() / ".cache" / "finwhale").expanduser()
+        window = next(group for group in self.groups if group.name == "window")
+        self.num_compiled = compile_layers(
+            self.model, traced, self.cache, window.rows_per_page, directory / "layers"
         )
 
     def _largest(self, config: EngineConfig, max_len: int) -> Largest:

@@ -87,13 +87,29 @@ class Attention(nn.Module):
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        w, compressor, streams = self.weights, self.entries, self.side_streams
-        rotary = tables.plain if compressor is None else tables.compressed
+        compressor, streams = self.entries, self.side_streams
+        rotary = self.rotary(tables)
         projected = None
         if compressor is not None:
             projected = streams.start(
-                COMPRESS_STREAM, lambda: compressor.store(x_ND, inputs, rotary, cache)
+                COMPRESS_STREAM, lambda: store(compressor, x_ND, inputs, rotary, cache)
             )
+        q_NX = self.project(x_ND, inputs, rotary, cache)
+        if compressor is not None:
+            streams.join(COMPRESS_STREAM)
+        o_NAC = self.empty_output(q_NX)
+        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, o_NAC)
+        return self.output(o_NAC)
+
+    def rotary(self, tables: RotaryTables) -> Tensor:
+        """The table that this layer rotates with."""
+        return tables.plain if self.entries is None else tables.compressed
+
+    def project(
+        self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
+    ) -> Tensor:
+        """Write the window's rows; returns queries, attention's and the indexer's: [N,X]."""
+        w = self.weights
         q_kv = self.linear(x_ND, w.wq_a_wkv)
         q_lora = self.prepare_qkv(
             q_kv[:, : self.q_lora_rank],
@@ -107,17 +123,19 @@ class Attention(nn.Module):
             cache.pool("window", self.layer),
             inputs.tables["window"],
         )
-        q_NX = self.linear(q_lora, w.wq_b)
-        width = self.heads * self.head_dim
-        if compressor is not None:
-            streams.join(COMPRESS_STREAM)
-        o_NAC = q_NX.new_empty(q_NX.shape[0], self.heads, self.head_dim)
-        segments.eager(self._attend, q_NX, projected, inputs, rotary, cache, o_NAC)
-        o_NGK = o_NAC.view(-1, self.groups, width // self.groups)
-        out: Tensor = self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
-        return out
+        return self.linear(q_lora, w.wq_b)
 
-    def _attend(
+    def empty_output(self, q_NX: Tensor) -> Tensor:
+        """What `attend` writes: [N,A,C]."""
+        return q_NX.new_empty(q_NX.shape[0], self.heads, self.head_dim)
+
+    def output(self, o_NAC: Tensor) -> Tensor:
+        """The grouped output projection: [N,A,C] -> [N,D]."""
+        w = self.weights
+        o_NGK = o_NAC.view(o_NAC.shape[0], self.groups, -1)
+        return self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
+
+    def attend(
         self,
         q_NX: Tensor,
         projected: Tensor | None,
@@ -143,3 +161,16 @@ class Attention(nn.Module):
             self.scale,
             out_NAC,
         )
+
+
+def store(
+    compressor: C4Entries | C128Entries,
+    x_ND: Tensor,
+    inputs: StepInputs,
+    rotary: Tensor,
+    cache: PagedCache,
+) -> Tensor:
+    """Project and write; returns what `visible` needs."""
+    projected = compressor.project(x_ND)
+    compressor.write(projected, inputs, rotary, cache)
+    return projected

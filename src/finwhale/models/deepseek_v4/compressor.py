@@ -54,9 +54,14 @@ class C128Entries(nn.Module):
         self.eps = config.rms_norm_eps
         self.round_entries = round_activations
 
-    def store(self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache) -> Tensor:
-        """Compress; returns what the projection gave, for `visible`."""
-        projected = self.linear(x_ND, self.weights.proj)
+    def project(self, x_ND: Tensor) -> Tensor:
+        """[N,2C] for `write` and `visible`."""
+        return self.linear(x_ND, self.weights.proj)
+
+    def write(
+        self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
+    ) -> None:
+        """Compress, and keep what later steps need."""
         part = CompressPart(
             projected,
             self.weights.mix,
@@ -68,7 +73,6 @@ class C128Entries(nn.Module):
         self.compress(
             (part,), inputs.tokens, rotary, self.eps, tables["c128_state"], tables["c128"]
         )
-        return projected
 
     def visible(
         self,
@@ -108,11 +112,16 @@ class C4Entries(nn.Module):
         self.score_scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
         self.widths = (4 * config.head_dim, 4 * config.index_head_dim, config.index_n_heads)
 
-    def store(self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache) -> Tensor:
-        """Compress; returns the indexer's weights [N,I], for `visible`."""
+    def project(self, x_ND: Tensor) -> Tensor:
+        """[N, 4C + 4J + I] for `write` and `visible`."""
+        return self.linear(x_ND, self.weights.proj)
+
+    def write(
+        self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
+    ) -> None:
+        """Compress, and keep what later steps need."""
         w = self.weights
-        weights: Tensor
-        entries, keys, weights = self.linear(x_ND, w.proj).split(self.widths, 1)
+        entries, keys, _ = projected.split(self.widths, 1)
         parts = (
             CompressPart(
                 entries,
@@ -131,11 +140,10 @@ class C4Entries(nn.Module):
         )
         tables = inputs.tables
         self.compress(parts, inputs.tokens, rotary, self.eps, tables["c4_state"], tables["c4"])
-        return weights
 
     def visible(
         self,
-        weights_NI: Tensor,
+        projected: Tensor,
         index_q: Tensor | None,
         inputs: StepInputs,
         rotary: Tensor,
@@ -148,7 +156,7 @@ class C4Entries(nn.Module):
         table = inputs.tables["c4"]
         slots = self.select_entries(
             index_q.unflatten(1, (self.heads, self.head_dim)),
-            weights_NI,
+            projected[:, -self.heads :],
             cache.pool("index_keys", self.layer),
             rotary,
             inputs.tokens,

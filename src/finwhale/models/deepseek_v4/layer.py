@@ -62,19 +62,25 @@ class DecoderLayer(nn.Module):
         cache: PagedCache,
         segments: Segments,
     ) -> LayerState:
-        w = self.weights
-        if residual is None or post_mix is None or res_mix is None:
-            residual = x
-            x, post_mix, res_mix = self.mhc_pre(residual, w.hc_attn, self.params)
-        else:
-            x, post_mix, res_mix, residual = self.mhc_post_pre(
-                x, post_mix, res_mix, residual, w.hc_attn, self.params
-            )
+        x, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
         x = self.attn(x, inputs, tables, cache, segments)
-        x, post_mix, res_mix, residual = self.mhc_post_pre(
-            x, post_mix, res_mix, residual, w.hc_ffn, self.params
-        )
+        x, post_mix, res_mix, residual = self.cross(x, post_mix, res_mix, residual)
         return self.ffn(x, inputs), post_mix, res_mix, residual
+
+    def enter(
+        self, x: Tensor, post_mix: Tensor | None, res_mix: Tensor | None, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The layer's arguments to attention's input and its mixes."""
+        w = self.weights.hc_attn
+        if residual is None or post_mix is None or res_mix is None:
+            return *self.mhc_pre(x, w, self.params), x
+        return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
+
+    def cross(
+        self, x: Tensor, post_mix: Tensor, res_mix: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Attention's output to the experts' input and its mixes."""
+        return self.mhc_post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn, self.params)
 
 
 def mhc_params(config: ModelConfig) -> MhcParams:

@@ -42,19 +42,25 @@ class Moe(nn.Module):
         self.limit = config.swiglu_limit
 
     def forward(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+        shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
+        ids, weights = self.route(x_ND, inputs)
+        self.side_streams.join(SHARED_STREAM)
+        return self.mix(x_ND, ids, weights, shared)
+
+    def share(self, x_ND: Tensor) -> Tensor:
+        """What the shared expert gives: [N,D]."""
+        return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
+
+    def route(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
+        """Which experts each token goes to, and their weights: [N,K]."""
         w, positions = self.weights, inputs.tokens.positions
-        shared = self.side_streams.start(
-            SHARED_STREAM, lambda: self.swiglu_mlp(x_ND, w.shared_experts, self.limit)
-        )
         if w.tid2eid is not None:
-            ids, weights = self.route_by_hash(
+            return self.route_by_hash(
                 x_ND, w.gate, w.tid2eid, inputs.token_ids, self.scaling, positions
             )
-        else:
-            assert w.bias is not None
-            ids, weights = self.route_by_score(
-                x_ND, w.gate, w.bias, self.topk, self.scaling, positions
-            )
-        self.side_streams.join(SHARED_STREAM)
-        out: Tensor = self.experts(x_ND, ids, weights, w.experts, self.limit, shared)
-        return out
+        assert w.bias is not None
+        return self.route_by_score(x_ND, w.gate, w.bias, self.topk, self.scaling, positions)
+
+    def mix(self, x_ND: Tensor, ids: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
+        """The routed experts' outputs and the shared one's: [N,D]."""
+        return self.experts(x_ND, ids, weights, self.weights.experts, self.limit, shared)

@@ -1,0 +1,196 @@
+"""The compiled mode: a model's decoder layers as graphs that a directory keeps for the next start.
+
+A file is known by everything its code depends on: this package's source, torch, the processor or
+GPU, and the shapes of what the graph takes. One that is damaged is compiled again.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import finwhale
+from finwhale.errors import ResourceError
+from finwhale.models.deepseek_v4.cache_spec import PagedCache
+from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, LayerTracer, Traceable
+from finwhale.models.deepseek_v4.layer import DecoderLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.ops.compiled import TracedTable
+from finwhale.ops.compiled.step import StepTensors
+
+logger = logging.getLogger(__name__)
+
+# Tokens of a step that runs compiled; beyond, products take nearly all the time and the graphs,
+# which are made for few rows, save nothing.
+MAX_TOKENS = {"cpu": 64, "cuda": 512}
+
+
+def compile_layers(
+    model: DeepseekV4, traced: TracedTable, cache: PagedCache, rows_per_page: int, directory: Path
+) -> int:
+    """Replace the decoder layers of a model and of its MTP layer by compiled ones.
+
+    Args:
+        traced: the table to trace.
+        rows_per_page: of the window's pages.
+        directory: where graphs are kept.
+
+    Returns:
+        How many graphs were compiled; the others were loaded.
+
+    Raises:
+        ResourceError: there is no compiler, or the directory cannot be used.
+    """
+    device = model.weights.embed.device
+    step = StepTensors(traced.ops.packed, rows_per_page)
+    store = GraphStore(directory, device)
+
+    def compiled(layer: DecoderLayer, first: bool) -> CompiledLayer:
+        tracer = LayerTracer(model.config, traced, layer, model.tables, cache, step, first=first)
+        graphs = store.graph(tracer.enter()), store.graph(tracer.leave())
+        return CompiledLayer(layer, *graphs, cache, step, MAX_TOKENS[device.type])
+
+    def all_of(layers: nn.ModuleList) -> nn.ModuleList:
+        return nn.ModuleList(compiled(layer, i == 0) for i, layer in enumerate(layers))
+
+    model.layers = all_of(model.layers)
+    if model.mtp is not None:
+        model.mtp.layers = all_of(model.mtp.layers)
+    return store.num_compiled
+
+
+class GraphStore:
+    """Graphs by what they are made of: from memory, from the directory, or compiled now.
+
+    Attributes:
+        num_compiled: how many had to be compiled.
+    """
+
+    def __init__(self, directory: Path, device: torch.device) -> None:
+        self.directory = directory
+        self.num_compiled = 0
+        self._device = device
+        self._loaded: dict[str, Graph] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"compiled graphs cannot be kept in {directory}: {error.strerror or error}"
+            ) from error
+
+    @torch.inference_mode()
+    def graph(self, wanted: Traceable) -> Graph:
+        """The compiled form of a function."""
+        depends = f"{_environment(self._device)}\n{wanted.signature()}"
+        key = hashlib.sha256(depends.encode()).hexdigest()[:24]
+        if key not in self._loaded:
+            path = self.directory / f"{key}.pt2"
+            with _lock(path.with_suffix(".lock")):
+                if not _is_whole(path):
+                    self._compile(wanted, path)
+                    self.num_compiled += 1
+            self._loaded[key] = _load(path)
+        return self._loaded[key]
+
+    def _compile(self, wanted: Traceable, path: Path) -> None:
+        """Whoever is killed here leaves no file of this name."""
+        begin = time.perf_counter()
+        dynamic = torch.export.Dim.DYNAMIC
+        shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
+        options = {"cpp.threads": 1} if self._device.type == "cpu" else {}
+        partial = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about itself
+            program = torch.export.export(
+                _Module(wanted),
+                ([a.sample for a in wanted.arguments],),
+                dynamic_shapes={"flat": shapes},
+                strict=False,
+            )
+            try:
+                torch._inductor.aoti_compile_and_package(
+                    program, package_path=str(partial), inductor_configs=options
+                )
+            except (OSError, RuntimeError) as error:
+                raise ResourceError(
+                    "the compiled mode cannot compile, which needs a C++ compiler (and on a GPU "
+                    f"CUDA's headers, CUDA_HOME): {str(error).strip().splitlines()[0]}"
+                ) from error
+        path.with_suffix(".sum").write_text(_checksum(partial))
+        partial.replace(path)
+        logger.info("compiled %s in %.0f s", wanted.name, time.perf_counter() - begin)
+
+
+class _Module(nn.Module):
+    def __init__(self, wanted: Traceable) -> None:
+        super().__init__()
+        self._fn = wanted.fn
+
+    def forward(self, flat: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._fn(flat)
+
+
+def _load(path: Path) -> Graph:
+    """Neither traces nor compiles; the operators that it calls must be registered."""
+    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
+    run: Graph = package.loader.boxed_run
+    return run
+
+
+def _checksum(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is there as it was written."""
+    if not path.exists():
+        return False
+    try:
+        if path.with_suffix(".sum").read_text() == _checksum(path):
+            return True
+    except OSError:
+        pass
+    logger.warning("%s is damaged, and compiled again", path)
+    return False
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One process at a time; one that is killed lets go."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@cache
+def _environment(device: torch.device) -> str:
+    """What code depends on besides a graph's arguments."""
+    source = hashlib.sha256()
+    root = Path(finwhale.__file__).parent
+    for part in ("ops", "models"):
+        for path in sorted((root / part).rglob("*.py")):
+            source.update(path.read_bytes())
+    if device.type == "cuda":
+        on = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+    else:
+        on = f"{platform.machine()} {_cpu_flags()}"
+    return f"{source.hexdigest()} torch {torch.__version__} {on}"
+
+
+def _cpu_flags() -> str:
+    """The code is for this very processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,190 @@
+"""Operators of the CPU's table as plain torch that a compiler fuses: float32, any number of rows.
+
+The same arithmetic as the references, written so that a graph's shapes stay symbolic and nothing is
+a call of its own that need not be one. Products with packed weights stay custom operators.
+
+Legend as in the families' packages.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from finwhale.ops import Ops
+from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.attention.ref import apply_rope
+from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+from finwhale.ops.slots import write_slots
+
+_EXPONENT = 0x7F800000
+# To the next power of two, and from a group's scale to its lowest exponent, six binades below.
+_TO_LOWEST = 0x007FFFFF - (6 << 23)
+_MAGIC = (20 << 23) + 0x400000
+
+
+def traced(registered: Ops) -> Ops:
+    """The CPU's table for a compiler: `registered` where it cannot do better."""
+
+    def rounded(x: Tensor, round_input: bool) -> Tensor:
+        return round_e4m3(x, ACTIVATION_GROUP) if round_input else x
+
+    def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
+        x_NK = rounded(x_NK, w.round_input)
+        return registered.linear(x_NK, replace(w, round_input=False))
+
+    def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+        x_NGK = rounded(x_NGK, w.round_input)
+        return registered.grouped_linear(x_NGK, replace(w, round_input=False))
+
+    def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+        first, second = LinearWeight(w.w13, w.round_input), LinearWeight(w.w2, w.round_input)
+        return linear(clamped_swiglu(linear(x_ND, first), limit), second)
+
+    return replace(
+        registered,
+        mhc_pre=mhc_pre,
+        mhc_post_pre=mhc_post_pre,
+        linear=linear,
+        grouped_linear=grouped_linear,
+        prepare_qkv=prepare_qkv,
+        route_by_score=route_by_score,
+        route_by_hash=route_by_hash,
+        swiglu_mlp=swiglu_mlp,
+    )
+
+
+def round_e4m3(x: Tensor, group: int) -> Tensor:
+    """As rounding.round_e4m3, for |x| < 2^100; a rounded zero is +0 (host.round_e4m3 says how)."""
+    width = x.shape[-1]
+    rest = width % group
+    if rest:
+        parts = [_round_groups(x[..., width - rest :], rest)]
+        if width > rest:
+            parts.insert(0, _round_groups(x[..., : width - rest], group))
+        return torch.cat(parts, -1)
+    return _round_groups(x, group)
+
+
+def _round_groups(x: Tensor, group: int) -> Tensor:
+    values = x.unflatten(-1, (-1, group))
+    scale = values.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) * (1.0 / E4M3_MAX)
+    lowest = (scale.view(torch.int32) + _TO_LOWEST) & _EXPONENT
+    shift = torch.maximum(values.view(torch.int32) & _EXPONENT, lowest) + _MAGIC
+    magic = shift.view(torch.float32)
+    return ((values + magic) - magic).flatten(-2)
+
+
+def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D
+
+
+def _product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+    """[N,M] with few outputs: sums of the one loop that also makes x."""
+    return (x_NK[:, None] * weight_MK).sum(-1)
+
+
+def _sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
+    """As mhc.ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i, likewise v; mix_ij / (u_i v_j)."""
+    v_NH = mix_NHH.sum(1) + eps
+    u_NH = torch.ones_like(v_NH)
+    for _ in range(num_iters - 1):
+        u_NH = (mix_NHH / v_NH[:, None]).sum(2) + eps * u_NH
+        v_NH = (mix_NHH / u_NH[:, :, None]).sum(1) + eps * v_NH
+    return mix_NHH / u_NH[:, :, None] / v_NH[:, None]
+
+
+def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+    H = residual_NHD.shape[1]
+    flat = residual_NHD.flatten(1)
+    rstd = torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.rms_eps)
+    mixes = _product(flat, w.fn) * rstd * w.scale + w.base
+    gates = torch.sigmoid(mixes[:, : 2 * H])
+    logits = mixes[:, 2 * H :].unflatten(1, (H, H))
+    mix_NHH = (logits - logits.amax(-1, keepdim=True)).exp()
+    mix_NHH = mix_NHH / mix_NHH.sum(-1, keepdim=True) + params.eps
+    res_NHH = _sinkhorn(mix_NHH, params.num_iters, params.eps)
+    collapsed = ((gates[:, :H] + params.eps)[:, :, None] * residual_NHD).sum(1)
+    return rms_norm(collapsed, w.norm, params.rms_eps), gates[:, H:] * 2.0, res_NHH
+
+
+def mhc_post_pre(
+    x_ND: Tensor,
+    post_NH: Tensor,
+    res_NHH: Tensor,
+    residual_NHD: Tensor,
+    w: MhcWeight,
+    params: MhcParams,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    mixed = (res_NHH[..., None] * residual_NHD[:, :, None]).sum(1)
+    streams_NHD = mixed + post_NH[:, :, None] * x_ND[:, None]
+    return *mhc_pre(streams_NHD, w, params), streams_NHD
+
+
+def prepare_qkv(
+    q_lora_NQ: Tensor,
+    q_norm_Q: Tensor,
+    kv_NC: Tensor,
+    kv_norm_C: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    round_nope: bool,
+    tokens: Tokens,
+    pool: Tensor,
+    table: PageTable,
+) -> Tensor:
+    """The rotation and the slots come from the step's memo."""
+    rotation_NR = tokens.rotation(rotary_LR)
+    row = apply_rope(rms_norm(kv_NC, kv_norm_C, eps), rotation_NR)
+    if round_nope:
+        rope = 2 * rotation_NR.shape[-2]
+        row = torch.cat((round_e4m3(row[:, :-rope], NOPE_GROUP), row[:, -rope:]), -1)
+    pool.index_copy_(0, write_slots(tokens, table), row)
+    return rms_norm(q_lora_NQ, q_norm_Q, eps)
+
+
+def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
+    """sqrt(softplus(x gate^T)); softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
+    z = _product(x_ND, gate_ED)
+    return ((-z.abs()).exp().log1p() + z.clamp(min=0)).sqrt()
+
+
+def _weights(scores_NE: Tensor, ids_NK: Tensor, scaling: float) -> Tensor:
+    chosen = scores_NE.gather(1, ids_NK)
+    return chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
+
+
+def route_by_score(
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    bias_E: Tensor,
+    topk: int,
+    scaling: float,
+    positions_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(x_ND, gate_ED)
+    ids_NK = (scores + bias_E).topk(topk, -1).indices
+    return ids_NK, _weights(scores, ids_NK, scaling)
+
+
+def route_by_hash(
+    x_ND: Tensor,
+    gate_ED: Tensor,
+    tid2eid_VK: Tensor,
+    token_ids_N: Tensor,
+    scaling: float,
+    positions_N: Tensor,
+) -> tuple[Tensor, Tensor]:
+    ids_NK = tid2eid_VK.index_select(0, token_ids_N)
+    return ids_NK, _weights(_scores(x_ND, gate_ED), ids_NK, scaling)
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit); gate_up [...,2I]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    return gate / ((-gate).exp() + 1.0) * up.clamp(-limit, limit)
