@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,11 @@ def compile_layers(
     step = StepTensors(traced.ops.packed, rows_per_page)
     store = GraphStore(directory, device)
 
-    def compiled(layer: DecoderLayer, first: bool) -> CompiledLayer:
+    def compiled(layer: nn.Module, first: bool) -> CompiledLayer:
+        assert isinstance(layer, DecoderLayer)
         tracer = LayerTracer(model.config, traced, layer, model.tables, cache, step, first=first)
         graphs = store.graph(tracer.enter()), store.graph(tracer.leave())
-        return CompiledLayer(layer, *graphs, cache, step, MAX_TOKENS[device.type])
+        return CompiledLayer(tracer, *graphs, MAX_TOKENS[device.type])
 
     def all_of(layers: nn.ModuleList) -> nn.ModuleList:
         return nn.ModuleList(compiled(layer, i == 0) for i, layer in enumerate(layers))
@@ -143,8 +145,7 @@ class _Module(nn.Module):
 def _load(path: Path) -> Graph:
     """Neither traces nor compiles; the operators that it calls must be registered."""
     package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
-    run: Graph = package.loader.boxed_run
-    return run
+    return cast(Graph, package.loader.boxed_run)
 
 
 def _checksum(path: Path) -> str:

@@ -19,8 +19,9 @@ from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
-from finwhale.ops.attention import Window
+from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.linear import LinearWeight
+from finwhale.ops.paging import Tokens
 
 COMPRESS_STREAM = 0
 
@@ -145,17 +146,42 @@ class Attention(nn.Module):
         out_NAC: Tensor,
     ) -> None:
         """Choose entries and attend; what depends on the sequences' lengths. Writes out [N,A,C]."""
+        entries = self.choose(q_NX, projected, inputs, rotary, cache)
+        window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
+        self.read(q_NX, entries, inputs.tokens, rotary, window, out_NAC)
+
+    def choose(
+        self,
+        q_NX: Tensor,
+        projected: Tensor | None,
+        inputs: StepInputs,
+        rotary: Tensor,
+        cache: PagedCache,
+    ) -> Selected | Complete | None:
+        """The entries that the tokens see."""
+        if self.entries is None or projected is None:
+            return None
         width = self.heads * self.head_dim
-        entries = None
-        if self.entries is not None and projected is not None:
-            index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
-            entries = self.entries.visible(projected, index_q, inputs, rotary, cache)
+        index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
+        return self.entries.visible(projected, index_q, inputs, rotary, cache)
+
+    def read(
+        self,
+        q_NX: Tensor,
+        entries: Selected | Complete | None,
+        tokens: Tokens,
+        rotary: Tensor,
+        window: Window,
+        out_NAC: Tensor,
+    ) -> None:
+        """Attention over the window and the entries; writes out [N,A,C]."""
+        width = self.heads * self.head_dim
         self.sparse_attention(
             q_NX[:, :width].unflatten(1, (self.heads, self.head_dim)),
             rotary,
             self.eps,
-            inputs.tokens,
-            Window(cache.pool("window", self.layer), inputs.tables["window"], self.window),
+            tokens,
+            window,
             entries,
             self.weights.attn_sink,
             self.scale,

@@ -2,9 +2,12 @@
 
     (x, post_mix, res_mix, residual) -> [enter] -> compress, select, attend -> [leave] -> experts
 
-What reads a sequence's length or chooses experts runs between the graphs as ever. A graph is traced
-from DecoderLayer's own methods, with weights and caches as arguments, so that layers which differ in
-their values alone share it. It is compiled by AOTInductor: loading one traces and compiles nothing.
+What reads a sequence's length or chooses experts runs between them as ever. A graph is traced
+from DecoderLayer's own methods, with weights and caches as arguments, so that layers which differ
+in their values alone share it. It is compiled by AOTInductor: loading one traces and compiles
+nothing.
+
+Where every operator can be plain torch (a CPU), attention and the experts are in the second graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +23,15 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState, LayerWei
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.ops.attention import Window
 from finwhale.ops.compiled import TracedTable
 from finwhale.ops.compiled.step import StepTensors
+from finwhale.ops.moe import ExpertWeight
 
 T = TypeVar("T")
 # Of sizes that stay open in a graph; different, so that none is taken for another.
-SAMPLE_TOKENS, SAMPLE_SEQUENCES, SAMPLE_PAGES = 6, 4, 3
+SAMPLE_TOKENS, SAMPLE_SEQUENCES, SAMPLE_PAGES, SAMPLE_ENTRIES, SAMPLE_ROWS = 6, 4, 3, 5, 16
+NO_EXPERTS = ExpertWeight(torch.empty(0), torch.empty(0))
 
 
 class Graph(Protocol):
@@ -62,6 +68,10 @@ class Traceable:
     fn: Callable[[list[Tensor]], tuple[Tensor, ...]]
     arguments: list[Argument]
     constants: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        # Tracing takes two arguments that are one tensor for one argument.
+        assert len({id(a.sample) for a in self.arguments}) == len(self.arguments)
 
     def signature(self) -> str:
         constants = [repr(value) for value in self.constants]
@@ -125,11 +135,17 @@ class LayerTracer:
         routed = "hash" if layer.weights.ffn.tid2eid is not None else "score"
         self.entered = entries + (" first" if first else "")
         self.left = routed
+        w = layer.weights
+        # Experts outside the graph are not among its arguments.
+        experts = table.expert_weight(w.ffn.experts) if table.whole else NO_EXPERTS
+        ffn = replace(w.ffn, experts=experts)
+        self.entered_weights = (w.hc_attn, w.attn)
+        self.left_weights = (w.attn.wo_a, w.attn.wo_b, w.attn.attn_sink, w.hc_ffn, ffn)
 
     def enter(self) -> Traceable:
         """[state.., step.., window pool, weights..] -> mixes, residual, queries, entries' input."""
         w = self.layer.weights
-        weights = (w.hc_attn, w.attn)
+        weights = self.entered_weights
         state, step = self._state(), self._step()
         counts = len(state), len(step)
 
@@ -138,7 +154,7 @@ class LayerTracer:
             x, *mixes = (next(given) for _ in range(counts[0]))
             tokens, table, rotary = self.step.back([next(given) for _ in range(counts[1])])
             cache = PagedCache({"window": {self.layer.attn.layer: next(given)}})
-            hc, attn = (with_tensors(weight, given) for weight in weights)
+            hc, attn = with_tensors(w.hc_attn, given), with_tensors(w.attn, given)
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
             x, post, res, residual = layer.enter(x, *(mixes or (None, None, None)))
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
@@ -151,32 +167,56 @@ class LayerTracer:
         return Traceable(f"enter {self.entered}", fn, arguments, self._constants(weights))
 
     def leave(self) -> Traceable:
-        """[attention's output, mixes.., residual, positions, token ids, weights..] ->
-        experts' input, mixes, residual, shared expert's output, expert ids, their weights.
+        """Attention's output [N,A,C], or what gives it; mixes, residual, positions, token ids,
+        weights.. -> experts' input, mixes, residual, shared expert's output, expert ids and their
+        weights; or the layer's own results, where the experts are in the graph as well.
         """
-        w = self.layer.weights
-        # Not the routed experts: they stay outside.
-        ffn = replace(w.ffn, experts=replace(w.ffn.shared_experts))
-        weights = (w.attn.wo_a, w.attn.wo_b, w.hc_ffn, ffn)
+        weights = self.left_weights
+        rows = self._rows()
 
         def fn(flat: list[Tensor]) -> tuple[Tensor, ...]:
-            o_NAC, post, res, residual, positions, token_ids, *rest = flat
-            given = iter(rest)
-            wo_a, wo_b, hc, ffn = (with_tensors(weight, given) for weight in weights)
-            attn = replace(w.attn, wo_a=wo_a, wo_b=wo_b)
-            layer = self._layer(replace(w, attn=attn, hc_ffn=hc, ffn=ffn))
+            given = iter(flat)
+            o_NAC, post, res, residual, positions, token_ids = (next(given) for _ in range(6))
+            read = [next(given) for _ in rows]
+            layer = self._layer(self._with_left([with_tensors(w, given) for w in weights]))
+            step = [positions, *read[:1], positions] if read else [positions] * len(self._step())
+            tokens, table, rotary = self.step.back(step)
+            if read:
+                window, entries = self.step.back_rows(read[1:], tokens, table, layer.attn.window)
+                q_NX, o_NAC = o_NAC, layer.attn.empty_output(o_NAC)
+                layer.attn.read(q_NX, entries, tokens, rotary, window, o_NAC)
             x, post, res, residual = layer.cross(layer.attn.output(o_NAC), post, res, residual)
-            tokens = self.step.back([positions] * len(self._step()))[0]
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
-            ids, chosen = layer.ffn.route(x, inputs)
-            out = (x, post, res, residual, layer.ffn.share(x), ids, chosen)
-            return tuple(t.contiguous() for t in out)
+            out = [layer.ffn.share(x), *layer.ffn.route(x, inputs)]
+            if self.table.whole:
+                shared, ids, chosen = out
+                x, out = layer.ffn.mix(x, ids, chosen, shared), []
+            return tuple(t.contiguous() for t in (x, post, res, residual, *out))
 
         attn = self.layer.attn
-        o_NAC = self._empty(attn.heads, attn.head_dim)
-        ids = self._empty(dtype=torch.int64)
-        arguments = [o_NAC, *self._mixes(), ids, ids, *_fixed(weights)]
+        if self.table.whole:
+            first = self._empty(attn.heads * attn.head_dim)
+        else:
+            first = self._empty(attn.heads, attn.head_dim)
+        ids = [self._empty(dtype=torch.int64) for _ in range(2)]
+        arguments = [first, *self._mixes(), *ids, *rows, *_fixed(weights)]
         return Traceable(f"leave {self.left}", fn, arguments, self._constants(weights))
+
+    def _rows(self) -> list[Argument]:
+        """Where attention is in the graph: the rotation, and what it reads."""
+        if not self.table.whole:
+            return []
+        rotation = self._empty(*self.rotary.shape[1:], dtype=torch.float32)
+        seen = self._empty(self.layer.attn.window, dtype=torch.int64)
+        slots = Argument(self._empty(SAMPLE_ENTRIES, dtype=torch.int32).sample, (0, 1))
+        pools = (Argument(self.pool[:rows], (0,)) for rows in (SAMPLE_ROWS, SAMPLE_ROWS + 1))
+        return [rotation, next(pools), seen, next(pools), slots]
+
+    def _with_left(self, parts: list[Any]) -> LayerWeights:
+        wo_a, wo_b, attn_sink, hc, ffn = parts
+        w = self.layer.weights
+        attn = replace(w.attn, wo_a=wo_a, wo_b=wo_b, attn_sink=attn_sink)
+        return replace(w, attn=attn, hc_ffn=hc, ffn=ffn)
 
     def _constants(self, weights: tuple[Any, ...]) -> tuple[Any, ...]:
         read = (self.config, self.layer.attn.round_kv, self.step, self.table.namespace)
@@ -219,52 +259,40 @@ class LayerTracer:
         positions = self._empty(dtype=torch.int64)
         if not self.step.packed:
             rotation = self._empty(*self.rotary.shape[1:], dtype=torch.float32)
-            return [positions, rotation, positions]
+            return [positions, rotation, self._empty(dtype=torch.int64)]
         sequence = self._empty(dtype=torch.int32)
-        ints = {"dtype": torch.int32, "device": self.pool.device}
-        return [
-            positions,
-            sequence,
-            Argument(torch.zeros(SAMPLE_SEQUENCES + 1, **ints), (0,)),
-            Argument(torch.zeros(SAMPLE_SEQUENCES, SAMPLE_PAGES, **ints), (0, 1)),
-            Argument(torch.zeros(SAMPLE_SEQUENCES, **ints), (0,)),
-            Argument(self.rotary, (0,)),
-        ]
+        starts, first = (
+            Argument(torch.zeros(count, dtype=torch.int32, device=self.pool.device), (0,))
+            for count in (SAMPLE_SEQUENCES + 1, SAMPLE_SEQUENCES)
+        )
+        pages = first.sample[:, None].repeat(1, SAMPLE_PAGES)
+        rotary = Argument(self.rotary, (0,))
+        return [positions, sequence, starts, Argument(pages, (0, 1)), first, rotary]
 
 
 def _fixed(weights: tuple[Any, ...]) -> list[Argument]:
-    return [Argument(tensor) for weight in weights for tensor in tensors_of(weight)]
+    return [Argument(tensor) for tensor in _tensors(weights)]
 
 
 class CompiledLayer(nn.Module):
     """A decoder layer whose two halves are graphs: the same arguments and results.
 
     Args:
-        layer: what runs between the graphs, and alone for steps of many tokens.
-        max_tokens: steps of more run `layer` itself, operator by operator.
+        tracer: what the graphs were traced from.
+        max_tokens: steps of more run the layer itself, operator by operator.
     """
 
-    def __init__(
-        self,
-        layer: DecoderLayer,
-        enter: Graph,
-        leave: Graph,
-        cache: PagedCache,
-        step: StepTensors,
-        max_tokens: int,
-    ) -> None:
+    def __init__(self, tracer: LayerTracer, enter: Graph, leave: Graph, max_tokens: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer = tracer.layer
         self.enter = enter
         self.leave = leave
-        self.step = step
+        self.step = tracer.step
+        self.whole = tracer.table.whole
         self.max_tokens = max_tokens
-        w = layer.weights
-        ffn = replace(w.ffn, experts=replace(w.ffn.shared_experts))
-        pool = cache.pool("window", layer.attn.layer)
-        self._enter_weights = [pool, *tensors_of(w.hc_attn), *tensors_of(w.attn)]
-        parts = (w.attn.wo_a, w.attn.wo_b, w.hc_ffn, ffn)
-        self._leave_weights = [t for part in parts for t in tensors_of(part)]
+        self.pool = tracer.pool
+        self._entered = [self.pool, *_tensors(tracer.entered_weights)]
+        self._left = _tensors(tracer.left_weights)
 
     def forward(
         self,
@@ -278,19 +306,34 @@ class CompiledLayer(nn.Module):
         segments: Segments,
     ) -> LayerState:
         if x.shape[0] > self.max_tokens:
-            return self.layer(x, post_mix, res_mix, residual, inputs, tables, cache, segments)  # type: ignore[no-any-return]
-        attn, ffn = self.layer.attn, self.layer.ffn
+            state: LayerState = self.layer(
+                x, post_mix, res_mix, residual, inputs, tables, cache, segments
+            )
+            return state
+        attn, tokens = self.layer.attn, inputs.tokens
         rotary = attn.rotary(tables)
-        state = [x.contiguous()]
+        given = [x.contiguous()]
         if post_mix is not None and res_mix is not None and residual is not None:
-            state += [post_mix, res_mix, residual]
-        step = self.step.flat(inputs.tokens, inputs.tables["window"], rotary)
-        post, res, residual, q_NX, *entered = self.enter([*state, *step, *self._enter_weights])
+            given += [post_mix, res_mix, residual]
+        given += self.step.flat(tokens, inputs.tables["window"], rotary)
+        post, res, residual, q_NX, *entered = self.enter(given + self._entered)
         projected = entered[0] if entered else None
         if attn.entries is not None and projected is not None:
             attn.entries.write(projected, inputs, rotary, cache)
+        mixes = [post, res, residual, tokens.positions, inputs.token_ids]
+        if self.whole:
+            entries = attn.choose(q_NX, projected, inputs, rotary, cache)
+            window = Window(self.pool, inputs.tables["window"], attn.window)
+            rows = [tokens.rotation(rotary), *self.step.flat_rows(tokens, window, entries)]
+            q_NX = q_NX[:, : attn.heads * attn.head_dim].contiguous()
+            x, post, res, residual = self.leave([q_NX, *mixes, *rows, *self._left])
+            return x, post, res, residual
         o_NAC = attn.empty_output(q_NX)
         segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC)
-        mixes = [o_NAC, post, res, residual, inputs.tokens.positions, inputs.token_ids]
-        x, post, res, residual, shared, ids, weights = self.leave([*mixes, *self._leave_weights])
-        return ffn.mix(x, ids, weights, shared), post, res, residual
+        x, post, res, residual, *routed = self.leave([o_NAC, *mixes, *self._left])
+        shared, ids, weights = routed
+        return self.layer.ffn.mix(x, ids, weights, shared), post, res, residual
+
+
+def _tensors(weights: tuple[Any, ...]) -> list[Tensor]:
+    return [tensor for weight in weights for tensor in tensors_of(weight)]

@@ -1,7 +1,7 @@
 """The tables that the compiled mode traces: operators that a compiler can follow or call.
 
-An operator is either plain torch, which is compiled into the graph (cpu.py), or a custom operator of
-torch.library (registered.py), which the graph calls. The default mode needs neither.
+An operator is either plain torch, which is compiled into the graph (cpu.py), or a custom operator
+of torch.library (registered.py), which the graph calls. The default mode needs neither.
 """
 
 from dataclasses import dataclass
@@ -9,14 +9,24 @@ from dataclasses import dataclass
 from finwhale.ops import Ops
 from finwhale.ops.compiled import cpu
 from finwhale.ops.compiled.registered import namespace, registered
+from finwhale.ops.moe import ExpertWeight
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTable:
-    """The table to trace, and the name under which its custom operators are registered."""
+    """The table to trace, and the name under which its custom operators are registered.
+
+    Attributes:
+        whole: attention and experts can be in the graph as well.
+    """
 
     ops: Ops
     namespace: str
+    whole: bool
+
+    def expert_weight(self, w: ExpertWeight) -> ExpertWeight:
+        """Routed experts' weights as a graph reads them."""
+        return cpu.as_half(w)
 
 
 def traced_table(ops: Ops) -> TracedTable:
@@ -26,4 +36,6 @@ def traced_table(ops: Ops) -> TracedTable:
     registered before it is loaded, and a process that loads one never traces.
     """
     table = registered(ops)
-    return TracedTable(table if ops.packed else cpu.traced(table), namespace(ops))
+    if not ops.packed:
+        table = cpu.traced(table)
+    return TracedTable(table, namespace(ops), whole=not ops.packed)

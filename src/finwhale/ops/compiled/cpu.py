@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import Ops
-from finwhale.ops.attention import NOPE_GROUP
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
-from finwhale.ops.slots import write_slots
+from finwhale.ops.slots import window_slots, write_slots
 
 _EXPONENT = 0x7F800000
 # To the next power of two, and from a group's scale to its lowest exponent, six binades below.
@@ -53,9 +53,21 @@ def traced(registered: Ops) -> Ops:
         grouped_linear=grouped_linear,
         prepare_qkv=prepare_qkv,
         route_by_score=route_by_score,
+        sparse_attention=sparse_attention,
         route_by_hash=route_by_hash,
+        experts=experts,
         swiglu_mlp=swiglu_mlp,
     )
+
+
+def as_half(w: ExpertWeight) -> ExpertWeight:
+    """Weights in float16 where it holds every value, half the bytes to read; else as they are."""
+
+    def half(weight: Tensor) -> Tensor:
+        narrow = weight.half()
+        return narrow if torch.equal(narrow.float(), weight) else weight
+
+    return replace(w, w13=half(w.w13), w2=half(w.w2))
 
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
@@ -76,7 +88,8 @@ def _round_groups(x: Tensor, group: int) -> Tensor:
     lowest = (scale.view(torch.int32) + _TO_LOWEST) & _EXPONENT
     shift = torch.maximum(values.view(torch.int32) & _EXPONENT, lowest) + _MAGIC
     magic = shift.view(torch.float32)
-    return ((values + magic) - magic).flatten(-2)
+    rounded: Tensor = ((values + magic) - magic).flatten(-2)
+    return rounded
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -188,3 +201,50 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     gate = gate.clamp(max=limit)
     return gate / ((-gate).exp() + 1.0) * up.clamp(-limit, limit)
+
+
+def experts(
+    x_ND: Tensor,
+    ids_NK: Tensor,
+    weights_NK: Tensor,
+    w: ExpertWeight,
+    limit: float,
+    shared_ND: Tensor | None = None,
+) -> Tensor:
+    """Each (token, expert) pair alone: one loop over the expert's matrix as it lies in memory."""
+    x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
+    gate_up = (w.w13[ids_NK].float() * x_ND[:, None, None]).sum(-1)
+    hidden = clamped_swiglu(gate_up, limit)
+    hidden = round_e4m3(hidden, ACTIVATION_GROUP) if w.round_input else hidden
+    out = (w.w2[ids_NK].float() * hidden[:, :, None]).sum(-1)
+    mixed = (out * weights_NK[:, :, None]).sum(1)
+    return mixed if shared_ND is None else mixed + shared_ND
+
+
+def sparse_attention(
+    q_NAC: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+) -> None:
+    """Of selected entries, which may be none; the window's slots come from the step's memo."""
+    assert isinstance(entries, Selected)
+    rotation_NR = tokens.rotation(rotary_LR)
+    q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)
+    q = apply_rope(q, rotation_NR) * scale
+    slots_NW = window_slots(tokens, window.table, window.size)
+    rows_NKC = torch.cat(
+        (window.pool[slots_NW.clamp(min=0)], entries.pool[entries.slots.clamp(min=0)]), 1
+    )
+    missing_NK = torch.cat((slots_NW < 0, entries.slots < 0), 1)
+    scores = torch.bmm(q, rows_NKC.transpose(1, 2)).masked_fill(missing_NK[:, None], -torch.inf)
+    maximum = torch.maximum(scores.amax(-1), sink_A)
+    weights = (scores - maximum[:, :, None]).exp()
+    total = (sink_A - maximum).exp() + weights.sum(-1)
+    out = torch.bmm(weights, rows_NKC) / total[:, :, None]
+    out_NAC.copy_(apply_rope(out, rotation_NR, inverse=True))

@@ -65,7 +65,8 @@ def register(ops: Ops) -> Library:
 def registered(ops: Ops) -> Ops:
     """`ops` with what stands in a compiled graph replaced by calls of custom operators."""
     register(ops)
-    return replace(ops, **_calls(getattr(torch.ops, namespace(ops))))
+    calls: dict[str, Any] = _calls(getattr(torch.ops, namespace(ops)))
+    return replace(ops, **calls)
 
 
 def _kernels(ops: Ops) -> dict[str, Callable[..., Any]]:

@@ -2,19 +2,24 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.slots import write_slots
+from finwhale.ops.slots import complete_slots, window_slots, write_slots
+
+# Complete entries are read in whole multiples of this many.
+ENTRY_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """How a table's `prepare_qkv` finds positions and rows.
+    """How a table's operators find positions and rows in a graph.
 
     Attributes:
-        packed: kernels read page tables; else the rotation and the slots are read, which the
-            step's memo holds.
+        packed: kernels read page tables, and attention is not in the graph; else rotations and
+            slots are read, which the step's memo holds.
         rows_per_page: of the window's pages.
     """
 
@@ -41,3 +46,37 @@ class StepTensors:
         tokens.memo["rotation", id(rotation)] = rotation, rotation
         tokens.memo["write", table] = slots
         return tokens, table, rotation
+
+    def flat_rows(
+        self, tokens: Tokens, window: Window, entries: Selected | Complete | None
+    ) -> list[Tensor]:
+        """The rows that attention reads, where it is in the graph."""
+        seen = window_slots(tokens, window.table, window.size)
+        return [window.pool, seen, *_entries(tokens, window, entries)]
+
+    def back_rows(
+        self, tensors: list[Tensor], tokens: Tokens, table: PageTable, size: int
+    ) -> tuple[Window, Selected]:
+        """What `flat_rows` gave."""
+        pool, seen, entry_pool, slots = tensors
+        tokens.memo["window", table, size] = seen
+        return Window(pool, table, size), Selected(entry_pool, slots, rows_per_page=1)
+
+
+def _entries(
+    tokens: Tokens, window: Window, entries: Selected | Complete | None
+) -> tuple[Tensor, Tensor]:
+    """A pool and its slots [N,K] int32, K = 0 where there are no entries."""
+    if isinstance(entries, Selected):
+        return entries.pool, entries.slots
+    key = ("selected", None if entries is None else entries.table)
+    slots: Tensor | None = tokens.memo.get(key)
+    if slots is None:
+        if entries is None:
+            slots = torch.empty(len(tokens.positions), 0, dtype=torch.int32)
+        else:
+            count = tokens.max_len // entries.ratio
+            wide = complete_slots(tokens, entries.table, entries.ratio)
+            slots = wide[:, : -(-count // ENTRY_STEP) * ENTRY_STEP].int().contiguous()
+        tokens.memo[key] = slots
+    return (window.pool if entries is None else entries.pool), slots
