@@ -285,14 +285,14 @@ class CompiledLayer(nn.Module):
     def __init__(self, tracer: LayerTracer, enter: Graph, leave: Graph, max_tokens: int) -> None:
         super().__init__()
         self.layer = tracer.layer
-        self.enter = enter
-        self.leave = leave
-        self.step = tracer.step
-        self.whole = tracer.table.whole
         self.max_tokens = max_tokens
-        self.pool = tracer.pool
-        self._entered = [self.pool, *_tensors(tracer.entered_weights)]
-        self._left = _tensors(tracer.left_weights)
+        entered = [tracer.pool, *_tensors(tracer.entered_weights)]
+        attn = self.layer.attn
+        # Read at once: a module's attributes are slow to look up one by one.
+        self._parts = attn, attn.entries, tracer.step, tracer.table.whole
+        self._graphs = enter, entered, leave, _tensors(tracer.left_weights)
+        self._query_width = attn.heads * attn.head_dim
+        self._window = tracer.pool, attn.window
 
     def forward(
         self,
@@ -310,28 +310,32 @@ class CompiledLayer(nn.Module):
                 x, post_mix, res_mix, residual, inputs, tables, cache, segments
             )
             return state
-        attn, tokens = self.layer.attn, inputs.tokens
-        rotary = attn.rotary(tables)
+        attn, compressor, step, whole = self._parts
+        enter, entered, leave, left = self._graphs
+        tokens, table = inputs.tokens, inputs.tables["window"]
+        rotary = tables.plain if compressor is None else tables.compressed
         given = [x.contiguous()]
         if post_mix is not None and res_mix is not None and residual is not None:
             given += [post_mix, res_mix, residual]
-        given += self.step.flat(tokens, inputs.tables["window"], rotary)
-        post, res, residual, q_NX, *entered = self.enter(given + self._entered)
-        projected = entered[0] if entered else None
-        if attn.entries is not None and projected is not None:
-            attn.entries.write(projected, inputs, rotary, cache)
+        results = enter(given + step.flat(tokens, table, rotary) + entered)
+        post, res, residual, q_NX = results[:4]
+        projected = None
+        if compressor is not None:
+            projected = results[4]
+            compressor.write(projected, inputs, rotary, cache)
         mixes = [post, res, residual, tokens.positions, inputs.token_ids]
-        if self.whole:
-            entries = attn.choose(q_NX, projected, inputs, rotary, cache)
-            window = Window(self.pool, inputs.tables["window"], attn.window)
-            rows = [tokens.rotation(rotary), *self.step.flat_rows(tokens, window, entries)]
-            q_NX = q_NX[:, : attn.heads * attn.head_dim].contiguous()
-            x, post, res, residual = self.leave([q_NX, *mixes, *rows, *self._left])
+        if whole:
+            entries = None
+            if compressor is not None:
+                entries = attn.choose(q_NX, projected, inputs, rotary, cache)
+            pool, size = self._window
+            rows = step.flat_rows(tokens, Window(pool, table, size), entries)
+            query = q_NX[:, : self._query_width].contiguous()
+            x, post, res, residual = leave([query, *mixes, tokens.rotation(rotary), *rows, *left])
             return x, post, res, residual
         o_NAC = attn.empty_output(q_NX)
         segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC)
-        x, post, res, residual, *routed = self.leave([o_NAC, *mixes, *self._left])
-        shared, ids, weights = routed
+        x, post, res, residual, shared, ids, weights = leave([o_NAC, *mixes, *left])
         return self.layer.ffn.mix(x, ids, weights, shared), post, res, residual
 
 

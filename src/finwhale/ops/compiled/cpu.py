@@ -9,6 +9,7 @@ Legend as in the families' packages.
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops import Ops
@@ -21,6 +22,8 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 from finwhale.ops.slots import window_slots, write_slots
 
+# Outputs that lie side by side in memory: two vectors of float32.
+COLUMNS = 32
 _EXPONENT = 0x7F800000
 # To the next power of two, and from a group's scale to its lowest exponent, six binades below.
 _TO_LOWEST = 0x007FFFFF - (6 << 23)
@@ -60,14 +63,18 @@ def traced(registered: Ops) -> Ops:
     )
 
 
-def as_half(w: ExpertWeight) -> ExpertWeight:
-    """Weights in float16 where it holds every value, half the bytes to read; else as they are."""
+def columns(w: ExpertWeight) -> ExpertWeight:
+    """Routed experts as `experts` reads them, from one end to the other: w13 [E, 2I/32, D, 32] and
+    w2 [E, D/32, I, 32], rows of zeros to fill the last 32; in float16 where it holds every value.
+    """
 
-    def half(weight: Tensor) -> Tensor:
+    def ordered(weight: Tensor) -> Tensor:
         narrow = weight.half()
-        return narrow if torch.equal(narrow.float(), weight) else weight
+        weight = narrow if torch.equal(narrow.float(), weight) else weight
+        padded = F.pad(weight, (0, 0, 0, -weight.shape[1] % COLUMNS))
+        return padded.unflatten(1, (-1, COLUMNS)).transpose(2, 3).contiguous()
 
-    return replace(w, w13=half(w.w13), w2=half(w.w2))
+    return replace(w, w13=ordered(w.w13), w2=ordered(w.w2))
 
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
@@ -211,14 +218,20 @@ def experts(
     limit: float,
     shared_ND: Tensor | None = None,
 ) -> Tensor:
-    """Each (token, expert) pair alone: one loop over the expert's matrix as it lies in memory."""
+    """Of `columns`. Each (token, expert) pair alone: one loop over the expert's matrix."""
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
-    gate_up = (w.w13[ids_NK].float() * x_ND[:, None, None]).sum(-1)
+    width = w.w2.shape[2]
+    gate_up = _each(x_ND[:, None], w.w13[ids_NK])[..., : 2 * width]
     hidden = clamped_swiglu(gate_up, limit)
     hidden = round_e4m3(hidden, ACTIVATION_GROUP) if w.round_input else hidden
-    out = (w.w2[ids_NK].float() * hidden[:, :, None]).sum(-1)
+    out = _each(hidden, w.w2[ids_NK])[..., : x_ND.shape[1]]
     mixed = (out * weights_NK[:, :, None]).sum(1)
-    return mixed if shared_ND is None else mixed + shared_ND
+    return mixed if shared_ND is None else mixed.add(shared_ND)
+
+
+def _each(x: Tensor, weight_NKBXC: Tensor) -> Tensor:
+    """x [N,1,X] or [N,K,X] times each pair's matrix: [N,K,M]."""
+    return (weight_NKBXC.float() * x[:, :, None, :, None]).sum(-2).flatten(-2)
 
 
 def sparse_attention(
