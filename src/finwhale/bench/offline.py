@@ -376,6 +376,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             reference=args.reference,
             batch_invariant=args.batch_invariant,
             enforce_eager=args.enforce_eager,
+            compile=args.compile,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(1, *(shape.batch for shape in shapes)),
             graph_sizes=tuple({shape.batch for shape in shapes if shape.batch}) or None,
@@ -458,6 +459,7 @@ def main(argv: Sequence[str]) -> int:
         "--batch-invariant", action="store_true", help="the same bits whatever the batch"
     )
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
+    parser.add_argument("--compile", action="store_true", help="decoder layers ahead of time")
     parser.add_argument(
         "--kernels", type=int, default=0, metavar="N", help="show each shape's N slowest kernels"
     )

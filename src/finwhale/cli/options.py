@@ -12,6 +12,11 @@ from finwhale.request import SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
 
+COMPILE_HELP = (
+    "run decoder layers compiled ahead of time: the first start takes minutes to compile them, "
+    "later ones load what it kept"
+)
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
@@ -36,6 +41,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )
+    group.add_argument("--compile", action="store_true", help=COMPILE_HELP)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -131,5 +137,6 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             activations=args.activations,
             max_model_len=args.max_model_len,
             max_num_seqs=1,
+            compile=args.compile,
             progress=report,
         )

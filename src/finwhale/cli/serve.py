@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.cli.options import COMPILE_HELP
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
 
@@ -96,6 +97,7 @@ _ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "watchdog_seconds",
     "enforce_eager",
+    "compile",
 )
 
 
@@ -234,3 +236,4 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enforce-eager", action="store_true", default=None, help="no captured graphs"
     )
+    group.add_argument("--compile", action="store_true", default=None, help=COMPILE_HELP)

@@ -105,12 +105,11 @@ class GraphStore:
         return self._loaded[key]
 
     def _compile(self, wanted: Traceable, path: Path) -> None:
-        """Whoever is killed here leaves no file of this name."""
         begin = time.perf_counter()
         dynamic = torch.export.Dim.DYNAMIC
         shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
         options = {"cpp.threads": 1} if self._device.type == "cpu" else {}
-        partial = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
+        partial = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about itself
             program = torch.export.export(
@@ -128,8 +127,8 @@ class GraphStore:
                     "the compiled mode cannot compile, which needs a C++ compiler (and on a GPU "
                     f"CUDA's headers, CUDA_HOME): {str(error).strip().splitlines()[0]}"
                 ) from error
-        path.with_suffix(".sum").write_text(_checksum(partial))
-        partial.replace(path)
+        keep(path, partial.read_bytes())
+        partial.unlink()
         logger.info("compiled %s in %.0f s", wanted.name, time.perf_counter() - begin)
 
 
@@ -148,8 +147,12 @@ def _load(path: Path) -> Graph:
     return cast(Graph, package.loader.boxed_run)
 
 
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def keep(path: Path, code: bytes) -> None:
+    """Write a graph and its checksum; what a killed process leaves is not taken for it."""
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(code)
+    path.with_suffix(".sum").write_text(hashlib.sha256(code).hexdigest())
+    partial.replace(path)
 
 
 def _is_whole(path: Path) -> bool:
@@ -157,7 +160,8 @@ def _is_whole(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        if path.with_suffix(".sum").read_text() == _checksum(path):
+        found = hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.with_suffix(".sum").read_text() == found:
             return True
     except OSError:
         pass

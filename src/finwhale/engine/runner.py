@@ -63,8 +63,15 @@ class ModelRunner:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
-        # Before anything is traced or loaded, whatever the model's graphs will call.
-        traced = traced_table(self.ops) if config.compile else None
+        traced = None
+        if config.compile:
+            if not serves or (self.platform.vendor != "cpu" and not self.ops.packed):
+                raise FinwhaleError(
+                    "the compiled mode is for the platform's own operators, and here the plain "
+                    "definitions would run"
+                )
+            # Before anything is traced or loaded: what the model's graphs call.
+            traced = traced_table(self.ops)
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from finwhale.ops import Ops
 from finwhale.ops.compiled import cpu
-from finwhale.ops.compiled.registered import namespace, registered
+from finwhale.ops.compiled.registered import custom, namespace
 from finwhale.ops.moe import ExpertWeight
 
 
@@ -35,7 +35,7 @@ def traced_table(ops: Ops) -> TracedTable:
     To be called when a model is constructed: a compiled graph finds its operators only if they are
     registered before it is loaded, and a process that loads one never traces.
     """
-    table = registered(ops)
+    table = custom(ops)
     if not ops.packed:
         table = cpu.traced(table)
     return TracedTable(table, namespace(ops), whole=not ops.packed)

@@ -71,8 +71,9 @@ def columns(w: ExpertWeight) -> ExpertWeight:
     def ordered(weight: Tensor) -> Tensor:
         narrow = weight.half()
         weight = narrow if torch.equal(narrow.float(), weight) else weight
-        padded = F.pad(weight, (0, 0, 0, -weight.shape[1] % COLUMNS))
-        return padded.unflatten(1, (-1, COLUMNS)).transpose(2, 3).contiguous()
+        padded: Tensor = F.pad(weight, (0, 0, 0, -weight.shape[1] % COLUMNS))
+        blocks: Tensor = padded.unflatten(1, (-1, COLUMNS))
+        return blocks.transpose(2, 3).contiguous()
 
     return replace(w, w13=ordered(w.w13), w2=ordered(w.w2))
 
@@ -225,8 +226,8 @@ def experts(
     hidden = clamped_swiglu(gate_up, limit)
     hidden = round_e4m3(hidden, ACTIVATION_GROUP) if w.round_input else hidden
     out = _each(hidden, w.w2[ids_NK])[..., : x_ND.shape[1]]
-    mixed = (out * weights_NK[:, :, None]).sum(1)
-    return mixed if shared_ND is None else mixed.add(shared_ND)
+    mixed: Tensor = (out * weights_NK[:, :, None]).sum(1)
+    return mixed if shared_ND is None else mixed + shared_ND
 
 
 def _each(x: Tensor, weight_NKBXC: Tensor) -> Tensor:

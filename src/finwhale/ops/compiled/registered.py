@@ -1,7 +1,7 @@
 """Custom operators of torch.library over a table's own functions.
 
-A schema names every tensor and number that the contract's classes hold. Nothing here is imported
-in the default mode, where operators are called directly.
+A schema names every tensor and number that the contract's classes hold. The default mode registers
+nothing: there operators are called directly.
 
 Legend as in the families' packages.
 """
@@ -62,7 +62,7 @@ def register(ops: Ops) -> Library:
     return library
 
 
-def registered(ops: Ops) -> Ops:
+def custom(ops: Ops) -> Ops:
     """`ops` with what stands in a compiled graph replaced by calls of custom operators."""
     register(ops)
     calls: dict[str, Any] = _calls(getattr(torch.ops, namespace(ops)))
@@ -239,14 +239,20 @@ def _calls(space: Any) -> dict[str, Callable[..., Any]]:
     def swiglu_mlp(x: Tensor, w: ExpertWeight, limit: float) -> Any:
         return space.swiglu_mlp(x, w.w13, w.w2, w.scale13, w.scale2, w.round_input, limit)
 
+    def route_by_score(*flat: Any) -> Any:
+        return space.route_by_score(*flat)
+
+    def route_by_hash(*flat: Any) -> Any:
+        return space.route_by_hash(*flat)
+
     return {
         "mhc_pre": mhc_pre,
         "mhc_post_pre": mhc_post_pre,
         "linear": linear,
         "grouped_linear": grouped_linear,
         "prepare_qkv": prepare_qkv,
-        "route_by_score": space.route_by_score,
-        "route_by_hash": space.route_by_hash,
+        "route_by_score": route_by_score,
+        "route_by_hash": route_by_hash,
         "swiglu_mlp": swiglu_mlp,
     }
 

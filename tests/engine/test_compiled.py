@@ -1,0 +1,255 @@
+"""The compiled mode: the same tokens, from graphs that a second process only loads."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import finwhale.engine.compiled as compiled_mode
+from finwhale import LLM, FinwhaleError, SamplingParams
+from finwhale.engine.compiled import GraphStore
+from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, Traceable
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+# Two graphs: the layer and the MTP layer are of one kind, and half the time of a test is g++'s.
+ONE_LAYER = tiny_config(3) | {
+    "vocab_size": 400,
+    "hidden_size": 64,
+    "sliding_window": 13,
+    "max_position_embeddings": 512,
+    "num_hidden_layers": 1,
+    "num_hash_layers": 0,
+    "compress_ratios": [0, 0],
+    "hc_sinkhorn_iters": 3,
+}
+PROMPTS = [[5, 6, 7], [9] * 20, list(range(10, 150))]
+GREEDY = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+# What a process finds: tokens of the model, and the MTP layer's streams of a text.
+START = """
+import json, sys
+import torch
+from finwhale import LLM, SamplingParams
+from finwhale.models.deepseek_v4.step import Inline
+from finwhale.testing.stepping import Stepper
+torch.set_num_threads(1)
+BEFORE
+options = json.loads(sys.argv[2])
+llm = LLM(sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, **options)
+params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+tokens = [r.outputs[0].token_ids for r in llm.generate(json.loads(sys.argv[3]), params)]
+runner, stepper = llm.engine.runner, Stepper(llm.engine)
+text = list(range(20, 40))
+with torch.inference_mode():
+    sequence = stepper.sequence(text)
+    (streams,) = stepper.step([(sequence, len(text) - 1)])
+    following = torch.tensor(text[1:])
+    mtp = runner.model.mtp
+    draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
+    draft = mtp.compute_logits(draft, 0)
+kinds = sorted({type(layer).__name__ for layer in [*runner.model.layers, *mtp.layers]})
+print(json.dumps([tokens, draft.argmax(-1).tolist(), draft.tolist(), runner.num_compiled, kinds]))
+"""
+# A second start may neither trace nor compile.
+NO_TRACING = """
+def refuse(*args, **kwargs):
+    raise AssertionError("traced or compiled")
+torch.export.export = torch.compile = torch._inductor.aoti_compile_and_package = refuse
+"""
+# The failure that other engines shipped: operators are registered where something is traced.
+REGISTERED_WHILE_TRACING = """
+import finwhale.engine.compiled as compiled_mode, finwhale.ops.compiled.registered as registered
+register, registered.register = registered.register, lambda ops: None
+compile = compiled_mode.GraphStore._compile
+def tracing(self, *args):
+    register(OPS)
+    compile(self, *args)
+compiled_mode.GraphStore._compile = tracing
+"""
+
+
+def start(path: Path, options: dict[str, Any], before: str = "") -> "subprocess.CompletedProcess":
+    # Code that calls the kernels is not worth g++'s time here.
+    fast = {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **fast}
+    code = START.replace("BEFORE", before)
+    arguments = [str(path), json.dumps(options), json.dumps(PROMPTS)]
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], env=env, text=True, capture_output=True
+    )
+
+
+def read(done: "subprocess.CompletedProcess") -> Any:
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("compiled") / "model"
+    write_plain_checkpoint(path, ONE_LAYER, random_weights(ONE_LAYER, seed=5))
+    return path
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def first_start(one_layer: Path, kept: Path) -> Any:
+    """What the process that compiles finds."""
+    return read(start(one_layer, {"compile": True, "cache_dir": str(kept)}))
+
+
+def test_a_second_start_loads_and_gives_the_same(
+    one_layer: Path, kept: Path, first_start: Any
+) -> None:
+    """On the model and on the MTP layer, bit for bit, and the tokens of the default mode."""
+    tokens, drafts, logits, num_compiled, kinds = first_start
+    assert num_compiled == 2 and kinds == ["CompiledLayer"]
+    again = read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, NO_TRACING))
+    assert again == [tokens, drafts, logits, 0, kinds]
+    default = read(start(one_layer, {}))
+    assert default[:2] == [tokens, drafts] and default[3:] == [0, ["DecoderLayer"]]
+    assert torch.allclose(torch.tensor(default[2]), torch.tensor(logits), atol=1e-4)
+
+
+def test_operators_registered_while_tracing_fail_the_second_start(
+    one_layer: Path, kept: Path, first_start: Any
+) -> None:
+    """So the test above sees that mistake."""
+    done = start(
+        one_layer,
+        {"compile": True, "cache_dir": str(kept)},
+        "from finwhale.ops.tables.cpu import OPS\n" + REGISTERED_WHILE_TRACING,
+    )
+    assert done.returncode != 0
+    assert "finwhale_cpu" in done.stderr, done.stderr[-2000:]
+
+
+def uncompiled(self: GraphStore, wanted: Traceable) -> Graph:
+    """The function that would be compiled, as it is: what it takes and gives, in no time."""
+
+    def run(arguments: list[Tensor]) -> list[Tensor]:
+        assert len(arguments) == len(wanted.arguments)
+        for given, argument in zip(arguments, wanted.arguments, strict=True):
+            sample = argument.sample
+            assert given.dtype == sample.dtype and given.dim() == sample.dim()
+            fixed = [d for d in range(sample.dim()) if d not in argument.open_dims]
+            assert [given.shape[d] for d in fixed] == [sample.shape[d] for d in fixed]
+            if argument.open_dims:
+                assert given.is_contiguous()
+            else:
+                assert given.stride() == sample.stride()
+        return list(wanted.fn(arguments))
+
+    self.num_compiled += 1
+    return run
+
+
+@pytest.fixture
+def not_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphStore, "graph", uncompiled)
+
+
+@pytest.mark.usefixtures("not_compiling")
+@pytest.mark.parametrize("seed", [0, 3, 7])
+def test_traced_functions_give_the_layers_results(
+    tmp_path: Path, seed: int, one_thread: None
+) -> None:
+    """Every kind of layer, prompts below and above what attention selects, decodes together."""
+    config = tiny_config(seed)
+    write_plain_checkpoint(tmp_path, config, random_weights(config, seed))
+    options: dict[str, Any] = {"device": "cpu", "activations": "exact", "max_num_seqs": 4}
+    plain = LLM(tmp_path, **options)
+    traced = LLM(tmp_path, **options, compile=True, cache_dir=str(tmp_path / "kept"))
+    text = [(7 * i) % config["vocab_size"] for i in range(300)]
+    cuts = [*range(1, 12), 70, 71, 72, 200, *range(201, 280, 3)]
+    found, wanted = (Stepper(llm.engine).read(text, cuts).flatten(1) for llm in (traced, plain))
+    error = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert error.max() < 1e-4
+    together = [text[:n] for n in (3, 130, 200)]
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    one, other = (llm.generate(together, params) for llm in (traced, plain))
+    assert [r.outputs[0].token_ids for r in one] == [r.outputs[0].token_ids for r in other]
+
+
+@pytest.mark.usefixtures("not_compiling")
+def test_layers_of_a_kind_share_their_graphs(
+    tiny_path: Path, tmp_path: Path, one_thread: None
+) -> None:
+    llm = LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
+    model = llm.engine.runner.model
+    assert model.mtp is not None
+    layers = [*model.layers, *model.mtp.layers]
+    assert all(isinstance(layer, CompiledLayer) for layer in layers) and len(layers) == 5
+
+
+def signatures(make: Callable[..., LLM], **options: Any) -> set[str]:
+    found: list[str] = []
+
+    def keep(self: GraphStore, wanted: Traceable) -> Graph:
+        found.append(wanted.signature())
+        return lambda arguments: list(wanted.fn(arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GraphStore, "graph", keep)
+        make(compile=True, **options)
+    return set(found)
+
+
+def test_what_a_graph_depends_on_names_it(
+    new_llm: Callable[..., LLM], no_tokenizer_path: Path, tmp_path: Path
+) -> None:
+    """Rounding is in the code; the sizes of caches and batches are not."""
+    kept = str(tmp_path)
+    exact = signatures(new_llm, cache_dir=kept)
+    # Entries: first with a window, C4, C128; the MTP layer enters as the first layer does.
+    assert len(exact) == 3 + 2
+    assert signatures(new_llm, cache_dir=kept, max_num_seqs=3, max_model_len=256) == exact
+    assert not signatures(new_llm, cache_dir=kept, activations="as-trained") & exact
+
+
+def test_a_damaged_graph_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compiling(self: GraphStore, wanted: Traceable, path: Path) -> None:
+        compiled_mode.keep(path, b"code of " + wanted.name.encode())
+
+    def loading(path: Path) -> Any:
+        return path.read_bytes()
+
+    monkeypatch.setattr(GraphStore, "_compile", compiling)
+    monkeypatch.setattr(compiled_mode, "_load", loading)
+    wanted = Traceable("a graph", lambda flat: (flat[0],), [], ())
+
+    def found() -> tuple[Any, int]:
+        store = GraphStore(tmp_path / "graphs", torch.device("cpu"))
+        return store.graph(wanted), store.num_compiled
+
+    assert [found(), found()] == [(b"code of a graph", 1), (b"code of a graph", 0)]
+    (path,) = (tmp_path / "graphs").glob("*.pt2")
+    path.write_bytes(b"code of a gr")
+    assert found() == (b"code of a graph", 1)
+    assert sum("damaged" in record.message for record in caplog.records) == 1
+    path.with_suffix(".sum").unlink()
+    assert [found(), found()] == [(b"code of a graph", 1), (b"code of a graph", 0)]
+
+
+def test_what_it_is_not_for_is_refused(tiny_path: Path, tmp_path: Path) -> None:
+    for options in ({"reference": True}, {"dtype": "bfloat16"}):
+        with pytest.raises(FinwhaleError, match="compiled mode is for the platform's own"):
+            LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path), **options)
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(FinwhaleError, match="cannot be kept in"):
+        LLM(tiny_path, device="cpu", compile=True, cache_dir=str(file))
