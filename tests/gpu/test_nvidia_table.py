@@ -5,6 +5,8 @@ part where the model is undecided; perplexity and most of the greedy tokens must
 """
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ PROMPTS = [
     "The Union of these States",
     "In the beginning",
 ]
+LENGTHS = [3, 127, 128, 260, 700, 1, 1300, 64]
 
 
 @pytest.fixture(scope="module")
@@ -42,18 +45,6 @@ def agreeing(one: list[list[int]], other: list[list[int]]) -> int:
     return sum(a == b for x, y in pairs for a, b in zip(x, y, strict=True))
 
 
-def prefilled(stepper: Stepper, lengths: list[int]) -> list[Chunk]:
-    """Sequences of these lengths of which all but the last token has been read."""
-    chunks = []
-    for seed, length in enumerate(lengths):
-        sequence = stepper.sequence(text(seed, length))
-        if length > 1:
-            stepper.step([(sequence, length - 1)])
-        stepper.pages.grow(sequence.tables, length - 1, length)
-        chunks.append(Chunk(sequence, length - 1, length))
-    return chunks
-
-
 def test_the_table_is_not_the_reference(llm: LLM) -> None:
     names = dict(llm.engine.runner.ops.implementations())
     assert llm.engine.runner.ops.packed
@@ -62,30 +53,36 @@ def test_the_table_is_not_the_reference(llm: LLM) -> None:
 
 
 def test_text_is_the_cpu_s(llm: LLM) -> None:
-    """Perplexity within 2%, and the same best token wherever the CPU's leads by 1 or more."""
+    """No further from the CPU's distributions than the bfloat16 references are, and a third."""
     cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
-    sentence = (
-        "It was the best of times, it was the worst of times, and the old man sat down beside the "
-        "river to tell the children a story about a whale who wanted to see the mountains. "
+    reference = LLM(
+        device="cuda", reference=True, max_num_seqs=8, max_model_len=2048, cache_memory_bytes=2**28
     )
-    ids = cpu.encode(" ".join([*PROMPTS, *[sentence] * 5]))
+    story = SamplingParams(temperature=1.0, seed=3, max_tokens=400, ignore_eos=True)
+    ids = cpu.encode(PROMPTS[1])
+    ids += cpu.generate(PROMPTS[1], story)[0].outputs[0].token_ids
     read = []
-    for one in (cpu, llm):
+    for one in (cpu, llm, reference):
         stepper = Stepper(one.engine)
-        read.append(stepper.logits(stepper.read(ids, [100, 150])).cpu().float())
-    losses = [
-        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
-        for logits in read
+        logits = stepper.logits(stepper.read(ids, [100, 150])).cpu().float()
+        read.append(logits.log_softmax(-1))
+    truth, table, bf16 = read
+    divergence = [
+        torch.nn.functional.kl_div(one, truth, log_target=True, reduction="batchmean").item()
+        for one in (table, bf16)
     ]
-    top = read[0].topk(2, dim=-1).values
-    sure = top[:, 0] - top[:, 1] >= 1.0
-    same = read[0].argmax(-1) == read[1].argmax(-1)
-    share = same.float().mean().item()
-    print(f"loss: CPU {losses[0]:.4f}, GPU {losses[1]:.4f}; same best token: {share:.1%}")
-    assert abs(losses[1] - losses[0]) < 0.02
+    top = truth.exp().topk(2, dim=-1).values
+    sure = top[:, 0] >= 2 * top[:, 1]
+    same = [truth.argmax(-1) == one.argmax(-1) for one in (table, bf16)]
+    shares = [one.float().mean().item() for one in same]
+    print(
+        f"divergence from the CPU: table {divergence[0]:.5f}, references {divergence[1]:.5f}; "
+        f"same best token: {shares[0]:.1%}, {shares[1]:.1%}, "
+        f"where it is sure {same[0][sure].float().mean():.1%}, {same[1][sure].float().mean():.1%}"
+    )
+    assert divergence[0] <= 4 / 3 * divergence[1]
     assert sure.float().mean() > 0.3
-    assert same[sure].all()
-    assert share >= 0.9
+    assert same[0][sure].float().mean() >= same[1][sure].float().mean() - 0.02
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
@@ -93,7 +90,7 @@ def test_text_is_the_cpu_s(llm: LLM) -> None:
 def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
     runner = llm.engine.runner
     stepper = Stepper(llm.engine)
-    chunks = prefilled(stepper, [3, 127, 128, 260, 700, 1, 1300, 64][:batch])
+    chunks = stepper.prefilled([text(i, n) for i, n in enumerate(LENGTHS[:batch])])
     assert runner.graphs is not None and runner.graphs.fits(chunks)
     captured = runner.graphs.run(chunks).clone()
     inputs = runner.graphs._of(batch).inputs
@@ -132,7 +129,7 @@ def test_inputs_and_replay_neither_allocate_nor_wait(llm: LLM) -> None:
     """No allocation on the device, no host that waits for it."""
     runner = llm.engine.runner
     stepper = Stepper(llm.engine)
-    chunks = prefilled(stepper, [300, 20, 5])
+    chunks = stepper.prefilled([text(1, n) for n in (300, 20, 5)])
     assert runner.graphs is not None
     for _ in range(2):
         runner.graphs.run(chunks)
@@ -209,6 +206,41 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
     finally:
         llm.engine.steps_ahead = 1
     assert found[0] == found[1]
+
+
+def test_a_dead_device_leaves_an_exception_and_a_process() -> None:
+    """Ids out of range kill the device while a step is in flight: one clear error, no abort.
+
+    What torch frees when the interpreter ends may still abort it.
+    """
+    program = """
+import torch
+from finwhale import LLM, SamplingParams
+from finwhale.errors import EngineDeadError
+llm = LLM(device="cuda", max_num_seqs=4, max_model_len=512, cache_memory_bytes=2**26)
+params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+engine = llm.engine
+result = engine.add_request("a", [1, 2, 3], params)
+for _ in range(4):
+    engine.step()
+with torch.inference_mode():
+    engine.runner.sampled.fill_(2**40)
+try:
+    while engine.has_work:
+        engine.step()
+except EngineDeadError as error:
+    print("died:", error)
+    try:
+        llm.generate("more")
+    except EngineDeadError as again:
+        print("alive:", str(again) == str(error) == result.error, flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    print(done.returncode, done.stdout[-500:], done.stderr[-500:])
+    assert "died: the engine died (AcceleratorError: CUDA error: " in done.stdout
+    assert "alive: True" in done.stdout
 
 
 def test_reported_memory_is_what_is_held() -> None:
