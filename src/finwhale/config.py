@@ -33,6 +33,8 @@ class EngineConfig:
             gpu_memory_utilization, on a CPU at most 1 GiB.
         enable_prefix_caching: keep the state of what was read, so that a request which begins with
             the same tokens goes on from there. No token changes.
+        cache_dir: where compiled kernels are kept for the next start; None: finwhale in
+            ~/.cache.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr;
             None: never.
     """
@@ -50,6 +52,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    cache_dir: str | None = None
     watchdog_seconds: float | None = None
 
     def __post_init__(self) -> None:

@@ -53,6 +53,7 @@ class LLM:
             take.
         cache_memory_bytes: memory for the paged state, instead of what is left of that.
         enable_prefix_caching: keep the state of what was read for prompts that begin the same.
+        cache_dir: where compiled kernels are kept for the next start; None: finwhale in ~/.cache.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr.
         progress: called with (bytes read, bytes in all) while weights load.
 
@@ -79,6 +80,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        cache_dir: str | Path | None = None,
         watchdog_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             cache_memory_bytes=cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
+            cache_dir=None if cache_dir is None else str(cache_dir),
             watchdog_seconds=watchdog_seconds,
         )
         directory = Path(path) if path is not None else DEMO_PATH

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -12,9 +13,11 @@ from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
+from finwhale.engine.phases import Phases
 from finwhale.engine.scheduler import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
+from finwhale.engine.walk import Walk
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -22,6 +25,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
+from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
@@ -43,6 +47,8 @@ class ModelRunner:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
         memory: what is held on the device, measured where it is a GPU.
+        phases: how long the parts of the start took.
+        builds, built: the compilers behind the operators, and what they built ahead.
 
     Raises:
         ResourceError: no such device, or model and cache do not fit it.
@@ -59,10 +65,22 @@ class ModelRunner:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
+        self.phases = Phases()
+        self.builds = load_builds(
+            self.ops, self.platform, self.device.index or 0, config.cache_dir
+        )
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
+        # What determines every launch: with the same, a cache that was filled has everything.
+        self._launches = {
+            "model": asdict(model_config),
+            "steps": asdict(self._largest(config, longest)),
+            "batch_invariant": config.batch_invariant,
+            "eager": config.enforce_eager,
+        }
+        self.builds.expect(self._launches)
         allocated = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -81,6 +99,9 @@ class ModelRunner:
                 self._weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
             else:
                 self._weight_bytes = tensor_bytes(weights)
+            self.phases.end("weights")
+            self.built = self._prepare(config, weights, longest)
+            self.phases.end("kernels")
             self.plan = self._plan(config, weights, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
@@ -93,10 +114,13 @@ class ModelRunner:
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
+            self.phases.end("memory")
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
+            self.phases.end("graphs")
             self.memory = self._hold(config)
+            self.phases.end("memory")
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -113,6 +137,21 @@ class ModelRunner:
             round_activations=self._round,
             max_positions=max_positions,
         )
+
+    def _prepare(self, config: EngineConfig, weights: ModelWeights, longest: int) -> Built:
+        """Build every kernel that a request can need."""
+        if self.device.type != "cuda" or not self.ops.packed:
+            return Built()
+        steps = LargestSteps.alone(self._build(weights, longest), self.groups, self.ops)
+        walk = Walk(
+            steps.model,
+            self.groups,
+            self.ops,
+            steps.cache,
+            self._largest(config, longest),
+            eager=config.enforce_eager,
+        )
+        return self.builds.prepare(self._launches, walk)
 
     def _largest(self, config: EngineConfig, max_len: int) -> Largest:
         """The largest steps, and the graphs that there are to be."""
