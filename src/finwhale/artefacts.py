@@ -31,9 +31,9 @@ CHECKED = (".cubin", ".hsaco", ".json", ".so", ".cu")
 SEALS = "seals.json"
 
 
-def default_directory(home: Path | None = None, xdg_cache_home: str | None = None) -> Path:
+def default_directory(xdg_cache_home: str | None = None) -> Path:
     """Where compiled artefacts go unless told otherwise: finwhale in the XDG cache directory."""
-    base = Path(xdg_cache_home) if xdg_cache_home else (home or Path.home()) / ".cache"
+    base = Path(xdg_cache_home) if xdg_cache_home else Path.home() / ".cache"
     return base / "finwhale"
 
 
@@ -218,9 +218,9 @@ def _looks_whole(path: Path) -> bool:
         header = file.read(64)
     if len(header) < 64 or header[:4] != b"\x7fELF" or header[4] != 2:
         return False
-    (sections,) = struct.unpack_from("<Q", header, 40)
+    sections: int = struct.unpack_from("<Q", header, 40)[0]
     size, count = struct.unpack_from("<HH", header, 58)
-    return sections + size * count <= path.stat().st_size
+    return bool(sections + size * count <= path.stat().st_size)
 
 
 def _write(path: Path, text: str) -> None:

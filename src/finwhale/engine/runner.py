@@ -66,9 +66,7 @@ class ModelRunner:
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
         self.phases = Phases()
-        self.builds = load_builds(
-            self.ops, self.platform, self.device.index or 0, config.cache_dir
-        )
+        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)

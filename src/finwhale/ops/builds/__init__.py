@@ -68,9 +68,7 @@ class NothingToBuild:
         return {}
 
 
-def load_builds(
-    ops: Ops, platform: Platform, device_index: int, directory: str | None
-) -> Builds:
+def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str | None) -> Builds:
     """The compilers of a table.
 
     Args:

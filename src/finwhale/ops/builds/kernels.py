@@ -1,6 +1,5 @@
 """Triton's and DeepGEMM's kernels: compiled by other processes, kept in one place, counted."""
 
-import importlib.metadata
 import logging
 import platform as python_platform
 import time
@@ -24,7 +23,7 @@ from finwhale.platform import Platform
 
 HAS_DEEPGEMM = find_spec("deep_gemm") is not None
 if HAS_DEEPGEMM:
-    from finwhale.ops.builds.products import Products
+    from finwhale.ops.builds.products import VERSION, Products
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class KernelBuilds:
         pool, self._pool = self._pool or self._new_pool(), None
         finish = [pool.start(_job(variant) for variant in sorted(variants, key=_effort))]
         gemms = self._new_gemm_pool()
-        if gemms is not None:
+        if gemms is not None and self._products is not None:
             finish.append(gemms.start(self._products.jobs()))
         errors = [error for wait in finish for error in wait()]
         for error in dict.fromkeys(errors):
@@ -177,6 +176,6 @@ def _versions(platform: Platform, device_index: int) -> dict[str, str]:
         "arch": platform.arch,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "deepgemm": importlib.metadata.version("tokenspeed-deepgemm") if HAS_DEEPGEMM else "",
+        "deepgemm": VERSION if HAS_DEEPGEMM else "",
         "python": python_platform.python_version(),
     }

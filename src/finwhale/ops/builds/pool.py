@@ -1,5 +1,6 @@
 """Processes that compile: started early, fed one variant at a time, ended with their owner."""
 
+import contextlib
 import json
 import logging
 import os
@@ -106,10 +107,8 @@ class Pool:
         """End the workers; what they are at is given up."""
         for process in self._processes:
             if process.stdin is not None:
-                try:
+                with contextlib.suppress(OSError):
                     process.stdin.close()
-                except OSError:
-                    pass
         for process in self._processes:
             try:
                 process.wait(timeout=0.5)
@@ -118,4 +117,3 @@ class Pool:
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-

@@ -30,6 +30,7 @@ K_GROUP = 128
 # No launch takes so long on the host; loading a kernel does, compiling one takes seconds.
 SLOW_CALL_S = 0.1
 Kind = Literal["gemm", "einsum"]
+VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
 GEMM: Any = deep_gemm.fp8_gemm_nt
 EINSUM: Any = deep_gemm.fp8_einsum
 

@@ -149,7 +149,9 @@ def quantise(
     at least N, the results have that many rows: those past N are not written.
     """
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
-    y, scale = empty_quantised(num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK)
+    y, scale = empty_quantised(
+        num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK
+    )
     _launch(x_NGK, y, scale, None)
     return (y.squeeze(1), scale.squeeze(1)) if x_NK.dim() == 2 else (y, scale)
 
