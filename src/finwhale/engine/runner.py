@@ -71,14 +71,7 @@ class ModelRunner:
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
-        # What determines every launch: with the same, a cache that was filled has everything.
-        self._launches = {
-            "model": asdict(model_config),
-            "steps": asdict(self._largest(config, longest)),
-            "batch_invariant": config.batch_invariant,
-            "eager": config.enforce_eager,
-        }
-        self.builds.expect(self._launches)
+        self.builds.expect(self._launches(config, longest))
         allocated = 0
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -98,7 +91,7 @@ class ModelRunner:
             else:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")
-            self.built = self._prepare(config, weights, longest)
+            self.built = self._prepare(config, self._build(weights, longest), longest)
             self.phases.end("kernels")
             self.plan = self._plan(config, weights, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
@@ -113,6 +106,9 @@ class ModelRunner:
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
             self.phases.end("memory")
+            if self.max_model_len != longest:
+                self._prepare(config, self.model, self.max_model_len)
+                self.phases.end("kernels")
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -136,20 +132,29 @@ class ModelRunner:
             max_positions=max_positions,
         )
 
-    def _prepare(self, config: EngineConfig, weights: ModelWeights, longest: int) -> Built:
+    def _launches(self, config: EngineConfig, max_len: int) -> object:
+        """What determines every launch: for the same, a cache that was filled has everything."""
+        return {
+            "model": asdict(self.model_config),
+            "steps": asdict(self._largest(config, max_len)),
+            "batch_invariant": config.batch_invariant,
+            "eager": config.enforce_eager,
+        }
+
+    def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:
         """Build every kernel that a request can need."""
         if self.device.type != "cuda" or not self.ops.packed:
             return Built()
-        steps = LargestSteps.alone(self._build(weights, longest), self.groups, self.ops)
+        steps = LargestSteps.alone(model, self.groups, self.ops)
         walk = Walk(
-            steps.model,
+            model,
             self.groups,
             self.ops,
             steps.cache,
-            self._largest(config, longest),
+            self._largest(config, max_len),
             eager=config.enforce_eager,
         )
-        return self.builds.prepare(self._launches, walk)
+        return self.builds.prepare(self._launches(config, max_len), walk)
 
     def _largest(self, config: EngineConfig, max_len: int) -> Largest:
         """The largest steps, and the graphs that there are to be."""

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 
-class _NoDriver:
+class NoDriver:
     """As much of a driver as compiling asks for."""
 
     def __init__(self, target: GPUTarget) -> None:
@@ -49,7 +49,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     first = json.loads(requests.readline())
     knobs.cache.dir = first["cache"]
     knobs.compilation.store_binary_only = True
-    driver.set_active(_NoDriver(GPUTarget(**first["target"])))
+    driver.set_active(NoDriver(GPUTarget(**first["target"])))
     for module in first["modules"]:
         importlib.import_module(module)
     for line in requests:
