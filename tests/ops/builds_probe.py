@@ -9,21 +9,21 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
+from triton import knobs, next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.engine.memory import Largest, LargestSteps
-from finwhale.engine.walk import Walk
+from finwhale.engine.walk import Walk, numbers
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -96,6 +96,30 @@ def names(variants: list[Variant]) -> set[tuple[str, str]]:
     return {(v.name, v.specialization) for v in variants}
 
 
+def left_out(experts: int, topk: int, last: int) -> list[str]:
+    """Plans of the experts' launches, which change most often, that no walked number meets."""
+
+    def keys(counts: Iterable[int]) -> set[tuple[object, ...]]:
+        found: set[tuple[object, ...]] = set()
+        for n in counts:
+            pairs = n * topk
+            block_n = triton_experts.plan(pairs, experts, torch.device("cpu")).block_n
+            padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
+            slots = experts + padded // block_n
+            if pairs > triton_experts.FEW_PAIRS:
+                found.add((block_n, "many"))
+                continue
+            sizes = pairs, min(1024, pairs, slots)
+            found.add((block_n, *(next_power_of_2(size) for size in sizes)))
+        return found
+
+    return [
+        f"{experts} experts from {first} tokens on: {key}"
+        for first in (1, 513)
+        for key in keys(range(first, last + 1)) - keys(numbers(first, last))
+    ]
+
+
 def compile_twice(variants: list[Variant]) -> dict[str, Any]:
     """By workers, then from their cache; then after one result was damaged."""
     with tempfile.TemporaryDirectory() as directory:
@@ -160,6 +184,11 @@ def main() -> None:
         "walked": len(walked),
         "every": len(every),
         "missing": sorted(missing)[:5],
+        "left out": [
+            line
+            for experts, topk in ((256, 6), (384, 6), (384, 8), (64, 6), (16, 4))
+            for line in left_out(experts, topk, 8192)
+        ],
         "compiling": compile_twice(cheap),
     }
     print(json.dumps(report))

@@ -17,22 +17,23 @@ if TYPE_CHECKING:
     from finwhale.engine.engine import Engine
 
 TOKENS = 3
-# Prompts beside the longest chunk: one token, a few, more than a captured step has.
-LENGTHS = (1, 20, 600)
+# Prompts beside the longest chunk: a few tokens, one, more than a captured step has.
+LENGTHS = (20, 1, 600)
 
 
 def rehearse(engine: "Engine") -> None:
     """Run requests to their ends. The engine must be idle; it is as new afterwards."""
-    longest = engine.max_model_len - TOKENS - 1
-    lengths = [*LENGTHS, engine.config.max_num_batched_tokens + 1]
-    lengths = [min(max(1, longest), length) for length in lengths]
+    longest = max(1, engine.max_model_len - TOKENS)
+    few, *lengths = (
+        min(longest, length) for length in (*LENGTHS, engine.config.max_num_batched_tokens + 1)
+    )
     kinds = list(_kinds(engine.model_config.vocab_size))
     for number, params in enumerate(kinds):
-        _run(engine, [(lengths[number % len(lengths)], params)])
+        _run(engine, [([few, *lengths][number % (1 + len(lengths))], params)])
     # All together, and as many as may run at once.
-    _run(engine, [(20, params) for params in kinds])
+    _run(engine, [(few, params) for params in kinds])
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    _run(engine, [(min(20, longest), greedy)] * engine.config.max_num_seqs)
+    _run(engine, [(few, greedy)] * engine.config.max_num_seqs)
     _allow(engine)
     engine.forget()
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from finwhale.ops.builds import Built
 from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, Variant, collect, load
 from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
+from finwhale.ops.tables import optional
 from finwhale.platform import Platform
 
-HAS_DEEPGEMM = find_spec("deep_gemm") is not None
+HAS_DEEPGEMM = optional.deepgemm() is not None
 if HAS_DEEPGEMM:
     from finwhale.ops.builds.products import VERSION, Products
 
