@@ -163,7 +163,7 @@ class Engine:
         self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
-        if self.runner.device.type != "cpu":
+        if self.runner.device.type != "cpu" and self.runner.ops.packed:
             rehearse(self)
             self.runner.phases.end("rehearsal")
         self.runner.builds.ready()

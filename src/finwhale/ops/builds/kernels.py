@@ -23,7 +23,7 @@ from finwhale.platform import Platform
 
 HAS_DEEPGEMM = optional.deepgemm() is not None
 if HAS_DEEPGEMM:
-    from finwhale.ops.builds.products import VERSION, Products
+    from finwhale.ops.builds import products
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,9 @@ class KernelBuilds:
         # What only a reader of intermediate code needs would be read at each start.
         knobs.compilation.store_binary_only = True
         self._counter = Counter()
-        self._products: Products | None = None
+        self._products: products.Products | None = None
         if HAS_DEEPGEMM and platform.vendor == "nvidia":
-            self._products = Products(self._artefacts.folder("deepgemm/cache"))
-            self._products.install()
+            self._products = products.of_process(self._artefacts.folder("deepgemm/cache"))
         self._pool: Pool | None = None
         self._at_ready: dict[str, int] = {}
 
@@ -136,7 +135,7 @@ class KernelBuilds:
         if size < 1:
             return None
         first = {
-            "cache": str(self._artefacts.folder("deepgemm/cache").parent),
+            "cache": str(self._products.folder.parent),
             "device": self._device_index,
         }
         return Pool("finwhale.ops.builds.gemm_worker", first, int(size))
@@ -176,6 +175,6 @@ def _versions(platform: Platform, device_index: int) -> dict[str, str]:
         "arch": platform.arch,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "deepgemm": VERSION if HAS_DEEPGEMM else "",
+        "deepgemm": products.VERSION if HAS_DEEPGEMM else "",
         "python": python_platform.python_version(),
     }

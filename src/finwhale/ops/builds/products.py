@@ -76,24 +76,25 @@ class _Asked:
 
 
 class Products:
-    """What was asked for, and how often that was not prepared.
-
-    Args:
-        folder: DeepGEMM's cache; the library learns of it once, at its first product.
+    """What was asked for, and how often that was not prepared. One a process (`of_process`): the
+    library keeps its kernels, and learns where its cache is, once.
 
     Attributes:
+        folder: DeepGEMM's cache.
         total: kernels that were compiled or loaded when they were first called.
     """
 
     def __init__(self, folder: Path) -> None:
         self.total = 0
-        self._folder = folder
+        self.folder = folder
         self._asked: dict[tuple[Kind, tuple[int, ...]], _Asked] = {}
         self._built: set[tuple[object, ...]] = set()
         self._collecting: int | None = None
 
     def install(self) -> None:
-        os.environ["DG_JIT_CACHE_DIR"] = str(self._folder.parent)
+        """Be told of every product from now on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ["DG_JIT_CACHE_DIR"] = str(self.folder.parent)
 
         def gemm(x: Any, w: Any, out: Any, *args: Any, **kwargs: Any) -> None:
             self._run("gemm", w, len(out), lambda: GEMM(x, w, out, *args, **kwargs))
@@ -116,7 +117,7 @@ class Products:
         if this not in self._built:
             self._built.add(this)
             self.total += 1
-        elif time.time() - begin > SLOW_CALL_S and self._folder.stat().st_mtime >= begin:
+        elif time.time() - begin > SLOW_CALL_S and self.folder.stat().st_mtime >= begin:
             # Its kernel was not that of its class.
             self.total += 1
 
@@ -155,3 +156,14 @@ class Products:
 
 def _wanted(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
     return [rows for rows in classes_of_rows(most) if needed(kind, shape, rows)]
+
+
+_OF_PROCESS: list[Products] = []
+
+
+def of_process(folder: Path) -> Products:
+    """The products of this process; `folder` is their cache if they are the first to have one."""
+    if not _OF_PROCESS:
+        _OF_PROCESS.append(Products(folder))
+        _OF_PROCESS[0].install()
+    return _OF_PROCESS[0]
