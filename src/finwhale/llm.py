@@ -284,7 +284,11 @@ def _open(
     config = ModelConfig.from_dict(checkpoint.config)
     ignored = ignored_prefixes(config)
     return config, WeightSource(
-        checkpoint, weight_specs(config), ignored=ignored, progress=progress
+        checkpoint,
+        weight_specs(config),
+        ignored=ignored,
+        device=choose_device(device)[1],
+        progress=progress,
     )
 
 
