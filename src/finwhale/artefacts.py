@@ -136,6 +136,10 @@ class Artefacts:
             )
         for entry in bad:
             self._remove(entry)
+            seals.pop(self._name(entry), None)
+        if bad:
+            # What takes their places need not be the same, byte for byte.
+            _write(self.path / SEALS, json.dumps(seals))
         return len(bad)
 
     def _entries(self) -> Iterator[Path]:
@@ -146,12 +150,15 @@ class Artefacts:
     def _is_whole(self, entry: Path, seals: Mapping[str, dict[str, str]]) -> bool:
         """By its checksums, or, where it has none yet, by what its files say of themselves."""
         try:
-            sealed = seals.get(str(entry.relative_to(self.path)))
+            sealed = seals.get(self._name(entry))
             if sealed is not None:
                 return all(_checksum(entry / name) == wanted for name, wanted in sealed.items())
             return all(_looks_whole(path) for path in _checked_files(entry)) and _has_parts(entry)
         except (OSError, ValueError):
             return False
+
+    def _name(self, entry: Path) -> str:
+        return str(entry.relative_to(self.path))
 
     def _remove(self, entry: Path) -> None:
         trash = self.path / f"removed-{uuid.uuid4().hex}"
@@ -181,8 +188,7 @@ class Artefacts:
         seals = self._seals()
         whole = {}
         for entry in self._entries():
-            name = str(entry.relative_to(self.path))
-            parts = _checked_files(entry)
+            name, parts = self._name(entry), _checked_files(entry)
             if parts:
                 whole[name] = seals.get(name) or {p.name: _checksum(p) for p in parts}
         _write(self.path / SEALS, json.dumps(whole))

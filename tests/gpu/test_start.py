@@ -109,8 +109,9 @@ def test_a_second_start_compiles_nothing_and_damage_is_repaired(tmp_path: Path) 
     assert compiled > 100 and late == 0
     again = start(tmp_path)
     assert again[:4] == [kernels, 0, tokens, 0]
-    cubins = sorted(tmp_path.rglob("*.cubin"))
-    for cubin in cubins[:3]:
+    # Folding happens while weights load, before kernels are prepared and counted.
+    cubins = sorted(tmp_path.rglob("triton/*/*.cubin"))
+    for cubin in [c for c in cubins if "fold" not in c.name][:3]:
         cubin.write_bytes(cubin.read_bytes()[:-100])
     again = start(tmp_path)
     assert again[:4] == [kernels, 3, tokens, 0]

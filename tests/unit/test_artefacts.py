@@ -120,6 +120,17 @@ def test_a_changed_byte_of_what_was_finished(cache: Artefacts) -> None:
     assert cache.check() == 1
 
 
+def test_what_was_built_again_may_differ(cache: Artefacts) -> None:
+    entry = add_triton(cache, "A")
+    cache.mark_complete("all", {})
+    (entry / "k.cubin").write_bytes(elf(size=300)[:250])
+    assert cache.check() == 1
+    (add_triton(cache, "A") / "k.cubin").write_bytes(elf(size=400))
+    assert cache.check() == 0
+    cache.mark_complete("all", {})
+    assert cache.check() == 0
+
+
 def test_a_file_that_is_gone(cache: Artefacts) -> None:
     (add_triton(cache, "A") / "k.cubin").unlink()
     (add_deepgemm(cache, "kernel.a") / "kernel.cubin").unlink()
