@@ -47,13 +47,7 @@ def test_batches_and_graphs(engine: Engine) -> None:
     """Decodes of 1 to 8 sequences captured, one eager, and beside a prompt that is being read."""
     stepper, graphs = Stepper(engine), engine.runner.graphs
     assert graphs is not None
-    chunks = []
-    for seed, length in enumerate(LENGTHS):
-        sequence = stepper.sequence(text(seed, length))
-        if length > 1:
-            stepper.step([(sequence, length - 1)])
-        stepper.pages.grow(sequence.tables, length - 1, length)
-        chunks.append(Chunk(sequence, length - 1, length))
+    chunks = stepper.prefilled([text(seed, length) for seed, length in enumerate(LENGTHS)])
     alone = torch.cat([graphs.run([chunk]).clone() for chunk in chunks])
     assert alone.isfinite().all()
     for size in (2, 3, 5, 8):

@@ -232,23 +232,25 @@ async def _with_errors(
         async for piece in source:
             yield piece
     except Exception as error:
-        told = as_api_error(error, state.config.retry_after_s)
-        if told is None:
-            logger.exception("a stream failed")
-            told = ApiError(500, "internal error", code="internal_error")
+        told = _told(error, state)
         body = JSONResponse(error_body(told, anthropic=anthropic)).body
         yield event(bytes(body).decode(), "error" if anthropic else None)
     finally:
         await source.aclose()
 
 
+def _told(error: Exception, state: ServerState) -> ApiError:
+    """What the client learns of an error; of an unexpected one only that there was one."""
+    told = as_api_error(error, state.config.retry_after_s)
+    if told is None:
+        logger.error("unexpected error", exc_info=error)
+        told = ApiError(500, "internal error", code="internal_error")
+    return told
+
+
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     async def known(request: Request, error: Exception) -> Response:
-        told = as_api_error(error, state.config.retry_after_s)
-        if told is None:
-            logger.error("unexpected error", exc_info=error)
-            told = ApiError(500, "internal error", code="internal_error")
-        return error_response(told, request.url.path)
+        return error_response(_told(error, state), request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

@@ -113,13 +113,14 @@ class ServerState:
     ) -> AsyncGenerator[Generation, None]:
         """Runs a request on the engine; whatever happens, nothing of it is left there.
 
+        Args:
+            prompts: checked ones.
+
         Raises:
             RequestError, ApiError, QueueFullError, EngineDeadError: it is not taken.
             TimeoutError: it takes longer than the server allows.
         """
         self.check_room(len(prompts) * params.n)
-        for prompt in prompts:
-            self.check_prompt(prompt)
         log.prompt_tokens = sum(map(len, prompts))
         self.metrics.begin(log)
         generation = self.client.submit(prompts, params, stop_after, priority)

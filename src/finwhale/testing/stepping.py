@@ -61,6 +61,17 @@ class Stepper:
             self.pages.trim(chunk.sequence.tables, chunk.end)
         return list(torch.split(streams, [count for _, count in parts]))
 
+    def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
+        """Decodes: the last token of each text, of which all others have been read."""
+        chunks = []
+        for token_ids in texts:
+            sequence, end = self.sequence(token_ids), len(token_ids)
+            if end > 1:
+                self.step([(sequence, end - 1)])
+            self.pages.grow(sequence.tables, end - 1, end)
+            chunks.append(Chunk(sequence, end - 1, end))
+        return chunks
+
     def release(self, sequence: RunningSequence) -> None:
         """Give the sequence's pages back."""
         self.pages.release(sequence.tables)
