@@ -120,15 +120,16 @@ class Walk:
         largest = self.largest
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
         captured = max(prefills, default=0)
-        if self.eager:
+        # The MTP layer is not captured: it runs on any number of tokens.
+        free = self.eager or self.drafts > 0
+        if free:
             decodes |= set(numbers(1, largest.num_seqs))
-        if self.eager or self.drafts:
             prefills |= set(numbers(2, captured))
         prefills |= set(numbers(captured + 1, largest.num_tokens))
         # Steps of one token of each sequence that are no decodes.
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
-            yield n, 1, [(length, 1) for length in self._lengths(n, n in ones or self.eager)]
+            yield n, 1, [(length, 1) for length in self._lengths(n, n in ones or free)]
         first = {min(prefills), captured + 1}
         for n in sorted(prefills):
             lengths = self._lengths(n, n <= SHARED_UP_TO or n in first)
