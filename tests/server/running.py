@@ -59,12 +59,12 @@ class RunningServer:
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
-            **{"api_key": "none", "max_retries": 0, "timeout": 60, **options},
+            **{"api_key": "none", "max_retries": 0, "timeout": 200, **options},
         )
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
         return anthropic.Anthropic(
-            base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 60, **options}
+            base_url=self.url, **{"api_key": "none", "max_retries": 0, "timeout": 200, **options}
         )
 
 
