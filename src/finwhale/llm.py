@@ -55,8 +55,7 @@ class LLM:
         enable_prefix_caching: keep the state of what was read for prompts that begin the same.
         compile: run decoder layers as graphs that are compiled ahead of time; the first start takes
             a minute or two for it, later ones load them from cache_dir.
-        cache_dir: where compiled kernels are kept for the next start; None: finwhale in
-            ~/.cache.
+        cache_dir: where compiled kernels are kept for the next start; None: finwhale in ~/.cache.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr.
         progress: called with (bytes read, bytes in all) while weights load.
 
@@ -84,7 +83,7 @@ class LLM:
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         compile: bool = False,
-        cache_dir: str | None = None,
+        cache_dir: str | Path | None = None,
         watchdog_seconds: float | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -102,7 +101,7 @@ class LLM:
             cache_memory_bytes=cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             compile=compile,
-            cache_dir=cache_dir,
+            cache_dir=None if cache_dir is None else str(cache_dir),
             watchdog_seconds=watchdog_seconds,
         )
         directory = Path(path) if path is not None else DEMO_PATH
@@ -289,7 +288,11 @@ def _open(
     config = ModelConfig.from_dict(checkpoint.config)
     ignored = ignored_prefixes(config)
     return config, WeightSource(
-        checkpoint, weight_specs(config), ignored=ignored, progress=progress
+        checkpoint,
+        weight_specs(config),
+        ignored=ignored,
+        device=choose_device(device)[1],
+        progress=progress,
     )
 
 

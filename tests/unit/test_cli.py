@@ -1,5 +1,6 @@
 """The command line: what it prints where, exit codes, interruptions."""
 
+import argparse
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import finwhale
 from finwhale import LLM, SamplingParams
+from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.cli.main import COMMANDS, main
 from finwhale.engine.runner import ModelRunner
 
@@ -316,3 +318,46 @@ def test_a_reader_that_goes_away(endless: list[str]) -> None:
     assert process.wait(timeout=60) == 1
     process.stderr.close()
     assert err == ""
+
+
+# --- Starts ---------------------------------------------------------------------------------------
+
+
+def test_where_compiled_kernels_are_kept() -> None:
+    def options(*args: str, **environment: str) -> dict[str, Any]:
+        parser = argparse.ArgumentParser()
+        add_engine_options(parser)
+        return engine_options(parser.parse_args(args), environment)
+
+    assert options("--cache-dir", "/somewhere")["cache_dir"] == "/somewhere"
+    assert options(XDG_CACHE_HOME="/x")["cache_dir"] == "/x/finwhale"
+    assert options()["cache_dir"] == str(Path.home() / ".cache" / "finwhale")
+    assert options("--max-num-seqs", "3") | {"cache_dir": ""} == {
+        "max_num_seqs": 3,
+        "cache_dir": "",
+        "watchdog_seconds": 60.0,
+    }
+
+
+def test_warmup_says_how_long_and_what(tiny_path: Path, tmp_path: Path, capsys: Capture) -> None:
+    cache = tmp_path / "kernels"
+    assert main(["warmup", str(tiny_path), "--device", "cpu", "--cache-dir", str(cache)]) == 0
+    phases, kernels = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(
+        r"import [\d.]+ s, weights [\d.]+ s, kernels 0.0 s, .*rest [\d.]+ s, total [\d.]+ s", phases
+    )
+    assert kernels == "cpu needs no compiled kernels"
+    assert not cache.exists()  # a CPU keeps nothing
+
+
+def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> None:
+    record = tmp_path / "start.jsonl"
+    small = "--device cpu --requests 2 --warm 1 --max-num-seqs 2 --max-model-len 256"
+    assert main(["bench", "start", *small.split(), "--record", str(record)]) == 0
+    assert "seconds of each start" in capsys.readouterr().out
+    found = json.loads(record.read_text())
+    assert [start["start"] for start in found["results"]] == ["cold", "warm"]
+    for start in found["results"]:
+        assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
+        assert start["early_ttft_ms"]["count"] == 2
+        assert not any(start["late_compilations"].values())

@@ -32,6 +32,7 @@ from finwhale.engine.scheduler import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
 
@@ -69,6 +70,7 @@ class StubRunner:
         )
         self.memory = MemoryUse(weights=0, workspace=0, cache=self.plan.total_bytes)
         self.ops = self
+        self.builds = NothingToBuild()
         self.static = StaticInputs(
             config.max_num_seqs,
             config.max_num_seqs,

@@ -17,6 +17,7 @@ from finwhale.checkpoint.formats import (
 )
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, TensorInfo, TensorReader
 from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
+from finwhale.checkpoint.staging import Staging
 from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -162,16 +163,17 @@ def inventory_report(
 class WeightSource:
     """The weights of a checkpoint: iterates (spec, stored weight), a file at a time.
 
-    Every selected weight comes exactly once, in file order, memory-mapped on the CPU. A weight may
-    be stored as its spec says, or plain (bfloat16, float16, float32) where the spec is quantised or
-    of another float dtype, or FP8 where the spec is FP4; FP8 scales may be E8M0 or float32. What
-    was found is logged.
+    Every selected weight comes exactly once, in file order: memory-mapped on the CPU, or on a GPU,
+    read by several threads. A weight may be stored as its spec says, or plain (bfloat16, float16,
+    float32) where the spec is quantised or of another float dtype, or FP8 where the spec is FP4;
+    FP8 scales may be E8M0 or float32. What was found is logged.
 
     Args:
         checkpoint: an opened checkpoint.
         specs: every weight of the model by name.
         ignored: prefixes of names to leave out, with the reason; a warning is logged for each.
         select: which weights this process wants; None: all. The inventory is checked whole.
+        device: where they come; a GPU, or the CPU.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
@@ -186,9 +188,11 @@ class WeightSource:
         *,
         ignored: Mapping[str, str] | None = None,
         select: Select | None = None,
+        device: torch.device | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._checkpoint = checkpoint
+        self._device = device or torch.device("cpu")
         self._progress = progress
         self.inventory = inventory_report(checkpoint, specs, ignored)
         _require_complete(checkpoint, specs, self.inventory)
@@ -202,20 +206,49 @@ class WeightSource:
         return self.inventory.storages
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        waiting = dict(self._chosen)
         done = 0
+        for spec, stored in self._staged() if self._device.type == "cuda" else self._mapped():
+            yield spec, stored
+            done += self._num_bytes(spec)
+            if self._progress is not None:
+                self._progress(done, self.total_bytes)
+
+    def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        waiting = dict(self._chosen)
         with self._checkpoint.reader() as reader:
             for _, names in self._checkpoint.shards():
                 for name in names:
                     spec = waiting.pop(name, None)
-                    if spec is None:
-                        continue
-                    yield spec, self._read(reader, spec)
-                    done += self._num_bytes(spec)
-                    if self._progress is not None:
-                        self._progress(done, self.total_bytes)
+                    if spec is not None:
+                        yield spec, self._read(reader, spec)
                 reader.close_all()
         assert not waiting, waiting
+
+    def _staged(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        """Of each file the scales first, which are kept until their weights come."""
+        scales: dict[str, Tensor] = {}
+        staging = Staging(self._checkpoint.path, self._device)
+        for info, tensor in staging.tensors(self._in_order()):
+            spec = self._chosen.get(info.name)
+            if spec is None:
+                scales[info.name] = tensor
+                continue
+            storage = self.inventory.storages[spec.name]
+            scale = scales.pop(spec.scale_name) if storage in ("fp8_block", "fp4") else None
+            yield spec, StoredWeight(tensor, scale, storage)
+        assert not scales, list(scales)
+
+    def _in_order(self) -> list[TensorInfo]:
+        tensors, order = self._checkpoint.tensors, []
+        for _, names in self._checkpoint.shards():
+            chosen = [self._chosen[name] for name in names if name in self._chosen]
+            order += [
+                tensors[spec.scale_name]
+                for spec in chosen
+                if self.inventory.storages[spec.name] in ("fp8_block", "fp4")
+            ]
+            order += [tensors[spec.name] for spec in chosen]
+        return order
 
     def _read(self, reader: TensorReader, spec: WeightSpec) -> StoredWeight:
         storage = self.inventory.storages[spec.name]

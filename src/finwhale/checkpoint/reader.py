@@ -45,6 +45,7 @@ class TensorInfo:
         num_bytes: its size in the file (of its slice, for one expert of a stacked tensor).
         file: the file's name inside the directory.
         stored_name: what the file calls it.
+        offset: where in the file its bytes begin; they lie together.
         part: the slice of the stored tensor; None: all of it.
     """
 
@@ -54,6 +55,7 @@ class TensorInfo:
     num_bytes: int
     file: str
     stored_name: str
+    offset: int
     part: Part | None = None
 
 
@@ -205,8 +207,8 @@ def _inventory(directory: Path) -> dict[str, TensorInfo]:
             )
     tensors: dict[str, TensorInfo] = {}
     for file, header in headers.items():
-        for stored_name, (dtype, shape) in header.items():
-            for info in _infos(file, stored_name, dtype, shape):
+        for stored_name, stored in header.items():
+            for info in _infos(file, stored_name, stored):
                 other = tensors.get(info.name)
                 if other is not None:
                     raise CheckpointError(
@@ -217,12 +219,23 @@ def _inventory(directory: Path) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _infos(
-    file: str, stored_name: str, dtype: torch.dtype, shape: tuple[int, ...]
-) -> Iterator[TensorInfo]:
-    for name, part_shape, part in official_tensors(stored_name, shape):
-        num_bytes = math.prod(part_shape) * dtype.itemsize
-        yield TensorInfo(name, dtype, part_shape, num_bytes, file, stored_name, part)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor as a header describes it; offset: in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+def _infos(file: str, stored_name: str, stored: _Stored) -> Iterator[TensorInfo]:
+    for name, shape, part in official_tensors(stored_name, stored.shape):
+        offset, size = stored.offset, stored.dtype.itemsize
+        if part is not None:
+            _, rows, columns = stored.shape
+            offset += (part.expert * rows + part.start) * columns * size
+        num_bytes = math.prod(shape) * size
+        yield TensorInfo(name, stored.dtype, shape, num_bytes, file, stored_name, offset, part)
 
 
 def _expected_names(directory: Path) -> dict[str, set[str]]:
@@ -249,8 +262,8 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
     return expected
 
 
-def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Stored name to (dtype, shape) of one file, in the order of its data."""
+def _read_header(path: Path) -> dict[str, _Stored]:
+    """The tensors of one file by stored name, in the order of its data."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -270,7 +283,10 @@ def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         end = max((entry["data_offsets"][1] for _, entry in entries), default=0)
-        shapes = {name: (str(e["dtype"]), tuple(map(int, e["shape"]))) for name, e in entries}
+        found = {
+            name: (str(e["dtype"]), tuple(map(int, e["shape"])), int(e["data_offsets"][0]))
+            for name, e in entries
+        }
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise CheckpointError(f"{path} has a damaged safetensors header") from error
     if 8 + length + end != size:
@@ -278,7 +294,10 @@ def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
             f"{path} is {'truncated' if size < 8 + length + end else 'too long'}: {size} bytes, "
             f"its header promises {8 + length + end}; download it again"
         )
-    return {name: (_dtype(path, name, dtype), shape) for name, (dtype, shape) in shapes.items()}
+    return {
+        name: _Stored(_dtype(path, name, dtype), shape, 8 + length + begin)
+        for name, (dtype, shape, begin) in found.items()
+    }
 
 
 def _dtype(path: Path, name: str, dtype: str) -> torch.dtype:

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from finwhale.checkpoint.formats import quantise_fp4, quantise_fp8_block
+from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.reader import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
 from finwhale.checkpoint.spec import WeightSpec
 from finwhale.errors import CheckpointError
@@ -50,11 +51,7 @@ def write_checkpoint(
         CheckpointError: a tensor is unknown, given twice, missing or of another shape, has a
             value that is not finite, or the directory already holds weights.
     """
-    directory = Path(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():
-        raise CheckpointError(f"{directory} already holds a checkpoint; choose an empty directory")
-    shards = _ShardWriter(directory, max_shard_bytes)
+    shards = _ShardWriter(_empty_directory(path), max_shard_bytes)
     missing = dict(specs)
     for name, tensor in tensors:
         if name not in specs:
@@ -72,8 +69,44 @@ def write_checkpoint(
             f"{len(missing)} tensors were not given: {', '.join(list(missing)[:3])}"
         )
     shards.finish()
+    _write_config(path, config)
+
+
+def write_stored(
+    path: str | Path,
+    config: Mapping[str, Any],
+    weights: Iterable[tuple[WeightSpec, StoredWeight]],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write weights that are in stored form already, such as a DummySource's, as a checkpoint.
+
+    Args: as write_checkpoint's; `weights` each once.
+
+    Raises:
+        CheckpointError: the directory already holds weights.
+    """
+    shards = _ShardWriter(_empty_directory(path), max_shard_bytes)
+    for spec, stored in weights:
+        tensors = {spec.name: stored.data.cpu()}
+        if stored.scale is not None:
+            tensors[spec.scale_name] = stored.scale.cpu()
+        shards.add(tensors)
+    shards.finish()
+    _write_config(path, config)
+
+
+def _empty_directory(path: str | Path) -> Path:
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.glob("*.safetensors")) or (directory / INDEX_FILE).exists():
+        raise CheckpointError(f"{directory} already holds a checkpoint; choose an empty directory")
+    return directory
+
+
+def _write_config(path: str | Path, config: Mapping[str, Any]) -> None:
     text = json.dumps(config, indent=2) + "\n"
-    (directory / CONFIG_FILE).write_text(text, encoding="utf-8")
+    (Path(path) / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
 def encode(

@@ -9,6 +9,8 @@ BENCHMARKS = {
     "accuracy": "a platform's table beside the references: logits and choices",
     "overhead": "what the host does in a step, over a stub of the model",
     "offline": "whole steps of the engine, decode and prefill, beside their floors",
+    "start": "from a process's beginning to its first token, cold and warm; the first requests",
+    "load": "a checkpoint's files to weights in place, beside a plain read of them",
     "serving": "load on an OpenAI endpoint: waiting and throughput (needs the bench extra)",
     "prefix": "finding the beginning of a prompt that was read before: host time a token",
     "ops": "Triton kernels beside their references, on a GPU",

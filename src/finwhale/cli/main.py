@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
     "serve": "answer OpenAI's and Anthropic's protocols over HTTP",
+    "warmup": "build and keep all kernels that serving a checkpoint needs",
     "inspect": "say what a checkpoint is, and what it needs",
     "ops": "list the operators in use on this machine",
     "bench": "measure",

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.ops import load_ops
+from finwhale.ops.tables import optional
 from finwhale.platform import Platform
 
 PLATFORMS = {
@@ -24,7 +25,10 @@ def run(argv: Sequence[str]) -> int:
     table.add_column("implementation")
     for operator, implementation in load_ops(platform).implementations():
         table.add_row(operator, implementation)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for note in optional.notes() if platform.vendor == "nvidia" else ():
+        console.print(note, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Options that several commands share, and what is made of them."""
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 
@@ -8,14 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import finwhale
+from finwhale.cli.engine_options import add_cache_option, add_compile_option, cache_directory
 from finwhale.request import SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
-
-COMPILE_HELP = (
-    "run decoder layers compiled ahead of time: the first start takes minutes to compile them, "
-    "later ones load what it kept"
-)
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +38,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )
-    group.add_argument("--compile", action="store_true", help=COMPILE_HELP)
+    add_compile_option(group)
+    add_cache_option(group)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -137,6 +135,7 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             activations=args.activations,
             max_model_len=args.max_model_len,
             max_num_seqs=1,
-            compile=args.compile,
+            compile=bool(args.compile),
+            cache_dir=cache_directory(args, os.environ),
             progress=report,
         )

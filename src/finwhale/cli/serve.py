@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.cli.options import COMPILE_HELP
+from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
 
@@ -37,9 +37,7 @@ def run(argv: Sequence[str]) -> int:
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
     has_tokenizer = (directory / "tokenizer.json").exists()
     tokenizer = Tokenizer.open(directory) if has_tokenizer else None
-    options = {
-        name: getattr(args, name) for name in _ENGINE_OPTIONS if getattr(args, name) is not None
-    }
+    options = engine_options(args, os.environ)
     logs.configure(args.log_level)
     return serve(config, tokenizer, partial(load_engine, args.path, args.log_level, options))
 
@@ -84,23 +82,6 @@ def _api_keys(path: str | None, variable: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in keys if key))
 
 
-_ENGINE_OPTIONS = (
-    "device",
-    "dtype",
-    "activations",
-    "load_format",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "gpu_memory_utilization",
-    "cache_memory_bytes",
-    "enable_prefix_caching",
-    "watchdog_seconds",
-    "enforce_eager",
-    "compile",
-)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale serve",
@@ -114,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_server_options(parser)
     _add_limits(parser)
-    _add_engine_options(parser)
+    add_engine_options(parser)
     return parser
 
 
@@ -185,55 +166,3 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         "--drain-timeout", type=float, default=_DEFAULTS.drain_timeout_s, metavar="SECONDS",
         help="for requests in flight when the server is told to stop (default: %(default)s)",
     )  # fmt: skip
-
-
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and cache")
-    group.add_argument(
-        "--activations",
-        choices=("as-trained", "exact"),
-        help="round activations to FP8 as the model was trained, or not at all",
-    )
-    group.add_argument(
-        "--load-format",
-        choices=("auto", "dummy"),
-        help="dummy: random weights from config.json alone",
-    )
-    group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
-    )
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
-    group.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of one forward"
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="SHARE",
-        help="of a GPU's memory, what weights, workspaces and cache may take",
-    )
-    group.add_argument(
-        "--no-prefix-caching",
-        dest="enable_prefix_caching",
-        action="store_false",
-        default=None,
-        help="forget what was read when a request ends",
-    )
-    group.add_argument(
-        "--watchdog-seconds",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="a step that takes longer has all stacks written to the log (default: %(default)s)",
-    )
-    group.add_argument(
-        "--cache-memory-bytes", type=int, metavar="N", help="memory for the paged state"
-    )
-    group.add_argument(
-        "--enforce-eager", action="store_true", default=None, help="no captured graphs"
-    )
-    group.add_argument("--compile", action="store_true", default=None, help=COMPILE_HELP)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.static_inputs import aligned
 from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup
 from finwhale.models.deepseek_v4.step import StepInputs
@@ -106,6 +107,7 @@ def _logits_rows(chunks: Items[Chunk]) -> NDArray[np.int64]:
 def _table(group: CacheGroup, chunks: Items[Chunk]) -> tuple[NDArray[Any], NDArray[Any]]:
     """(pages [B,P], first [B]) of a step's sequences in one group."""
     tables = [c.sequence.tables[group.name] for c in chunks]
-    width = max(1, *(len(table.pages) for table in tables))
+    # Rows that begin where loads may be wide, as those of captured steps do: the same kernels.
+    width = aligned(max(1, *(len(table.pages) for table in tables)))
     pages = np.array([t.pages + [0] * (width - len(t.pages)) for t in tables], np.int32)
     return pages, np.array([table.first for table in tables], np.int32)

@@ -20,7 +20,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-import finwhale
+from finwhale.artefacts import source_digest
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, LayerTracer, Traceable
@@ -180,16 +180,11 @@ def _lock(path: Path) -> Iterator[None]:
 @cache
 def _environment(device: torch.device) -> str:
     """What code depends on besides a graph's arguments."""
-    source = hashlib.sha256()
-    root = Path(finwhale.__file__).parent
-    for part in ("ops", "models"):
-        for path in sorted((root / part).rglob("*.py")):
-            source.update(path.read_bytes())
     if device.type == "cuda":
         on = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
     else:
         on = f"{platform.machine()} {_cpu_flags()}"
-    return f"{source.hexdigest()} torch {torch.__version__} {on}"
+    return f"{source_digest()} torch {torch.__version__} {on}"
 
 
 def _cpu_flags() -> str:

@@ -24,9 +24,10 @@ from finwhale.config import EngineConfig
 from finwhale.engine.memory import MemoryUse
 from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
+from finwhale.engine.rehearsal import rehearse
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
-from finwhale.engine.scheduler import PENDING, Scheduler
+from finwhale.engine.scheduler import PENDING, Scheduler, SchedulerCounts
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.engine.watchdog import Watchdog
@@ -166,6 +167,10 @@ class Engine:
         self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
+        if self.runner.device.type != "cpu" and self.runner.ops.packed:
+            rehearse(self)
+            self.runner.phases.end("rehearsal")
+        self.runner.builds.ready()
 
     def _new_runner(self, weights: WeightStream) -> ModelRunner:
         return ModelRunner(self.config, self.model_config, weights)
@@ -499,6 +504,14 @@ class Engine:
         with self._lock:
             self.scheduler.reset_prefix_cache()
 
+    def forget(self) -> None:
+        """Begin to count anew, with nothing read before. Only while there is no request."""
+        with self._lock:
+            assert not self._requests
+            self.scheduler.reset_prefix_cache()
+            self.scheduler.counts = SchedulerCounts()
+            self._meter = Meter()
+
     def metrics(self) -> EngineMetrics:
         """The present state and the counters; waits for no step."""
         scheduler, meter = self.scheduler, self._meter
@@ -522,6 +535,7 @@ class Engine:
             time_to_first_token=meter.time_to_first_token.read(),
             time_between_tokens=meter.time_between_tokens.read(),
             time_per_output_token=meter.time_per_output_token.read(),
+            late_compilations=self.runner.builds.late(),
         )
 
     def check_integrity(self) -> None:

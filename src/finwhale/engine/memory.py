@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.kv_cache import CachePlan, allocate_cache
+from finwhale.engine.static_inputs import aligned
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, StepInputs
@@ -173,9 +174,9 @@ class LargestSteps:
 
     def _table(self, group: CacheGroup, starts: Sequence[int], max_len: int) -> PageTable:
         first = torch.tensor([group.first_needed(s) // group.tokens_per_page for s in starts])
-        width = -(-max_len // group.tokens_per_page) - int(first.min())
+        width = max(1, -(-max_len // group.tokens_per_page) - int(first.min()))
         return PageTable(
-            torch.full((len(starts), max(1, width)), PAGE, dtype=torch.int32, device=self.device),
+            torch.full((len(starts), aligned(width)), PAGE, dtype=torch.int32, device=self.device),
             first.int().to(self.device),
             group.rows_per_page,
         )

@@ -61,6 +61,8 @@ class EngineMetrics:
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
         time_per_output_token: of each sequence that ended, the mean of the latter.
+        late_compilations: by compiler, kernels and graphs that were compiled, or loaded from the
+            cache, after the engine was ready: each is a request that waited. Always 0.
     """
 
     running: int
@@ -78,6 +80,7 @@ class EngineMetrics:
     time_to_first_token: Histogram
     time_between_tokens: Histogram
     time_per_output_token: Histogram
+    late_compilations: Mapping[str, int]
 
 
 class Timer:

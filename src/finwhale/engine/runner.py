@@ -2,21 +2,25 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.artefacts import default_directory
 from finwhale.config import EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.compiled import compile_layers
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
+from finwhale.engine.phases import Phases
 from finwhale.engine.scheduler import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
+from finwhale.engine.walk import Walk
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -24,6 +28,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
+from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.compiled import TracedTable, traced_table
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
@@ -47,6 +52,8 @@ class ModelRunner:
             pending (Sequence.sampled_row).
         num_compiled: in the compiled mode, the graphs that were compiled, not loaded.
         memory: what is held on the device, measured where it is a GPU.
+        phases: how long the parts of the start took.
+        builds, built: the compilers behind the operators, and what they built ahead.
 
     Raises:
         ResourceError: no such device, or model and cache do not fit it.
@@ -72,10 +79,13 @@ class ModelRunner:
                 )
             # Before anything is traced or loaded: what the model's graphs call.
             traced = traced_table(self.ops)
+        self.phases = Phases()
+        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
+        self.builds.expect(self._launches(config, longest))
         self.num_compiled = 0
         allocated = 0
         if self.device.type == "cuda":
@@ -95,6 +105,9 @@ class ModelRunner:
                 self._weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
             else:
                 self._weight_bytes = tensor_bytes(weights)
+            self.phases.end("weights")
+            self.built = self._prepare(config, self._build(weights, longest), longest)
+            self.phases.end("kernels")
             self.plan = self._plan(config, weights, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
@@ -107,12 +120,18 @@ class ModelRunner:
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
+            self.phases.end("memory")
             if traced is not None:
                 self._compile(traced, config.cache_dir)
+            if self.max_model_len != longest:
+                self._prepare(config, self.model, self.max_model_len)
+                self.phases.end("kernels")
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
+            self.phases.end("graphs")
             self.memory = self._hold(config)
+            self.phases.end("memory")
         except (RuntimeError, MemoryError) as error:
             if not _is_out_of_memory(error):
                 raise
@@ -132,11 +151,36 @@ class ModelRunner:
 
     def _compile(self, traced: TracedTable, cache_dir: str | None) -> None:
         """Decoder layers as graphs, compiled now or by an earlier process."""
-        directory = Path(cache_dir or Path.home() / ".cache" / "finwhale").expanduser()
+        directory = Path(cache_dir).expanduser() if cache_dir else default_directory()
         window = next(group for group in self.groups if group.name == "window")
         self.num_compiled = compile_layers(
             self.model, traced, self.cache, window.rows_per_page, directory / "layers"
         )
+        self.phases.end("compiled layers")
+
+    def _launches(self, config: EngineConfig, max_len: int) -> object:
+        """What determines every launch: for the same, a cache that was filled has everything."""
+        return {
+            "model": asdict(self.model_config),
+            "steps": asdict(self._largest(config, max_len)),
+            "batch_invariant": config.batch_invariant,
+            "eager": config.enforce_eager,
+        }
+
+    def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:
+        """Build every kernel that a request can need."""
+        if self.device.type != "cuda" or not self.ops.packed:
+            return Built()
+        steps = LargestSteps.alone(model, self.groups, self.ops)
+        walk = Walk(
+            model,
+            self.groups,
+            self.ops,
+            steps.cache,
+            self._largest(config, max_len),
+            eager=config.enforce_eager,
+        )
+        return self.builds.prepare(self._launches(config, max_len), walk)
 
     def _largest(self, config: EngineConfig, max_len: int) -> Largest:
         """The largest steps, and the graphs that there are to be."""

@@ -45,15 +45,17 @@ class StaticInputs:
         max_len: int,
         device: torch.device,
     ) -> None:
+        # Every part begins where loads may be wide: a kernel is compiled for that or against it.
+        num_tokens, self.num_sampled = aligned(num_tokens), aligned(num_seqs)
         self.num_tokens, self.num_seqs, self.max_len = num_tokens, num_seqs, max_len
         self.groups = tuple(groups)
         # A token's id is one of the ids sampled last, or of those from the host behind them.
-        words = 2 * num_seqs + _step_words(num_tokens, num_seqs)
+        words = 2 * self.num_sampled + _step_words(num_tokens, num_seqs)
         block = torch.zeros(words, dtype=torch.int32, device=device)
         self._ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        self._sources = block[: 2 * (num_seqs + num_tokens)].view(torch.int64)
+        self._sources = block[: 2 * (self.num_sampled + num_tokens)].view(torch.int64)
         self.sampled = self._sources[:num_seqs]
-        self._step_device = block[2 * num_seqs :]
+        self._step_device = block[2 * self.num_sampled :]
         _, self._source, self._positions, self._sequence, self._query_start = _cut_step(
             self._step_device, num_tokens
         )
@@ -168,7 +170,7 @@ class _Twin:
             part.numpy() for part in _cut_step(self.step, static.num_tokens)
         )
         self._ordinal = np.arange(static.num_seqs)
-        self._own = np.arange(static.num_seqs, static.num_seqs + static.num_tokens)
+        self._own = np.arange(static.num_tokens) + static.num_sampled
         self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, pin_memory=pinned)
         self._device = device
         self._event = torch.cuda.Event() if pinned else None
@@ -225,8 +227,8 @@ class _PageLayout:
         self, groups: Items[CacheGroup], num_tokens: int, num_seqs: int, max_len: int
     ) -> None:
         self._num_seqs = num_seqs
-        self._firsts = _rounded(num_seqs)
-        self._widths = [_rounded(_pages_a_sequence(g, max_len, num_tokens)) for g in groups]
+        self._firsts = aligned(num_seqs)
+        self._widths = [aligned(_pages_a_sequence(g, max_len, num_tokens)) for g in groups]
         self._before = self._firsts * len(self._widths)
         self._row = sum(self._widths)
         self.words = self._before + num_seqs * self._row
@@ -249,7 +251,8 @@ class _PageLayout:
         return at + row * self._row, first + row
 
 
-def _rounded(words: int) -> int:
+def aligned(words: int) -> int:
+    """So many words that what lies behind them may be read in wide loads."""
     return -(-words // ALIGN) * ALIGN
 
 

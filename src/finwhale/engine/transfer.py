@@ -15,27 +15,29 @@ _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.float32): torch.float32,
 }
+ALIGN = 16  # bytes
 
 
 def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
     """The arrays on the device, in one transfer that the host does not wait for.
 
     Args:
-        arrays: int64, float64, int32 or float32, contiguous; those of 8 bytes first. On a CPU the
-            tensors share their memory.
+        arrays: int64, float64, int32 or float32, contiguous. On a CPU the tensors share their
+            memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     # torch keeps pinned memory until the transfers that were begun from it are done.
-    staged = torch.empty(sum(a.nbytes for a in arrays), dtype=torch.uint8, pin_memory=True)
+    # Each begins where loads may be wide: whether it does decides which kernel reads it.
+    *starts, size = accumulate((-(-a.nbytes // ALIGN) * ALIGN for a in arrays), initial=0)
+    staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     staged_bytes = staged.numpy()
-    ends = list(accumulate(a.nbytes for a in arrays))
-    for array, end in zip(arrays, ends, strict=True):
-        staged_bytes[end - array.nbytes : end] = array.reshape(-1).view(np.uint8)
+    for array, start in zip(arrays, starts, strict=True):
+        staged_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
     placed = staged.to(device, non_blocking=True)
     return [
-        placed[end - a.nbytes : end].view(_DTYPES[a.dtype]).view(a.shape)
-        for a, end in zip(arrays, ends, strict=True)
+        placed[start : start + a.nbytes].view(_DTYPES[a.dtype]).view(a.shape)
+        for a, start in zip(arrays, starts, strict=True)
     ]
 
 

@@ -190,6 +190,14 @@ def _counts(engine: EngineMetrics) -> Iterable[Metric]:
         ("preemptions", "sequences that gave their pages back", engine.preemptions),
     ):
         yield CounterMetricFamily(f"finwhale_{name}", text, value=value)
+    late = CounterMetricFamily(
+        "finwhale_late_compilations",
+        "kernels and graphs compiled or loaded since the engine was ready",
+        labels=["compiler"],
+    )
+    for compiler, value in engine.late_compilations.items():
+        late.add_metric([compiler], value)
+    yield late
     endings = CounterMetricFamily("finwhale_endings", "sequences that ended", labels=["how"])
     for how, value in engine.endings.items():
         endings.add_metric([how], value)

@@ -11,6 +11,7 @@ from types import FrameType
 import uvicorn
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.engine.phases import table
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.app import create_app
 from finwhale.server.client import EngineClient
@@ -65,6 +66,8 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         if starting.done():
             starting.result()  # raises where the model does not load
             host, port = listener.getsockname()[:2]
+            phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
+            logger.info("started", extra={"phases": table(phases)})
             logger.info("ready", extra={"url": f"http://{host}:{port}", "model": state.model_name})
             dying = loop.create_task(died.wait())
             await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
 """What the server and the engine's process say to each other over one pipe: plain data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from finwhale.engine.metrics import EngineMetrics
 from finwhale.request import FinishReason, Logprob, SamplingParams
@@ -44,12 +44,14 @@ class Ready:
         max_num_seqs: sequences that run at once.
         vocab_size: token ids are below it.
         bos_token_id: what a text prompt begins with.
+        phases: seconds of each part of the start, from the process's beginning on.
     """
 
     max_model_len: int
     max_num_seqs: int
     vocab_size: int
     bos_token_id: int
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 from finwhale.engine.engine import Engine
 from finwhale.engine.metrics import EngineMetrics
+from finwhale.engine.phases import whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
 from finwhale.server.wire import (
@@ -35,19 +36,24 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
     # The server decides when this process ends: a terminal's Ctrl-C reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    began = time.monotonic()
     try:
         engine = load()
     except FinwhaleError as error:
         connection.send(Failed(str(error)))
         return
-    EngineLoop(engine, connection).run()
+    phases = whole_start(engine.runner.phases.seconds, began)
+    EngineLoop(engine, connection, phases).run()
 
 
 class EngineLoop:
     """Runs one engine for one pipe."""
 
-    def __init__(self, engine: Engine, connection: Connection) -> None:
+    def __init__(
+        self, engine: Engine, connection: Connection, phases: Mapping[str, float] | None = None
+    ) -> None:
         self._engine = engine
+        self._phases = phases or {}
         self._connection = connection
         self._sent: dict[str, list[_Sent]] = {}
         self._metrics_due = 0.0
@@ -66,6 +72,7 @@ class EngineLoop:
                     max_num_seqs=self._engine.config.max_num_seqs,
                     vocab_size=config.vocab_size,
                     bos_token_id=config.bos_token_id,
+                    phases=self._phases,
                 )
             )
             while self._take_commands():

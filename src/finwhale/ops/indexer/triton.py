@@ -79,7 +79,7 @@ def _rounded_queries(
     return (rotated * inverse[:, None]).to(tl.float8e4nv), weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_rows"])
 def _scores_kernel(
     q_ptr,
     weights_ptr,

@@ -71,7 +71,7 @@ def _chosen(keys, threshold, count):
     return chosen, (before & 0xFFFF) + tl.minimum(ties, ties_wanted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "fan", "stride_counters"])
 def _select_kernel(
     scores_ptr,
     out_ptr,

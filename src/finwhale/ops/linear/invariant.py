@@ -4,33 +4,33 @@ One token is computed as two; unscaled weights always take our tiles, split over
 tokens. E4M3 weights are DeepGEMM's where it is installed, which adds in one order for any number.
 """
 
-from importlib.util import find_spec
-
 from torch import Tensor
 
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear.triton import gated_problem, problem, run_invariant, two_or_more
 from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.tables import optional
 
-HAS_DEEPGEMM = find_spec("deep_gemm") is not None
-if HAS_DEEPGEMM:
-    from finwhale.ops.linear import deepgemm
+deepgemm = optional.deepgemm()
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if HAS_DEEPGEMM and w.scale is not None:
-        return deepgemm.linear(two_or_more(x_NK), w)[: x_NK.shape[0]]
+    if deepgemm is not None and w.scale is not None:
+        y_NM: Tensor = deepgemm.linear(two_or_more(x_NK), w)
+        return y_NM[: x_NK.shape[0]]
     return run_invariant(problem(x_NK.unsqueeze(1), w)).squeeze(1)
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if HAS_DEEPGEMM and w.scale is not None:
-        return deepgemm.grouped_linear(two_or_more(x_NGK), w)[: x_NGK.shape[0]]
+    if deepgemm is not None and w.scale is not None:
+        y_NGM: Tensor = deepgemm.grouped_linear(two_or_more(x_NGK), w)
+        return y_NGM[: x_NGK.shape[0]]
     return run_invariant(problem(x_NGK, w))
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    if HAS_DEEPGEMM and w.scale13 is not None:
-        return deepgemm.swiglu_mlp(two_or_more(x_ND), w, limit)[: x_ND.shape[0]]
+    if deepgemm is not None and w.scale13 is not None:
+        y_ND: Tensor = deepgemm.swiglu_mlp(two_or_more(x_ND), w, limit)
+        return y_ND[: x_ND.shape[0]]
     hidden = run_invariant(gated_problem(x_ND, w, limit)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2))

@@ -125,7 +125,7 @@ def _launch(
     )
 
 
-def _empty(
+def empty_quantised(
     num_tokens: int, num_groups: int, width: int, token_major: bool, like: Tensor
 ) -> tuple[Tensor, Tensor]:
     """E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)], as `quantise` returns them."""
@@ -149,7 +149,9 @@ def quantise(
     at least N, the results have that many rows: those past N are not written.
     """
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
-    y, scale = _empty(num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK)
+    y, scale = empty_quantised(
+        num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK
+    )
     _launch(x_NGK, y, scale, None)
     return (y.squeeze(1), scale.squeeze(1)) if x_NK.dim() == 2 else (y, scale)
 
@@ -160,7 +162,7 @@ def swiglu_quantise(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
     Of silu(min(gate, limit)) * clamp(up, -limit, limit), rounded to gate_up's dtype in between.
     """
     num_tokens, double = gate_up.shape
-    y, scale = _empty(num_tokens, 1, double // 2, False, gate_up)
+    y, scale = empty_quantised(num_tokens, 1, double // 2, False, gate_up)
     _launch(gate_up.unsqueeze(1), y, scale, limit)
     return y.squeeze(1), scale.squeeze(1)
 

@@ -258,7 +258,7 @@ def _round(x, AXIS: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_AMAX: tl.constexpr
     return rounded, bits.to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scale"])
 def _round_rows_kernel(
     x_ptr,
     place_ptr,
@@ -334,7 +334,7 @@ def _write_blocks(
         tl.store(entry + 2, first + count + 0 * block, mask=block < room)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "slots"])
 def _order_few_kernel(
     ids_ptr,
     order_ptr,
@@ -372,7 +372,7 @@ def _order_few_kernel(
     _write_blocks(blocks_ptr, expert, first, count, base, room, BLOCK_N, BLOCK_S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P"])
 def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
     """How many pairs of a chunk each expert has: counts [chunks,BLOCK_E]; the last bin is -1's."""
     chunk = tl.program_id(0)
@@ -382,7 +382,7 @@ def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.const
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "chunks", "slots"])
 def _order_many_kernel(
     ids_ptr,
     counts_ptr,
@@ -445,7 +445,7 @@ def _order_many_kernel(
         _write_blocks(blocks_ptr, expert, start, count, base, room, BLOCK_N, BLOCK_S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _gate_up_kernel(
     x_desc,
     x_scale_ptr,
@@ -510,7 +510,7 @@ def _gate_up_kernel(
             tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _down_kernel(
     hidden_desc,
     hidden_scale_ptr,

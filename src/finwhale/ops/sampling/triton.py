@@ -30,7 +30,7 @@ def _order(x):
     return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["steps"])
 def _best_kernel(logits_ptr, best_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr):
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -50,7 +50,7 @@ def _best_kernel(logits_ptr, best_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr
     tl.store(best_ptr + row * tl.num_programs(0) + part, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, BLOCK_P)

@@ -7,7 +7,6 @@ installed. Chosen by measurement: docs/notes/2026-11-21-h200-kernels.md.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
-from importlib.util import find_spec
 from typing import Any
 
 from finwhale.ops import Ops
@@ -15,6 +14,7 @@ from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
 from finwhale.ops.linear import invariant
+from finwhale.ops.linear import triton as triton_linears
 from finwhale.ops.linear.ref import prepare_linear
 from finwhale.ops.mhc.triton import ANY_NUMBER, hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.fold import finish_experts
@@ -23,11 +23,9 @@ from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling.triton import sample
+from finwhale.ops.tables import optional
 
-if find_spec("deep_gemm") is not None:
-    from finwhale.ops.linear.deepgemm import grouped_linear, linear, swiglu_mlp
-else:
-    from finwhale.ops.linear.triton import grouped_linear, linear, swiglu_mlp
+_linears = optional.deepgemm() or triton_linears
 
 OPS = Ops(
     packed=True,
@@ -35,8 +33,8 @@ OPS = Ops(
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,
     rms_norm=rms_norm,
-    linear=linear,
-    grouped_linear=grouped_linear,
+    linear=_linears.linear,
+    grouped_linear=_linears.grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
     mhc_post=mhc_post,
@@ -48,7 +46,7 @@ OPS = Ops(
     route_by_score=route_by_score,
     route_by_hash=route_by_hash,
     experts=experts,
-    swiglu_mlp=swiglu_mlp,
+    swiglu_mlp=_linears.swiglu_mlp,
     sample=sample,
 )
 

@@ -1,0 +1,259 @@
+"""Starts: from a process's beginning to its first token, cold and warm, and the first requests.
+
+Each start is a process of its own. Cold: its cache of compiled kernels is empty. Warm: it is what
+the process before left. After the first token come requests of every kind and length, two after
+each other: those that arrive first, right after "ready", beside the same number later. Kernels that
+were compiled or loaded after "ready" are counted, and there should be none.
+"""
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.bench.offline import source
+from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.demo import DEMO_PATH
+from finwhale.engine.engine import Engine
+from finwhale.engine.phases import process_start, whole_start
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.request import SamplingParams
+
+REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """One start, in this process."""
+    began = time.monotonic()
+    demo = args.model is None and not args.dummy
+    if demo:
+        checkpoint = Checkpoint.open(DEMO_PATH)
+        config = ModelConfig.from_dict(checkpoint.config)
+        ignored = ignored_prefixes(config)
+        weights: Any = WeightSource(checkpoint, weight_specs(config), ignored=ignored)
+    else:
+        config, weights = source(args)
+    engine = Engine(
+        EngineConfig(
+            device=args.device,
+            max_model_len=min(args.max_model_len, config.max_position_embeddings),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            cache_dir=args.cache_dir,
+        ),
+        config,
+        weights,
+        Tokenizer.open(DEMO_PATH) if demo else None,
+    )
+    phases = whole_start(engine.runner.phases.seconds, began)
+    ready = time.monotonic()
+    first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
+    engine.add_request("first", [1, 2, 3], first)
+    while engine.has_work:
+        engine.step()
+    first_token = time.monotonic() - process_start()
+    mixed = Mixed(engine, args)
+    early = mixed.run(args.requests)
+    later = mixed.run(args.requests)
+    return {
+        "phases": {name: round(spent, 3) for name, spent in phases.items()},
+        "ready_s": round(ready - process_start(), 3),
+        "first_token_s": round(first_token, 3),
+        "kernels": engine.runner.built.kernels,
+        "compiled": engine.runner.built.compiled,
+        "early_ttft_ms": summary(early) | {"p99": percentile(early, 0.99)},
+        "later_ttft_ms": summary(later) | {"p99": percentile(later, 0.99)},
+        "p99_over_later_median": round(
+            percentile(early, 0.99) / max(summary(later)["median"], 1e-9), 3
+        ),
+        "late_compilations": dict(engine.metrics().late_compilations),
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+
+
+class Mixed:
+    """Requests of every sampling option, prompts of every length, a few running at once.
+
+    Half of the prompts have one length, so that their times to the first token can be compared;
+    only these are reported. The others, of any length, come between them.
+    """
+
+    def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
+        self.engine = engine
+        self.random = random.Random(0)
+        self.longest = min(engine.max_model_len - 40, args.longest_prompt)
+        self.length = min(args.prompt_tokens, self.longest)
+        self.count = 0
+
+    def run(self, requests: int) -> list[float]:
+        """Milliseconds to the first token of the requests of one length."""
+        times: list[float] = []
+        for _ in range(requests):
+            self._other()
+            times.append(self._timed())
+        while self.engine.has_work:
+            self.engine.step()
+        return times
+
+    def _timed(self) -> float:
+        """A request alone: nothing that others do is in its time."""
+        while self.engine.has_work:
+            self.engine.step()
+        name = self._name()
+        params = self._params(max_tokens=1, n=1)
+        begin = time.perf_counter()
+        self.engine.add_request(name, self._prompt(self.length), params)
+        while self.engine.has_work:
+            self.engine.step()
+        return 1e3 * (time.perf_counter() - begin)
+
+    def _other(self) -> None:
+        """Some of any length together, run until few tokens are left."""
+        for _ in range(self.random.randint(1, 6)):
+            length = int(self.longest ** self.random.random())
+            params = self._params(max_tokens=self.random.randint(1, 8), n=self.random.randint(1, 2))
+            self.engine.add_request(self._name(), self._prompt(max(1, length)), params)
+            for _ in range(self.random.randint(0, 3)):
+                self.engine.step()
+
+    def _name(self) -> str:
+        self.count += 1
+        return f"mixed-{self.count}"
+
+    def _prompt(self, length: int) -> list[int]:
+        return self.random.choices(range(self.engine.model_config.vocab_size), k=length)
+
+    def _params(self, **fixed: Any) -> SamplingParams:
+        choice = self.random.choice
+        options: dict[str, Any] = {
+            "temperature": choice((0, 0.7, 1.0)),
+            "top_k": choice((0, 1, 40)),
+            "top_p": choice((1.0, 0.9)),
+            "min_p": choice((0.0, 0.05)),
+            "repetition_penalty": choice((1.0, 1.1)),
+            "presence_penalty": choice((0.0, 0.5)),
+            "frequency_penalty": choice((0.0, 0.5)),
+            "logprobs": choice((None, None, 0, 5, 20)),
+            "logit_bias": choice((None, None, {3: -5.0})),
+            "seed": choice((None, 1)),
+            "ignore_eos": True,
+        }
+        return SamplingParams(**options | fixed)
+
+
+def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> list[dict[str, Any]]:
+    """Cold, then warm, each a process."""
+    results = []
+    with tempfile.TemporaryDirectory(prefix="finwhale-start-") as directory:
+        cache = args.cache_dir or directory
+        for kind in _kinds(args):
+            command = [sys.executable, "-m", "finwhale", "bench", "start", *argv]
+            begin = time.perf_counter()
+            done = subprocess.run(
+                [*command, "--one", "--cache-dir", cache],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            wall = time.perf_counter() - begin
+            lines = [x for x in done.stdout.splitlines() if x.startswith(REPORT)]
+            if done.returncode or not lines:
+                raise SystemExit(f"the {kind} start ended with {done.returncode}")
+            found = json.loads(lines[-1].removeprefix(REPORT))
+            results.append({"start": kind, "process_s": round(wall, 2), **found})
+            if args.verbose:
+                console.print(results[-1])
+    return results
+
+
+def _kinds(args: argparse.Namespace) -> Iterator[str]:
+    yield "warm" if args.cache_dir else "cold"
+    for _ in range(args.warm):
+        yield "warm"
+
+
+def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
+    table = Table(title="seconds of each start", title_justify="left")
+    table.add_column("start", no_wrap=True)
+    phases = list(results[0]["phases"])
+    columns = [*phases, "first token", "kernels", "compiled", "early p99/later", "late"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for result in results:
+        table.add_row(
+            result["start"],
+            *(f"{result['phases'][name]:.2f}" for name in phases),
+            f"{result['first_token_s']:.2f}",
+            str(result["kernels"]),
+            str(result["compiled"]),
+            f"{result['p99_over_later_median']:.2f}",
+            str(sum(result["late_compilations"].values())),
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench start`."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench start",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
+    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
+    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
+    parser.add_argument("--model", help="a checkpoint (default: the demo model)")
+    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
+    parser.add_argument("--max-model-len", type=int, default=65536)
+    parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
+    parser.add_argument("--requests", type=int, default=100, help="timed ones, and later as many")
+    parser.add_argument("--prompt-tokens", type=int, default=200, help="of a timed request")
+    parser.add_argument("--longest-prompt", type=int, default=8192, help="of the others")
+    parser.add_argument("--warm", type=int, default=2, help="warm starts after the cold one")
+    parser.add_argument("--cache-dir", help="a filled cache: then no start is cold")
+    parser.add_argument("--one", action="store_true", help="one start in this process, as JSON")
+    parser.add_argument("--verbose", action="store_true", help="print each start at once")
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/start-h200.jsonl"
+    )
+    args = parser.parse_args(argv)
+    if args.one:
+        print(REPORT + json.dumps(measure(args)), flush=True)
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    record = stamp(("torch",))
+    record["command"] = shlex.join(["finwhale", "bench", "start", *argv])
+    results = starts(args, [a for a in argv if a != "--verbose"], console)
+    show(console, results)
+    record |= {
+        "benchmark": "start",
+        "config": args.model or (args.config if args.dummy else "demo"),
+        "layers": args.layers,
+        "results": results,
+    }
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0

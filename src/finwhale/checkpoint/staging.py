@@ -1,0 +1,293 @@
+"""A checkpoint's tensors to a GPU, as fast as the files can be read.
+
+Threads read tensors from the files into pinned memory and look them through for NaN; one thread
+sends what they have read, in pieces, on a stream of its own; whoever iterates puts the tensors into
+place on the device meanwhile. What is between is bounded: so many pieces in pinned memory, so many
+on the device.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Queue
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.formats import find_nan
+from finwhale.checkpoint.reader import TensorInfo
+from finwhale.errors import CheckpointError
+
+# A piece: what is sent at once. Tensors that fit share one, larger ones have several.
+PIECE_BYTES = 16 * 2**20
+ALIGN = 64
+THREADS = 12
+PINNED_PIECES = 24
+# Groups of tensors that are on the device, or on their way there, and not yet in place.
+GROUPS_AHEAD = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Part of a tensor, or all of it: where it lies in the file and in the group.
+
+    Attributes:
+        start: in the tensor's bytes.
+        place: in the group's bytes.
+    """
+
+    info: TensorInfo
+    start: int
+    num_bytes: int
+    place: int
+
+
+@dataclass(slots=True)
+class Group:
+    """Tensors that come together, and the pieces in which they are read.
+
+    Attributes:
+        places: where each begins.
+        pieces: reads of at most PIECE_BYTES in all, which lie together; unless one alone is
+            larger they are whole tensors.
+    """
+
+    places: dict[str, int] = field(default_factory=dict)
+    pieces: list[list[Read]] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+def groups_of(infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES) -> Iterator[Group]:
+    """The tensors in their order, small ones together."""
+    group = Group(pieces=[[]])
+    for info in infos:
+        if info.num_bytes > piece_bytes:
+            if group.places:
+                yield group
+                group = Group(pieces=[[]])
+            starts = range(0, info.num_bytes, piece_bytes)
+            reads = [
+                Read(info, start, min(piece_bytes, info.num_bytes - start), start)
+                for start in starts
+            ]
+            yield Group({info.name: 0}, [[read] for read in reads], info.num_bytes)
+            continue
+        if group.num_bytes + info.num_bytes > piece_bytes:
+            yield group
+            group = Group(pieces=[[]])
+        place = group.num_bytes
+        group.places[info.name] = place
+        group.pieces[0].append(Read(info, 0, info.num_bytes, place))
+        group.num_bytes = -(-(place + info.num_bytes) // ALIGN) * ALIGN
+    if group.places:
+        yield group
+
+
+class Staging:
+    """Reads tensors from files and sends them to a device.
+
+    Args:
+        directory: of the files.
+        device: a GPU; on a CPU the same runs without pinned memory and streams.
+    """
+
+    def __init__(
+        self, directory: Path, device: torch.device, piece_bytes: int = PIECE_BYTES
+    ) -> None:
+        self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._stopped = threading.Event()
+        self._room = threading.Semaphore(GROUPS_AHEAD)
+        self._ready: Queue[_Arrived | BaseException | None] = Queue()
+
+    def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
+        """Each tensor on the device, in order: valid until the next is asked for, and longer where
+        it is kept.
+
+        Raises:
+            CheckpointError: a file cannot be read, changed, or holds what is not a number.
+        """
+        by_name = {info.name: info for info in infos}
+        sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
+        sender.start()
+        try:
+            while True:
+                arrived = self._ready.get()
+                if arrived is None:
+                    return
+                if isinstance(arrived, BaseException):
+                    raise arrived
+                for name, tensor in arrived.tensors(by_name):
+                    yield by_name[name], tensor
+                arrived.release()
+                self._room.release()
+        finally:
+            self._stopped.set()
+            self._room.release()
+            sender.join()
+
+    def _send_all(self, infos: Sequence[TensorInfo]) -> None:
+        """The sending thread: what goes wrong is raised in whoever iterates."""
+        try:
+            with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
+                # Files are closed when no thread reads any more.
+                files = _Files(self._directory, stack)
+                self._pipeline(list(groups_of(infos, self._piece_bytes)), files, pool)
+            self._ready.put(None)
+        except BaseException as error:
+            self._ready.put(error)
+
+    def _pipeline(self, groups: list[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
+        free: Queue[_Pinned] = Queue()
+        for _ in range(PINNED_PIECES):
+            free.put(_Pinned(self._piece_bytes, self._cuda))
+        pieces = [piece for group in groups for piece in group.pieces]
+        reading: list[Future[_Pinned]] = []
+
+        def ask() -> None:
+            if len(reading) < len(pieces):
+                piece = pieces[len(reading)]
+                reading.append(pool.submit(_read_piece, piece, files, free.get()))
+
+        for _ in range(PINNED_PIECES):
+            ask()
+        number = 0
+        for group in groups:
+            self._room.acquire()
+            if self._stopped.is_set():
+                return
+            arrived = self._new(group)
+            for piece in group.pieces:
+                pinned = reading[number].result()
+                number += 1
+                self._copy(pinned, piece, arrived)
+                free.put(pinned)
+                ask()
+            arrived.sent(self._stream)
+            self._ready.put(arrived)
+
+    def _new(self, group: Group) -> "_Arrived":
+        size = max(1, group.num_bytes)
+        if self._stream is None:
+            return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
+        with torch.cuda.stream(self._stream):
+            return _Arrived(group, torch.empty(size, dtype=torch.uint8, device=self._device))
+
+    def _copy(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
+        begin, end = piece[0].place, piece[-1].place + piece[-1].num_bytes
+        target, source = arrived.memory[begin:end], pinned.memory[: end - begin]
+        if self._stream is None:
+            target.copy_(source)
+            return
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        pinned.event = self._stream.record_event()
+
+
+class _Arrived:
+    """A group on the device."""
+
+    def __init__(self, group: Group, memory: Tensor) -> None:
+        self.group, self.memory = group, memory
+        self._event: torch.cuda.Event | None = None
+
+    def sent(self, stream: torch.cuda.Stream | None) -> None:
+        if stream is not None:
+            self._event = stream.record_event()
+
+    def tensors(self, infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Tensor]]:
+        if self._event is not None:
+            current = torch.cuda.current_stream(self.memory.device)
+            current.wait_event(self._event)
+            # Its memory goes back when what the current stream does with it is done.
+            self.memory.record_stream(current)
+        for name, place in self.group.places.items():
+            info = infos[name]
+            part = self.memory[place : place + info.num_bytes]
+            yield name, part.view(info.dtype).view(info.shape)
+
+    def release(self) -> None:
+        del self.memory
+
+
+class _Pinned:
+    """Memory for one piece; free again once it was sent."""
+
+    def __init__(self, num_bytes: int, pinned: bool) -> None:
+        self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = self.memory.numpy()
+        self.event: torch.cuda.Event | None = None
+
+
+class _Files:
+    """File descriptors, each opened once."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory, self._stack = directory, stack
+        self._open: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def number(self, file: str) -> int:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = os.open(self._directory / file, os.O_RDONLY)
+                self._stack.callback(os.close, self._open[file])
+            return self._open[file]
+
+
+def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinned:
+    """A reading thread's work."""
+    if pinned.event is not None:
+        pinned.event.synchronize()
+    first = piece[0].place
+    for read in piece:
+        place = read.place - first
+        target = pinned.bytes[place : place + read.num_bytes]
+        _read(read, files, target)
+        _check(read.info, target)
+    return pinned
+
+
+def _read(read: Read, files: _Files, target: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+    info = read.info
+    view, done = memoryview(target.data), 0
+    try:
+        number = files.number(info.file)
+        while done < read.num_bytes:
+            count = os.preadv(number, [view[done:]], info.offset + read.start + done)
+            if not count:
+                raise CheckpointError(
+                    f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
+                )
+            done += count
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {info.name} from {info.file}: {error.strerror or error}"
+        ) from error
+
+
+def _check(info: TensorInfo, target: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+    """Raises CheckpointError where a value is not finite."""
+    if info.dtype in (torch.int8, torch.int64):
+        return
+    if info.dtype == torch.float8_e8m0fnu:
+        fault = "the E8M0 scale code 255, which means NaN" if target.max(initial=0) == 255 else None
+    elif info.dtype == torch.float8_e4m3fn:
+        # 0xFF is the largest byte and 0x7F the largest signed one.
+        is_nan = target.max(initial=0) == 0xFF or target.view(np.int8).max(initial=0) == 0x7F
+        fault = "an E4M3 NaN code" if is_nan else None
+    else:
+        fault = find_nan(torch.from_numpy(target).view(info.dtype), None)
+    if fault is not None:
+        raise CheckpointError(f"{info.name} in {info.file} holds {fault}; the file is damaged")
+
+
+def num_threads() -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(THREADS, cores or 1))

@@ -1,0 +1,107 @@
+"""Options of the engine that the commands which start one for long share."""
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from finwhale.artefacts import default_directory
+
+NAMES = (
+    "device",
+    "dtype",
+    "activations",
+    "load_format",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "gpu_memory_utilization",
+    "cache_memory_bytes",
+    "enable_prefix_caching",
+    "watchdog_seconds",
+    "enforce_eager",
+    "compile",
+)
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
+    )
+    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and cache")
+    group.add_argument(
+        "--activations",
+        choices=("as-trained", "exact"),
+        help="round activations to FP8 as the model was trained, or not at all",
+    )
+    group.add_argument(
+        "--load-format",
+        choices=("auto", "dummy"),
+        help="dummy: random weights from config.json alone",
+    )
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
+    )
+    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens of one forward"
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        help="of a GPU's memory, what weights, workspaces and cache may take",
+    )
+    group.add_argument(
+        "--no-prefix-caching",
+        dest="enable_prefix_caching",
+        action="store_false",
+        default=None,
+        help="forget what was read when a request ends",
+    )
+    group.add_argument(
+        "--watchdog-seconds",
+        type=float,
+        default=60.0,
+        metavar="SECONDS",
+        help="a step that takes longer has all stacks written to the log (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cache-memory-bytes", type=int, metavar="N", help="memory for the paged state"
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", default=None, help="no captured graphs"
+    )
+    add_compile_option(group)
+    add_cache_option(group)
+
+
+def add_compile_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="run decoder layers compiled ahead of time: the first start takes minutes for it, "
+        "later ones load what it kept",
+    )
+
+
+def add_cache_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where compiled kernels are kept for the next start (default: finwhale in "
+        "$XDG_CACHE_HOME or ~/.cache)",
+    )
+
+
+def cache_directory(args: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    """What was asked for, or the default."""
+    chosen = args.cache_dir or default_directory(environment.get("XDG_CACHE_HOME"))
+    return str(chosen)
+
+
+def engine_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Keyword arguments of `LLM` for what was given."""
+    found = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
+    return found | {"cache_dir": cache_directory(args, environment)}

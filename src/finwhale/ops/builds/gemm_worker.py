@@ -1,0 +1,40 @@
+"""A process that has DeepGEMM compile products for another one; it holds a GPU's context.
+
+The first line on stdin says where to and on which GPU; each further line is a shape of a weight and
+numbers of rows. Each is answered by a line. The result is in DeepGEMM's cache.
+"""
+
+import importlib
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+import torch
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    first = json.loads(requests.readline())
+    os.environ["DG_JIT_CACHE_DIR"] = first["cache"]
+    products = importlib.import_module("finwhale.ops.builds.products")
+    device = torch.device("cuda", first["device"])
+    torch.cuda.set_device(device)
+    for line in requests:
+        job = json.loads(line)
+        answer: dict[str, Any] = {}
+        try:
+            weight = torch.empty(job["weight"], dtype=torch.float8_e4m3fn, device=device)
+            scale = torch.ones(job["scale"], dtype=torch.float32, device=device)
+            for rows in job["rows"]:
+                products.call(job["kind"], weight, scale, rows)
+            torch.cuda.synchronize(device)
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"[:1000]
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # DeepGEMM and nvcc print: the pipe stays for answers.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, out)

@@ -1,0 +1,180 @@
+"""Triton's and DeepGEMM's kernels: compiled by other processes, kept in one place, counted."""
+
+import logging
+import platform as python_platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.runtime import driver
+
+from finwhale.artefacts import Artefacts, default_directory
+from finwhale.ops.builds import Built
+from finwhale.ops.builds.inductor import compiled_graphs
+from finwhale.ops.builds.launches import Counter, Variant, collect, load
+from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
+from finwhale.ops.tables import optional
+from finwhale.platform import Platform
+
+HAS_DEEPGEMM = optional.deepgemm() is not None
+if HAS_DEEPGEMM:
+    from finwhale.ops.builds import products
+
+logger = logging.getLogger(__name__)
+
+# DeepGEMM's compiling processes: each has a context of the GPU and a product's tensors there.
+GEMM_WORKERS = 6
+GEMM_WORKER_BYTES = 2 * 2**30
+# Modules whose kernels take longest to compile: they go first.
+LONG = (".hopper", ".hopper_experts", ".triton_experts", ".triton_decode")
+
+
+class KernelBuilds:
+    """Builds (ops/builds) on one GPU.
+
+    Raises:
+        ResourceError: the cache directory cannot be used, or holds what is damaged and stays.
+    """
+
+    def __init__(self, platform: Platform, device_index: int, directory: str | None) -> None:
+        self._device_index = device_index
+        self._vendor = platform.vendor
+        self._artefacts = Artefacts(
+            directory or default_directory(), _versions(platform, device_index)
+        )
+        self._artefacts.check()
+        knobs.cache.dir = str(self._artefacts.folder("triton"))
+        # What only a reader of intermediate code needs would be read at each start.
+        knobs.compilation.store_binary_only = True
+        self._counter = Counter()
+        self._products: products.Products | None = None
+        if HAS_DEEPGEMM and platform.vendor == "nvidia":
+            self._products = products.of_process(self._artefacts.folder("deepgemm/cache"))
+        self._pool: Pool | None = None
+        self._at_ready: dict[str, int] = {}
+
+    def expect(self, configuration: object) -> None:
+        if not self._artefacts.is_complete(configuration) and self._pool is None:
+            self._pool = self._new_pool()
+
+    def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
+        if self._artefacts.is_complete(configuration):
+            return self._loaded(walk)
+        with self._artefacts.filling():
+            if self._artefacts.is_complete(configuration):
+                # Another process has made everything meanwhile.
+                self._close_pool()
+                return self._loaded(walk)
+            missing = self._build(walk)
+            built = self._loaded(walk)
+            self._artefacts.mark_complete(configuration, {"kernels": built.kernels})
+        return replace(built, compiled=built.compiled + missing)
+
+    def _loaded(self, walk: Callable[[], None]) -> Built:
+        """Load everything, and compile one by one what is not there."""
+        compiled = self._counter.compiled
+        kernels = self._load(walk)
+        return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
+
+    def _build(self, walk: Callable[[], None]) -> int:
+        """Have everything compiled into the cache by other processes; how many variants."""
+        begin = time.perf_counter()
+        with self._collecting():
+            variants = collect(walk)
+        found = time.perf_counter()
+        pool, self._pool = self._pool or self._new_pool(), None
+        finish = [pool.start(_job(variant) for variant in sorted(variants, key=_effort))]
+        gemms = self._new_gemm_pool()
+        if gemms is not None and self._products is not None:
+            finish.append(gemms.start(self._products.jobs()))
+        errors = [error for wait in finish for error in wait()]
+        for error in dict.fromkeys(errors):
+            logger.warning("a kernel was not built ahead: %s", error)
+        logger.info(
+            "built %d kernels into %s in %.1f s, %.1f s of it to find them",
+            len(variants),
+            self._artefacts.path,
+            time.perf_counter() - begin,
+            found - begin,
+        )
+        return len(variants) - len(errors)
+
+    def _load(self, walk: Callable[[], None]) -> int:
+        with self._collecting():
+            kernels = load(walk)
+        if self._products is not None:
+            kernels += self._products.load()
+        return kernels
+
+    def _collecting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._products is None else self._products.collecting()
+
+    def _new_pool(self) -> Pool:
+        target = driver.active.get_current_target()
+        first = {
+            "cache": str(self._artefacts.folder("triton")),
+            "target": {
+                "backend": target.backend,
+                "arch": target.arch,
+                "warp_size": target.warp_size,
+            },
+            "modules": ["torch", f"finwhale.ops.tables.{self._vendor}"],
+        }
+        return Pool("finwhale.ops.builds.worker", first, min(MAX_WORKERS, usable_cores()))
+
+    def _new_gemm_pool(self) -> Pool | None:
+        if self._products is None or not self._products.jobs():
+            return None
+        free, _ = torch.cuda.mem_get_info(self._device_index)
+        size = min(GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
+        if size < 1:
+            return None
+        first = {
+            "cache": str(self._products.folder.parent),
+            "device": self._device_index,
+        }
+        return Pool("finwhale.ops.builds.gemm_worker", first, int(size))
+
+    def _close_pool(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def ready(self) -> None:
+        self._at_ready = self._totals()
+
+    def late(self) -> Mapping[str, int]:
+        return {name: now - self._at_ready.get(name, 0) for name, now in self._totals().items()}
+
+    def _totals(self) -> dict[str, int]:
+        totals = {"triton": self._counter.total, "inductor": compiled_graphs()}
+        if self._products is not None:
+            totals["deepgemm"] = self._products.total
+        return totals
+
+
+def _job(variant: Variant) -> dict[str, Any]:
+    return asdict(variant)
+
+
+def _effort(variant: Variant) -> bool:
+    """Orders those that take longest first."""
+    return not variant.module.endswith(LONG)
+
+
+def _versions(platform: Platform, device_index: int) -> dict[str, str]:
+    """What compiled code is for and made by."""
+    name = torch.cuda.get_device_name(device_index) if torch.cuda.is_available() else "none"
+    return {
+        "device": name,
+        "arch": platform.arch,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "deepgemm": products.VERSION if HAS_DEEPGEMM else "",
+        "python": python_platform.python_version(),
+    }

@@ -1,0 +1,115 @@
+"""Triton's launches, seen without being launched, and counted.
+
+Within `watching` the calling thread's launches go to a visitor instead of the GPU; those of other
+threads go on. Triton has no hook for that, so its launch method is wrapped for the while.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from triton import knobs
+from triton.runtime.jit import JITFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One kernel as one launch specialises it.
+
+    Attributes:
+        module, name: where the kernel is found.
+        specialization: Triton's own description of the variant, for `JITFunction.preload`.
+    """
+
+    module: str
+    name: str
+    specialization: str
+
+
+@contextmanager
+def watching(visit: Callable[..., Any]) -> Iterator[None]:
+    """visit(kernel, run): `run()` compiles or loads the variant and launches nothing."""
+    launch, owner = JITFunction.run, threading.get_ident()
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if threading.get_ident() != owner:
+            return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+        return visit(self, lambda: launch(self, *args, grid=grid, warmup=True, **kwargs))
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = launch
+
+
+def collect(walk: Callable[[], None]) -> list[Variant]:
+    """The variants that `walk` launches and that this process has not; nothing is compiled."""
+    found: dict[tuple[str, str], Variant] = {}
+    owner = threading.get_ident()
+    before = knobs.runtime.jit_cache_hook
+
+    def note(*, key, fn, compile, **more):
+        if threading.get_ident() != owner:
+            return bool(before and before(key=key, fn=fn, compile=compile, **more))
+        name = fn.jit_function.fn.__qualname__
+        place = (f"{fn.module}.{name}", key)
+        if place not in found:
+            found[place] = Variant(fn.module, name, compile["specialization_data"])
+        return True  # what Triton takes for "somebody else compiles it"
+
+    knobs.runtime.jit_cache_hook = note
+    try:
+        with watching(lambda kernel, run: run()):
+            walk()
+    finally:
+        knobs.runtime.jit_cache_hook = before
+    return list(found.values())
+
+
+def load(walk: Callable[[], None]) -> int:
+    """Compile or load, on the device too, every variant that `walk` launches; how many there are.
+
+    What a kernel's first launch would do is done: its binary is loaded, its launcher made.
+    """
+    loaded: set[int] = set()
+
+    def visit(kernel: Any, run: Callable[[], Any]) -> None:
+        compiled = run()
+        if compiled is not None and id(compiled) not in loaded:
+            loaded.add(id(compiled))
+            _ = compiled.run
+
+    with watching(visit):
+        walk()
+    return len(loaded)
+
+
+class Counter:
+    """Kernels that Triton has compiled, or loaded from its cache, in this process."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.compiled = 0
+        me = weakref.ref(self)
+        before, heard = knobs.runtime.jit_post_compile_hook, knobs.compilation.listener
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            counter = me()
+            if counter is not None:
+                counter.total += 1
+            return before(*args, **kwargs) if before is not None else None
+
+        def listen(*args: Any, **kwargs: Any) -> None:
+            counter = me()
+            if counter is not None and not kwargs.get("cache_hit", False):
+                counter.compiled += 1
+            if heard is not None:
+                heard(*args, **kwargs)
+
+        knobs.runtime.jit_post_compile_hook = note
+        knobs.compilation.listener = listen

@@ -1,0 +1,119 @@
+"""Processes that compile: started early, fed one variant at a time, ended with their owner."""
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 16
+_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; "
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+class Pool:
+    """Worker processes of one kind.
+
+    Args:
+        module: what they run: reads a line of JSON from stdin, answers one on stdout.
+        first: the first line for each.
+        size: how many.
+    """
+
+    def __init__(self, module: str, first: Mapping[str, Any], size: int) -> None:
+        # Not multiprocessing: that would run the user's own main module again.
+        command = [
+            sys.executable,
+            "-c",
+            _MAIN + f"runpy.run_module({module!r}, run_name='__main__')",
+            json.dumps(sys.path),
+        ]
+        self._processes = [
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(max(1, size))
+        ]
+        self._tell_all(first)
+
+    def _tell_all(self, first: Mapping[str, Any]) -> None:
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(dict(first)) + "\n")
+                process.stdin.flush()
+            except BrokenPipeError:
+                logger.warning("a compiling process ended at once (%s)", process.poll())
+
+    def start(self, jobs: Iterable[Mapping[str, Any]]) -> Callable[[], list[str]]:
+        """Begin all jobs; what is returned waits for them, ends the workers, and says what went
+        wrong with those that failed.
+        """
+        waiting: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        errors: list[str] = []
+        threads = [
+            threading.Thread(target=self._feed, args=(process, waiting, errors), daemon=True)
+            for process in self._processes
+        ]
+        for thread in threads:
+            thread.start()
+
+        def finish() -> list[str]:
+            for thread in threads:
+                thread.join()
+            self.close()
+            return errors
+
+        return finish
+
+    @staticmethod
+    def _feed(
+        process: "subprocess.Popen[str]",
+        waiting: "SimpleQueue[Mapping[str, Any]]",
+        errors: list[str],
+    ) -> None:
+        assert process.stdin is not None and process.stdout is not None
+        while True:
+            try:
+                job = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                process.stdin.write(json.dumps(dict(job)) + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                line = ""
+            if not line:
+                errors.append(f"a compiling process ended ({process.poll()})")
+                return
+            error = json.loads(line).get("error")
+            if error is not None:
+                errors.append(error)
+
+    def close(self) -> None:
+        """End the workers; what they are at is given up."""
+        for process in self._processes:
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(timeout=0.5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if process.stdout is not None:
+                process.stdout.close()

@@ -1,0 +1,169 @@
+"""DeepGEMM's compilations: which products a model asks for, built ahead, and counted.
+
+DeepGEMM compiles with nvcc at the first call of what it chooses for a product's shape, 1 to 3 s
+each, and has no way to ask for it alone. On SM90 it chooses by the weight's shape and by how many
+blocks of rows there are, of 16 or 32 rows where there are no more, else of 64, 128 and 256: so all
+numbers of rows with the same number of blocks of 64 share a kernel.
+
+Its two products are wrapped in its own module, where `ops/linear/deepgemm.py` calls them.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import deep_gemm  # type: ignore[import-not-found,unused-ignore]
+import torch
+from torch import Tensor
+
+from finwhale.ops.linear.deepgemm import MANY_TOKENS, rows_of
+from finwhale.ops.linear.quantise import empty_quantised
+from finwhale.ops.linear.triton import ROUNDED_TOKENS, SHORT_STEPS
+
+BLOCK_ROWS = 64
+K_GROUP = 128
+# No launch takes so long on the host; loading a kernel does, compiling one takes seconds.
+SLOW_CALL_S = 0.1
+Kind = Literal["gemm", "einsum"]
+VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
+GEMM: Any = deep_gemm.fp8_gemm_nt
+EINSUM: Any = deep_gemm.fp8_einsum
+
+
+def classes_of_rows(most: int) -> list[int]:
+    """A number of rows for each kernel that up to `most` tokens can need."""
+    few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
+    many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
+    return sorted(few | set(many if most > MANY_TOKENS else ()))
+
+
+def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[object, ...]:
+    small = rows if rows <= 32 else 0
+    return kind, weight_shape, small, -(-rows // BLOCK_ROWS)
+
+
+def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
+    """Whether the library is asked at all: few rows of a short product are our own kernel's."""
+    return kind == "einsum" or rows > ROUNDED_TOKENS or weight_shape[-1] > SHORT_STEPS * K_GROUP
+
+
+def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
+    """One product of `rows` rows of anything."""
+    width = weight.shape[-1]
+    groups = weight.shape[0] if kind == "einsum" else 1
+    x, x_scale = empty_quantised(rows, groups, width, False, weight)
+    shape = (rows, groups, weight.shape[-2])
+    out = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
+    if kind == "einsum":
+        EINSUM("bhr,hdr->bhd", (x, x_scale), (weight, scale), out)
+    else:
+        pair = (x.squeeze(1), x_scale.squeeze(1))
+        GEMM(pair, (weight, scale), out.squeeze(1), disable_ue8m0_cast=True)
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A weight that products were asked for with, and the most rows of them."""
+
+    weight: Tensor
+    scale: Tensor
+    rows: int
+
+
+class Products:
+    """What was asked for, and how often that was not prepared. One a process (`of_process`): the
+    library keeps its kernels, and learns where its cache is, once.
+
+    Attributes:
+        folder: DeepGEMM's cache.
+        total: kernels that were compiled or loaded when they were first called.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.total = 0
+        self.folder = folder
+        self._asked: dict[tuple[Kind, tuple[int, ...]], _Asked] = {}
+        self._built: set[tuple[object, ...]] = set()
+        self._collecting: int | None = None
+
+    def install(self) -> None:
+        """Be told of every product from now on."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        os.environ["DG_JIT_CACHE_DIR"] = str(self.folder.parent)
+
+        def gemm(x: Any, w: Any, out: Any, *args: Any, **kwargs: Any) -> None:
+            self._run("gemm", w, len(out), lambda: GEMM(x, w, out, *args, **kwargs))
+
+        def einsum(expression: str, x: Any, w: Any, out: Any, *args: Any, **kwargs: Any) -> None:
+            self._run("einsum", w, len(out), lambda: EINSUM(expression, x, w, out, *args, **kwargs))
+
+        deep_gemm.fp8_gemm_nt, deep_gemm.fp8_einsum = gemm, einsum
+
+    def _run(self, kind: Kind, w: Any, rows: int, run: Callable[[], None]) -> None:
+        weight, scale = w
+        shape = tuple(weight.shape)
+        if self._collecting == threading.get_ident():
+            asked = self._asked.setdefault((kind, shape), _Asked(weight, scale, rows))
+            asked.rows = max(asked.rows, rows)
+            return
+        this = class_of(kind, shape, rows)
+        begin = time.time()
+        run()
+        if this not in self._built:
+            self._built.add(this)
+            self.total += 1
+        elif time.time() - begin > SLOW_CALL_S and self.folder.stat().st_mtime >= begin:
+            # Its kernel was not that of its class.
+            self.total += 1
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """This thread's products are noted and not computed."""
+        self._collecting = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._collecting = None
+
+    def load(self) -> int:
+        """Compile or load every kernel of what was noted, and forget it; how many classes."""
+        count = 0
+        for (kind, shape), asked in self._asked.items():
+            for rows in _wanted(kind, shape, asked.rows):
+                call(kind, asked.weight, asked.scale, rows)
+                self._built.add(class_of(kind, shape, rows))
+                count += 1
+        self._asked.clear()
+        return count
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """What was noted for gemm_worker.py, in parts that may run at the same time."""
+        found = []
+        for (kind, shape), asked in self._asked.items():
+            rows = _wanted(kind, shape, asked.rows)
+            few = [r for r in rows if r <= MANY_TOKENS]
+            for part in (few[::2], few[1::2], [r for r in rows if r > MANY_TOKENS]):
+                if part:
+                    scale = list(asked.scale.shape)
+                    found.append({"kind": kind, "weight": shape, "scale": scale, "rows": part})
+        return sorted(found, key=lambda job: -len(job["rows"]))
+
+
+def _wanted(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
+    return [rows for rows in classes_of_rows(most) if needed(kind, shape, rows)]
+
+
+_OF_PROCESS: list[Products] = []
+
+
+def of_process(folder: Path) -> Products:
+    """The products of this process; `folder` is their cache if they are the first to have one."""
+    if not _OF_PROCESS:
+        _OF_PROCESS.append(Products(folder))
+        _OF_PROCESS[0].install()
+    return _OF_PROCESS[0]

@@ -1,0 +1,71 @@
+"""A process that compiles Triton kernels for another one, without a GPU's context of its own.
+
+The first line on stdin says for what and where to; each further line is a variant of a kernel.
+Each is answered by a line: {"seconds": ..} or {"error": ..}. The result is in Triton's cache.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+
+class NoDriver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def build(module: str, name: str, specialization: str) -> None:
+    """Compile one variant, and what launches it where that is compiled too."""
+    kernel = getattr(importlib.import_module(module), name)
+    compiled = kernel.preload(specialization)
+    if driver.active.get_current_target().backend != "cuda":
+        return
+    backend = importlib.import_module("triton.backends.nvidia.driver")
+    if hasattr(backend, "make_launcher"):
+        # Up to Triton 3.6 a launcher is C, one for each signature.
+        backend.CudaLauncher(compiled.src, compiled.metadata)
+
+
+def serve(requests: TextIO, answers: TextIO) -> None:
+    first = json.loads(requests.readline())
+    knobs.cache.dir = first["cache"]
+    knobs.compilation.store_binary_only = True
+    driver.set_active(NoDriver(GPUTarget(**first["target"])))
+    for module in first["modules"]:
+        importlib.import_module(module)
+    for line in requests:
+        begin = time.perf_counter()
+        answer: dict[str, Any] = {}
+        try:
+            build(**json.loads(line))
+        except Exception as error:
+            # Whoever asked compiles it himself then, and sees the whole error.
+            answer["error"] = f"{type(error).__name__}: {error}"[:1000]
+        answer["seconds"] = round(time.perf_counter() - begin, 3)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    # Compilers print: the pipe stays for answers.
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, out)

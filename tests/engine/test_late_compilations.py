@@ -1,0 +1,55 @@
+"""Compilations after "ready" are counted and told."""
+
+from collections.abc import Callable, Mapping
+
+from finwhale import LLM, SamplingParams
+from finwhale.engine.engine import Engine
+from finwhale.engine.rehearsal import rehearse
+from finwhale.server.metrics import _counts
+
+
+class Builds:
+    """Compilers that have compiled twice since they were ready."""
+
+    def late(self) -> Mapping[str, int]:
+        return {"triton": 2, "deepgemm": 0}
+
+
+def test_what_was_compiled_late_is_told(llm: LLM) -> None:
+    engine = llm.engine
+    assert sum(engine.metrics().late_compilations.values()) == 0
+    kept = engine.runner.builds
+    engine.runner.builds = Builds()  # type: ignore[assignment]
+    try:
+        found = engine.metrics()
+    finally:
+        engine.runner.builds = kept
+    assert found.late_compilations == {"triton": 2, "deepgemm": 0}
+    (family,) = [m for m in _counts(found) if m.name == "finwhale_late_compilations"]
+    told = {sample.labels["compiler"]: sample.value for sample in family.samples}
+    assert told == {"triton": 2, "deepgemm": 0}
+
+
+def text(engine: Engine, name: str) -> list[int]:
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    request = engine.add_request(name, [5, 6, 7] * 90, params)
+    while engine.has_work:
+        engine.step()
+    return request.outputs[0].token_ids
+
+
+def test_a_rehearsal_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
+    """Neither counters nor blocks nor other tokens."""
+    engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64).engine
+    before, counters = text(engine, "a"), engine.metrics()
+    engine.forget()
+    empty = engine.metrics()
+    rehearse(engine)
+    after = engine.metrics()
+    assert after == empty
+    assert counters.requests == 1 and after.requests == after.steps == after.idle_blocks == 0
+    assert text(engine, "a") == before
+
+
+def test_a_rehearsal_fits_the_shortest_context(new_llm: Callable[..., LLM]) -> None:
+    rehearse(new_llm(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=2).engine)

@@ -1,0 +1,198 @@
+"""What launches fix, on a CPU: a script that test_builds.py runs without TRITON_INTERPRET.
+
+The nvidia table runs on CPU tensors with a driver that only names SM90, and the code asks whether
+it is on Hopper is answered with yes; launches are collected, not made. Prints one JSON object.
+"""
+
+import importlib
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs, next_power_of_2
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from finwhale.artefacts import Artefacts
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.engine.memory import Largest, LargestSteps
+from finwhale.engine.walk import Walk, numbers
+from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops.attention import triton as attention
+from finwhale.ops.builds.launches import Counter, Variant, collect
+from finwhale.ops.builds.pool import Pool
+from finwhale.ops.builds.worker import NoDriver
+from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.moe import triton_experts
+from finwhale.ops.tables.nvidia import OPS
+
+LARGEST = Largest(
+    num_tokens=700,
+    num_seqs=8,
+    max_len=40000,
+    decode_graphs=(1, 2, 4, 8),
+    prefill_graphs=(16, 48, 64),
+)
+
+
+def early(x: Tensor, pays: bool = True) -> dict[str, Any]:
+    return {"PDL": True, "launch_pdl": True} if pays else {"PDL": False}
+
+
+def pretend_hopper() -> None:
+    for module in list(sys.modules.values()):
+        if hasattr(module, "early_launch"):
+            module.early_launch = early  # type: ignore[attr-defined]
+    plan = triton_experts.plan
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
+    triton_experts.plan = lambda pairs, count, device: plan(pairs, count, torch.device("cuda"))
+    attention.hopper.takes = lambda problem: True
+    mhc._dependent = lambda device: {"launch_pdl": True}
+
+
+def small_flash() -> ModelConfig:
+    """Flash's heads, and everything else small; a layer of each kind."""
+    config = ModelConfig.preset("flash").without_draft_head().with_layers(4)
+    return replace(
+        config,
+        hidden_size=256,
+        vocab_size=1024,
+        q_lora_rank=128,
+        o_lora_rank=128,
+        moe_intermediate_size=128,
+        n_routed_experts=16,
+    )
+
+
+class Sample(Walk):
+    """Every number of tokens, each with contexts drawn at random."""
+
+    def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        draw = random.Random(0)
+
+        def length() -> int:
+            return draw.choice((draw.randint(1, 3000), draw.randint(1, self.largest.max_len)))
+
+        for n in self.largest.prefill_graphs:
+            yield n, n, [(length(), draw.choice((1, 2, n))) for _ in range(40)]
+        for n in range(max(self.largest.prefill_graphs) + 1, self.largest.num_tokens + 1):
+            yield n, n, [(length(), n)]
+        for n in self.largest.decode_graphs:
+            yield n, 1, [(self.largest.max_len, 1)]
+
+
+def names(variants: list[Variant]) -> set[tuple[str, str]]:
+    return {(v.name, v.specialization) for v in variants}
+
+
+def left_out(experts: int, topk: int, last: int) -> list[str]:
+    """Plans of the experts' launches, which change most often, that no walked number meets."""
+
+    def keys(counts: Iterable[int]) -> set[tuple[object, ...]]:
+        found: set[tuple[object, ...]] = set()
+        for n in counts:
+            pairs = n * topk
+            block_n = triton_experts.plan(pairs, experts, torch.device("cpu")).block_n
+            padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
+            slots = experts + padded // block_n
+            if pairs > triton_experts.FEW_PAIRS:
+                found.add((block_n, "many"))
+                continue
+            sizes = pairs, min(1024, pairs, slots)
+            found.add((block_n, *(next_power_of_2(size) for size in sizes)))
+        return found
+
+    return [
+        f"{experts} experts from {first} tokens on: {key}"
+        for first in (1, 513)
+        for key in keys(range(first, last + 1)) - keys(numbers(first, last))
+    ]
+
+
+def compile_twice(variants: list[Variant]) -> dict[str, Any]:
+    """By workers, then from their cache; then after one result was damaged."""
+    with tempfile.TemporaryDirectory() as directory:
+        artefacts = Artefacts(directory, {"device": "none"})
+        cache = artefacts.folder("triton")
+        first = {
+            "cache": str(cache),
+            "target": {"backend": "cuda", "arch": 90, "warp_size": 32},
+            "modules": [],
+        }
+        unknown = {"module": "finwhale.ops.norm.triton", "name": "nothing", "specialization": "{}"}
+        pool = Pool("finwhale.ops.builds.worker", first, 2)
+        errors = pool.start([asdict(v) for v in variants] + [unknown])()
+        knobs.cache.dir = str(cache)
+        knobs.compilation.store_binary_only = True
+        counter = Counter()
+        artefacts.mark_complete("this", {})
+        load_all(variants)
+        found = {"errors": errors, "loaded": counter.total, "compiled": counter.compiled}
+        cubin = next(Path(cache).rglob("*.cubin"))
+        cubin.write_bytes(cubin.read_bytes()[:-9] + b"x" * 9)
+        found["damaged"] = [artefacts.check(), artefacts.check()]
+        load_all(variants)
+        return found | {"compiled after damage": counter.compiled}
+
+
+def load_all(variants: list[Variant]) -> None:
+    for variant in variants:
+        kernel = getattr(importlib.import_module(variant.module), variant.name)
+        kernel.preload(variant.specialization)
+
+
+def main() -> None:
+    driver.set_active(NoDriver(GPUTarget("cuda", 90, 32)))
+    pretend_hopper()
+    config, cpu = small_flash(), torch.device("cpu")
+    weights: list[Any] = []
+
+    def load() -> None:
+        source = DummySource(weight_specs(config), cpu)
+        weights.append(
+            load_weights(
+                config,
+                source,
+                dtype=torch.bfloat16,
+                device=cpu,
+                round_activations=True,
+                ops=OPS,
+            )
+        )
+
+    collect(load)  # folds experts
+    model = DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
+    groups = cache_spec(config)
+    cache = LargestSteps.alone(model, groups, OPS).cache
+    walked = collect(Walk(model, groups, OPS, cache, LARGEST, eager=False))
+    every = collect(Sample(model, groups, OPS, cache, LARGEST, eager=False))
+    missing = names(every) - names(walked)
+    cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]
+    report = {
+        "kernels": sorted({v.name for v in walked}),
+        "walked": len(walked),
+        "every": len(every),
+        "missing": sorted(missing)[:5],
+        "left out": [
+            line
+            for experts, topk in ((256, 6), (384, 6), (384, 8), (64, 6), (16, 4))
+            for line in left_out(experts, topk, 8192)
+        ],
+        "compiling": compile_twice(cheap),
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

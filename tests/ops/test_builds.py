@@ -1,0 +1,53 @@
+"""What is built ahead: no class of launch is left out, results are kept, damage is found."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+PROBE = Path(__file__).parent / "builds_probe.py"
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(PROBE)], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> None:
+    assert report["missing"] == []
+    assert report["left out"] == []
+    assert report["every"] > 100
+    assert {"_attend_kernel", "_gate_up_kernel", "tile_kernel", "_scores_kernel"} <= set(
+        report["kernels"]
+    )
+
+
+def test_variants_are_few(report: dict[str, Any]) -> None:
+    """Each costs a second to compile: an argument that need not be fixed is not."""
+    assert report["walked"] < 220
+
+
+def test_workers_compile_and_their_results_are_found(report: dict[str, Any]) -> None:
+    found = report["compiling"]
+    assert found["loaded"] >= 2
+    assert found["compiled"] == 0
+    (error,) = found["errors"]
+    assert "has no attribute 'nothing'" in error
+
+
+def test_a_damaged_result_is_compiled_again(report: dict[str, Any]) -> None:
+    found = report["compiling"]
+    assert found["damaged"] == [1, 0]
+    assert found["compiled after damage"] == 1

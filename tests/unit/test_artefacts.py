@@ -1,0 +1,210 @@
+"""The cache of compiled artefacts: whose it is, several processes, damage."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from finwhale import artefacts
+from finwhale.artefacts import Artefacts, default_directory
+from finwhale.errors import ResourceError
+
+PLATFORM = {"device": "NVIDIA H200", "arch": "sm90", "torch": "2.11.0"}
+
+
+def elf(sections: int = 64, size: int = 200) -> bytes:
+    """So much of an ELF file as its header promises: one table of sections at `sections`."""
+    header = bytearray(64)
+    header[:6] = b"\x7fELF\x02\x01"
+    header[40:48] = sections.to_bytes(8, "little")
+    header[58:62] = (size - sections).to_bytes(2, "little") + (1).to_bytes(2, "little")
+    return bytes(header) + b"x" * (size - 64)
+
+
+def add_triton(cache: Artefacts, name: str) -> Path:
+    entry = cache.folder("triton") / name
+    entry.mkdir()
+    (entry / "k.cubin").write_bytes(elf())
+    (entry / "k.json").write_text('{"name": "k"}')
+    children = {f: str(entry / f) for f in ("k.cubin", "k.json")}
+    (entry / "__grp__k.json").write_text(json.dumps({"child_paths": children}))
+    return entry
+
+
+def add_deepgemm(cache: Artefacts, name: str) -> Path:
+    entry = cache.folder("deepgemm/cache") / name
+    entry.mkdir()
+    (entry / "kernel.cu").write_text("code")
+    (entry / "kernel.cubin").write_bytes(elf())
+    return entry
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Artefacts:
+    return Artefacts(tmp_path, PLATFORM)
+
+
+def test_each_device_and_version_has_its_own(tmp_path: Path, cache: Artefacts) -> None:
+    assert Artefacts(tmp_path, PLATFORM).path == cache.path
+    paths = {Artefacts(tmp_path, PLATFORM | {name: "other"}).path for name in PLATFORM}
+    assert len(paths | {cache.path}) == 4
+    assert "H200" in cache.path.name
+
+
+def test_where_it_is_by_default() -> None:
+    assert default_directory("/somewhere") == Path("/somewhere/finwhale")
+    assert default_directory() == Path.home() / ".cache" / "finwhale"
+    assert default_directory("") == Path.home() / ".cache" / "finwhale"
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"cannot be used: .* \(--cache-dir\)"):
+        Artefacts(tmp_path / "file", PLATFORM)
+
+
+def test_complete_for_one_configuration_and_source(
+    cache: Artefacts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.mark_complete({"layers": 8}, {"kernels": 1})
+    assert cache.is_complete({"layers": 8})
+    assert not cache.is_complete({"layers": 9})
+    monkeypatch.setattr(artefacts, "source_digest", lambda: "another")
+    assert not cache.is_complete({"layers": 8})
+
+
+def test_the_source_s_digest_changes_with_it() -> None:
+    assert len(artefacts.source_digest()) == 20
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_whole_artefacts_stay(
+    cache: Artefacts, sealed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = [add_triton(cache, "A"), add_deepgemm(cache, "kernel.a")]
+    if sealed:
+        cache.mark_complete("all", {})
+    assert cache.check() == 0
+    assert all(entry.exists() for entry in kept)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+@pytest.mark.parametrize("file", ["k.cubin", "k.json"])
+def test_a_truncated_file(
+    cache: Artefacts, file: str, sealed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a full disk or a lost power supply leaves it."""
+    whole, entry = add_triton(cache, "A"), add_triton(cache, "B")
+    if sealed:
+        cache.mark_complete("all", {})
+    (entry / file).write_bytes((entry / file).read_bytes()[:-5])
+    assert cache.check() == 1
+    assert whole.exists() and not entry.exists()
+    assert len(caplog.records) == 1
+    assert "1 damaged artefacts are removed and built again" in caplog.text
+    assert cache.check() == 0
+
+
+def test_a_changed_byte_of_what_was_finished(cache: Artefacts) -> None:
+    entry = add_deepgemm(cache, "kernel.a")
+    cache.mark_complete("all", {})
+    content = bytearray((entry / "kernel.cubin").read_bytes())
+    content[-1] ^= 1
+    (entry / "kernel.cubin").write_bytes(bytes(content))
+    assert cache.check() == 1
+
+
+def test_what_was_built_again_may_differ(cache: Artefacts) -> None:
+    entry = add_triton(cache, "A")
+    cache.mark_complete("all", {})
+    (entry / "k.cubin").write_bytes(elf(size=300)[:250])
+    assert cache.check() == 1
+    (add_triton(cache, "A") / "k.cubin").write_bytes(elf(size=400))
+    assert cache.check() == 0
+    cache.mark_complete("all", {})
+    assert cache.check() == 0
+
+
+def test_a_file_that_is_gone(cache: Artefacts) -> None:
+    (add_triton(cache, "A") / "k.cubin").unlink()
+    (add_deepgemm(cache, "kernel.a") / "kernel.cubin").unlink()
+    assert cache.check() == 2
+
+
+def test_damaged_checksums_are_made_again(cache: Artefacts) -> None:
+    add_triton(cache, "A")
+    cache.mark_complete("all", {})
+    (cache.path / artefacts.SEALS).write_text("{")
+    assert cache.check() == 0
+    cache.mark_complete("all", {})
+    assert json.loads((cache.path / artefacts.SEALS).read_text())
+
+
+def test_what_another_process_is_at_stays(cache: Artefacts) -> None:
+    """Triton makes a folder first, then each file in one piece, then the list of them."""
+    entry = cache.folder("triton") / "A"
+    entry.mkdir()
+    (entry / "tmp.pid_1_x").mkdir()
+    (entry / "k.cubin").write_bytes(elf())
+    assert cache.check() == 0
+    assert entry.exists()
+
+
+def test_one_process_fills_at_a_time(tmp_path: Path, cache: Artefacts) -> None:
+    order: list[str] = []
+    inside = threading.Event()
+
+    def other() -> None:
+        mine = Artefacts(tmp_path, PLATFORM)
+        inside.wait()
+        with mine.filling():
+            order.append("second")
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with cache.filling():
+        inside.set()
+        thread.join(0.2)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+HOLD = """
+import sys, time
+from finwhale.artefacts import Artefacts
+with Artefacts(sys.argv[1], {"device": "x"}).filling():
+    print("in", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_who_is_killed_while_filling_holds_nobody_up(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None and holder.stdout.readline() == "in\n"
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    holder.stdout.close()
+    with Artefacts(tmp_path, {"device": "x"}).filling():
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_filled_cache_may_be_read_only(tmp_path: Path, cache: Artefacts) -> None:
+    cache.mark_complete("all", {})
+    cache.path.chmod(0o555)
+    try:
+        mine = Artefacts(tmp_path, PLATFORM)
+        assert not mine.writable and mine.is_complete("all") and mine.check() == 0
+        with mine.filling():
+            mine.mark_complete("more", {})
+    finally:
+        cache.path.chmod(0o755)

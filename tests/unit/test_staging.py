@@ -1,0 +1,140 @@
+"""Tensors read by several threads, in pieces: the same as mapped ones, and faults are told."""
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.staging import ALIGN, Staging, groups_of
+from finwhale.checkpoint.writer import write_stored
+from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.tiny import tiny_config
+
+CPU = torch.device("cpu")
+CONFIG = replace(
+    ModelConfig.from_dict(tiny_config(1) | {"hidden_size": 64, "moe_intermediate_size": 32}),
+    quantised=True,
+    expert_dtype="fp4",
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A small official layout of several files, written from stored form."""
+    specs = weight_specs(CONFIG)
+    total = sum(s.num_bytes for _, s in DummySource(specs, CPU))
+    write_stored(tmp_path, {}, DummySource(specs, CPU), max_shard_bytes=total // 3)
+    return tmp_path
+
+
+def source(path: Path) -> WeightSource:
+    return WeightSource(Checkpoint.open(path), weight_specs(CONFIG))
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 14, 1 << 24])
+def test_staged_weights_are_the_mapped_ones(
+    path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small pieces: most tensors take several. Large: hundreds of tensors share one."""
+    monkeypatch.setattr(
+        "finwhale.checkpoint.loading.Staging",
+        lambda directory, device: Staging(directory, device, piece_bytes),
+    )
+    assert len(list(path.glob("*.safetensors"))) > 2
+    mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
+    count = 0
+    for spec, stored in source(path)._staged():
+        wanted = mapped.pop(spec.name)
+        assert stored.storage == wanted.storage
+        for one, other in ((stored.data, wanted.data), (stored.scale, wanted.scale)):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                assert one.dtype == other.dtype and one.shape == other.shape
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        count += 1
+    assert count and not mapped
+
+
+def test_stacked_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
+    stacked = torch.arange(3 * 4 * 5, dtype=torch.float32).view(3, 4, 5)
+    save_file({"model.layers.0.mlp.experts.gate_up_proj": stacked}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint.open(tmp_path)
+    found = {
+        i.name: t for i, t in Staging(tmp_path, CPU).tensors(list(checkpoint.tensors.values()))
+    }
+    assert len(found) == 6
+    assert torch.equal(found["layers.0.ffn.experts.2.w1.weight"], stacked[2, :2])
+    assert torch.equal(found["layers.0.ffn.experts.1.w3.weight"], stacked[1, 2:])
+
+
+def test_groups_hold_whole_tensors_or_pieces_of_one(path: Path) -> None:
+    infos = list(Checkpoint.open(path).tensors.values())
+    seen = []
+    for group in groups_of(infos, 1 << 12):
+        seen += list(group.places)
+        for piece in group.pieces:
+            size = piece[-1].place + piece[-1].num_bytes - piece[0].place
+            assert size <= 1 << 12
+        assert len(group.places) == 1 or len(group.pieces) == 1
+        assert all(place % ALIGN == 0 for place in group.places.values())
+    assert seen == [info.name for info in infos]
+
+
+def damaged(path: Path, name: str, value: int) -> None:
+    info = Checkpoint.open(path).tensors[name]
+    with (path / info.file).open("r+b") as file:
+        file.seek(info.offset + info.num_bytes - 1)
+        file.write(bytes([value]))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fault"),
+    [
+        ("layers.1.attn.wkv.weight", 0x7F, "an E4M3 NaN code"),
+        ("layers.1.ffn.experts.1.w2.scale", 0xFF, "the E8M0 scale code 255"),
+        ("layers.0.attn.attn_sink", 0x7F, None),
+    ],
+)
+def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | None) -> None:
+    if fault is None:
+        # The last two bytes of a float32: infinity.
+        info = Checkpoint.open(path).tensors[name]
+        with (path / info.file).open("r+b") as file:
+            file.seek(info.offset + info.num_bytes - 2)
+            file.write(b"\x80\x7f")
+        fault = "a value that is not finite"
+    else:
+        damaged(path, name, value)
+    staged = source(path)
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match=rf"{name} in .* holds {fault}"):
+        for _ in staged._staged():
+            pass
+    assert threading.active_count() == before
+
+
+def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
+    staged = source(path)
+    file = sorted(path.glob("*.safetensors"))[-1]
+    with file.open("r+b") as cut:
+        cut.truncate(file.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"cannot read .*: it ends before it"):
+        for _ in staged._staged():
+            pass
+
+
+def test_who_stops_early_leaves_no_thread(path: Path) -> None:
+    before = threading.active_count()
+    weights = source(path)._staged()
+    next(iter(weights))
+    weights.close()
+    assert threading.active_count() == before
