@@ -32,7 +32,9 @@ MODULES = sorted(
     if not is_kernel(info.name)
 )
 # A platform's table imports its kernels; those that import no compiler are tested here too.
-TABLES = [name for name in MODULES if name.startswith("finwhale.ops.tables.")]
+CPU_TABLE = "finwhale.ops.tables.cpu"
+TABLES = [CPU_TABLE]  # before any other
+TABLES += [n for n in MODULES if n.startswith("finwhale.ops.tables.") and n != CPU_TABLE]
 OTHERS = [name for name in MODULES if name not in TABLES]
 
 PROBE = """
@@ -92,7 +94,7 @@ def test_tables_import_no_driver() -> None:
     assert list(found) == TABLES
     for name, faults in found.items():
         assert not {"CUDA initialised", "libcuda loaded"} & set(faults), name
-        if name == "finwhale.ops.tables.cpu":
+        if name == CPU_TABLE:
             assert faults == []
 
 

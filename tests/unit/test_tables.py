@@ -11,7 +11,7 @@ from finwhale.errors import ResourceError
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 
-NAMES = [field.name for field in dataclasses.fields(Ops) if field.name != "packed"]
+NAMES = [field.name for field in dataclasses.fields(Ops) if field.type is not bool]
 PLATFORMS = [
     Platform.cpu(),
     *(Platform("nvidia", arch) for arch in ("sm80", "sm89", "sm90", "sm100", "sm120")),

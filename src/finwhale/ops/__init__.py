@@ -31,9 +31,11 @@ class Ops:
 
     Attributes:
         packed: weights stay in FP8 and FP4, and cached rows are bytes; else both are values.
+        side_streams: on a GPU, independent projections of a layer run on streams of their own.
     """
 
     packed: bool
+    side_streams: bool
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts
@@ -58,7 +60,7 @@ class Ops:
         """(operator, "module.function") for each field, in order."""
         rows = []
         for field in fields(self):
-            if field.name == "packed":
+            if field.name in ("packed", "side_streams"):
                 continue
             fn = getattr(self, field.name)
             rows.append((field.name, f"{fn.__module__}.{fn.__qualname__}"))

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class SideStreams:
-    """Three streams on a GPU, none elsewhere: the same code then runs in order.
+    """Three streams on a GPU where they are wanted, else none: the same code then runs in order.
 
     `start` runs work on a side stream once all that the current stream has been given is done,
     `join` lets the current stream wait for it. Both may be captured into a CUDA graph.
@@ -17,8 +17,8 @@ class SideStreams:
 
     NUM = 3
 
-    def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, wanted: bool = True) -> None:
+        cuda = wanted and device.type == "cuda"
         self.streams = tuple(torch.cuda.Stream(device) for _ in range(self.NUM)) if cuda else ()
 
     def start(self, index: int, work: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window, hopper
+from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
 from finwhale.ops.attention.triton_decode import (
     AttendPlan,
@@ -24,6 +24,9 @@ from finwhale.ops.attention.triton_decode import (
 )
 from finwhale.ops.launch import early_launch
 from finwhale.ops.paging import PageTable, Tokens
+
+if torch.version.hip is None:
+    from finwhale.ops.attention import hopper
 
 MAX_HEAD_DIM = 4096
 VALUES_PER_WARP = 512
@@ -225,8 +228,13 @@ def sparse_attention(
     out_NAC: Tensor,
     *,
     invariant: bool = False,
+    portable: bool = False,
 ) -> None:
-    """Packed pools only. invariant: a token's bits do not depend on the step's other tokens."""
+    """Packed pools only.
+
+    invariant: a token's bits do not depend on the step's other tokens.
+    portable: no kernel that one vendor's GPUs alone can run.
+    """
     check_heads(q_NAC, rotary_LR)
     check_heads(out_NAC, rotary_LR)
     num_tokens, heads, width = q_NAC.shape
@@ -252,13 +260,13 @@ def sparse_attention(
     )
     if invariant:
         for part in problem.slices(INVARIANT_TOKENS):
-            if hopper.takes(part):
+            if not portable and hopper.takes(part):
                 hopper.attend(part, hopper.invariant_plan(part))
             else:
                 attend(part, AttendPlan.invariant(part))
         return
     keys = max_keys(tokens, window, entries)
-    if hopper.takes(problem):
+    if not portable and hopper.takes(problem):
         hopper.attend(problem, hopper.plan(num_tokens, heads, keys))
     else:
         attend(problem, AttendPlan.of(num_tokens, heads, keys))

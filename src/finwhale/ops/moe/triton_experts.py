@@ -31,9 +31,12 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
-from finwhale.ops.moe import ExpertWeight, hopper_experts
-from finwhale.ops.moe.hopper_experts import HopperPlan
+from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+
+if torch.version.hip is None:
+    from finwhale.ops.moe import hopper_experts
+    from finwhale.ops.moe.hopper_experts import HopperPlan
 
 GROUP = 128  # activations that share a scale
 SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
@@ -610,7 +613,7 @@ class Plan:
     block_n: int
     gate_up: tuple[int, int, int] = (64, 3, 8)
     down: tuple[int, int, int] = (128, 3, 8)
-    hopper: HopperPlan | None = None
+    hopper: "HopperPlan | None" = None
 
 
 def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
@@ -624,6 +627,12 @@ def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
         if each <= 64:
             return Plan(64, hopper=HopperPlan(1, (1, 4), (1, 4)))
         return Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4)))
+    return portable_plan(num_pairs, num_experts)
+
+
+def portable_plan(num_pairs: int, num_experts: int) -> Plan:
+    """Of the kernels that every GPU can run."""
+    each = num_pairs / num_experts
     if each <= 6:
         return Plan(16, (128, 4, 8), (64, 4, 4))
     if each <= 20:
@@ -710,17 +719,21 @@ def experts(
     w: ExpertWeight,
     limit: float,
     shared_ND: Tensor | None = None,
+    *,
+    portable: bool = False,
 ) -> Tensor:
     """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), plus `shared_ND`.
 
     x bfloat16 [N,D], its rows any stride apart; ids int32 or int64 [N,K], -1 skips; weights
     float32 [N,K]; shared_ND bfloat16 [N,D] or None. What enters w13 and w2 is rounded to E4M3, one
-    scale for each 128. Returns bfloat16 [N,D].
+    scale for each 128. Returns bfloat16 [N,D]. portable: no kernel that one vendor's GPUs alone can
+    run.
     """
     folded = _check(x_ND, ids_NK, weights_NK, w)
     if len(x_ND) == 0:
         return torch.empty_like(x_ND)
-    chosen = plan(ids_NK.numel(), len(folded.w2), x_ND.device)
+    pairs, count = ids_NK.numel(), len(folded.w2)
+    chosen = portable_plan(pairs, count) if portable else plan(pairs, count, x_ND.device)
     return _launch(x_ND, ids_NK, weights_NK, folded, limit, shared_ND, chosen)
 
 

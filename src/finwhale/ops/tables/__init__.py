@@ -1,1 +1,15 @@
 """One table of operators a platform."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+def always(fn: Callable[..., Any], **options: Any) -> Any:
+    """`fn` with these options."""
+
+    @wraps(fn)
+    def call(*args: Any) -> Any:
+        return fn(*args, **options)
+
+    return call

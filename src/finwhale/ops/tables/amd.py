@@ -1,5 +1,45 @@
-"""Operators on AMD GPUs: the references, until a kernel is measured to be faster."""
+"""Operators on AMD GPUs (gfx942, gfx950): bfloat16, as-trained activations, packed weights.
 
-from finwhale.ops.tables.reference import OPS
+The Triton kernels that are not for one vendor; no side streams, mHC in two steps. They were run in
+Triton's interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
+"""
 
-__all__ = ["OPS"]
+from finwhale.ops import Ops
+from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
+from finwhale.ops.compressor.triton import compress
+from finwhale.ops.indexer.triton import select_entries
+from finwhale.ops.linear.ref import prepare_linear
+from finwhale.ops.linear.triton import grouped_linear, linear, swiglu_mlp
+from finwhale.ops.mhc.triton import hc_head, mhc_post, mhc_pre
+from finwhale.ops.mhc.unfused import mhc_post_pre
+from finwhale.ops.moe.fold import finish_experts
+from finwhale.ops.moe.ref import prepare_experts
+from finwhale.ops.moe.triton import route_by_hash, route_by_score
+from finwhale.ops.moe.triton_experts import experts
+from finwhale.ops.norm.triton import rms_norm
+from finwhale.ops.sampling.triton import sample
+from finwhale.ops.tables import always
+
+OPS = Ops(
+    packed=True,
+    side_streams=False,
+    prepare_linear=prepare_linear,
+    prepare_experts=prepare_experts,
+    finish_experts=finish_experts,
+    rms_norm=rms_norm,
+    linear=linear,
+    grouped_linear=grouped_linear,
+    mhc_pre=mhc_pre,
+    mhc_post_pre=mhc_post_pre,
+    mhc_post=mhc_post,
+    hc_head=hc_head,
+    prepare_qkv=prepare_qkv,
+    compress=compress,
+    select_entries=select_entries,
+    sparse_attention=always(sparse_attention, portable=True),
+    route_by_score=route_by_score,
+    route_by_hash=route_by_hash,
+    experts=always(experts, portable=True),
+    swiglu_mlp=swiglu_mlp,
+    sample=sample,
+)

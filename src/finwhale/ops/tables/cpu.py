@@ -19,6 +19,7 @@ from finwhale.ops.sampling.cpu import sample
 
 OPS = Ops(
     packed=False,
+    side_streams=False,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

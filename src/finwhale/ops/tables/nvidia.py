@@ -4,10 +4,7 @@ Triton kernels, and DeepGEMM (extra "nvidia") for linear layers of many tokens w
 installed. Chosen by measurement: docs/notes/2026-11-21-h200-kernels.md.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import wraps
-from typing import Any
 
 from finwhale.ops import Ops
 from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
@@ -23,12 +20,13 @@ from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling.triton import sample
-from finwhale.ops.tables import optional
+from finwhale.ops.tables import always, optional
 
 _linears = optional.deepgemm() or triton_linears
 
 OPS = Ops(
     packed=True,
+    side_streams=True,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,
@@ -51,14 +49,6 @@ OPS = Ops(
 )
 
 
-def _always(fn: Callable[..., Any], **options: Any) -> Any:
-    @wraps(fn)
-    def call(*args: Any) -> Any:
-        return fn(*args, **options)
-
-    return call
-
-
 # The same, but for operators that cut their work by the number of tokens: here a token's bits do
 # not depend on how many there are. What it costs: docs/notes/2026-11-21-h200-kernels.md.
 INVARIANT = replace(
@@ -66,12 +56,12 @@ INVARIANT = replace(
     linear=invariant.linear,
     grouped_linear=invariant.grouped_linear,
     swiglu_mlp=invariant.swiglu_mlp,
-    mhc_pre=_always(mhc_pre, few_tokens=ANY_NUMBER),
-    mhc_post_pre=_always(mhc_post_pre, few_tokens=ANY_NUMBER),
-    mhc_post=_always(mhc_post, few_tokens=ANY_NUMBER),
-    hc_head=_always(hc_head, few_tokens=ANY_NUMBER),
-    route_by_score=_always(route_by_score, few_tokens=ANY_NUMBER),
-    route_by_hash=_always(route_by_hash, few_tokens=ANY_NUMBER),
-    select_entries=_always(select_entries, invariant=True),
-    sparse_attention=_always(sparse_attention, invariant=True),
+    mhc_pre=always(mhc_pre, few_tokens=ANY_NUMBER),
+    mhc_post_pre=always(mhc_post_pre, few_tokens=ANY_NUMBER),
+    mhc_post=always(mhc_post, few_tokens=ANY_NUMBER),
+    hc_head=always(hc_head, few_tokens=ANY_NUMBER),
+    route_by_score=always(route_by_score, few_tokens=ANY_NUMBER),
+    route_by_hash=always(route_by_hash, few_tokens=ANY_NUMBER),
+    select_entries=always(select_entries, invariant=True),
+    sparse_attention=always(sparse_attention, invariant=True),
 )

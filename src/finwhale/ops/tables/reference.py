@@ -19,6 +19,7 @@ from finwhale.ops.sampling.ref import sample
 
 OPS = Ops(
     packed=False,
+    side_streams=True,
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

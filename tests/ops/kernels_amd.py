@@ -1,0 +1,133 @@
+"""The AMD table: the model, the MTP layer and the engine, in Triton's interpreter on the CPU.
+
+Beside the nvidia table's, in the same process: most kernels are the same, mHC takes two steps instead
+of one, so that the streams between them are rounded alike and results are equal bit for bit.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import finwhale.engine.runner as runner
+from finwhale import LLM, SamplingParams
+from finwhale.models.deepseek_v4.step import Inline
+from finwhale.ops import load_ops
+from finwhale.ops.mhc import ref, unfused
+from finwhale.platform import Platform
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
+
+from .kernels_mhc import PARAMS, state, weight
+from .kernels_support import DTYPES, Inputs, assert_all_close
+
+AMD, NVIDIA = Platform("amd", "gfx942"), Platform("nvidia", "sm90")
+# What the kernels take: whole groups of 128. A C4 and a C128 layer, and the MTP layer's window.
+CONFIG = tiny_config(0, quantised=True) | {
+    "vocab_size": 300,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_hash_layers": 1,
+    "compress_ratios": [4, 128, 0],
+    "num_attention_heads": 2,
+    "o_groups": 1,
+    "head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 128,
+    "o_lora_rank": 128,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "sliding_window": 16,
+    "hc_sinkhorn_iters": 3,
+}
+TEXT = [(7 * i) % 300 for i in range(134)]
+GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+
+
+def llm_on(platform: Platform, path: Path, **options: Any) -> LLM:
+    """An engine on the CPU that takes itself to be on another platform."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "choose_device", lambda name: (platform, torch.device("cpu")))
+        patch.setattr(runner, "load_builds", no_builds)
+        return LLM(path, max_num_seqs=2, max_model_len=256, enforce_eager=True, **options)
+
+
+def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -> Any:
+    from finwhale.ops.builds import NothingToBuild  # noqa: PLC0415
+
+    return NothingToBuild()
+
+
+@torch.inference_mode()
+def read(llm: LLM) -> tuple[Tensor, Tensor]:
+    """Logits after each token of TEXT but the last, of the model and of the MTP layer."""
+    stepper, run = Stepper(llm.engine), llm.engine.runner
+    mtp = run.model.mtp
+    assert mtp is not None
+    sequence = stepper.sequence(TEXT[:-1])
+    logits, drafts = [], []
+    for start, end in ((0, 130), (130, 132), (132, 133)):
+        (streams,) = stepper.step([(sequence, end - start)])
+        assert stepper.inputs is not None
+        following = torch.tensor(TEXT[start + 1 : end + 1])
+        draft = mtp(stepper.inputs, streams, following, run.cache, Inline())
+        logits.append(run.model.compute_logits(streams[-1:]))
+        drafts.append(mtp.compute_logits(draft[-1:], 0))
+    stepper.release(sequence)
+    return torch.cat(logits), torch.cat(drafts)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("amd") / "model"
+    write_quantised_checkpoint(path, CONFIG, random_weights(CONFIG, seed=1))
+    return path
+
+
+def test_the_table_is_complete_and_portable() -> None:
+    """No operator is a reference, and nothing of NVIDIA's is imported for it."""
+    ops = load_ops(AMD)
+    at_loading = ("prepare_linear", "prepare_experts")
+    slow = [name for name, where in ops.implementations() if ".ref." in where]
+    assert set(slow) <= set(at_loading)
+    assert ops.packed and not ops.side_streams
+    assert ops.mhc_post_pre is unfused.mhc_post_pre
+    for package in ("deep_gemm", "cutlass", "cuda", "flash_mla", "pynvml", "tilelang"):
+        assert package not in sys.modules, package
+
+
+def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path) -> None:
+    """And the logits, of the model and of the MTP layer, bit for bit."""
+    amd, nvidia = llm_on(AMD, path), llm_on(NVIDIA, path)
+    assert amd.engine.runner.ops is load_ops(AMD)
+    for found, wanted in zip(read(amd), read(nvidia), strict=True):
+        assert found.isfinite().all()
+        assert torch.equal(found, wanted)
+    prompts = [TEXT[:9], TEXT[3:5]]
+    tokens = [
+        [r.outputs[0].token_ids for r in llm.generate(prompts, GREEDY)] for llm in (amd, nvidia)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_logits_are_near_the_references(path: Path) -> None:
+    """In bfloat16 and with roundings to E4M3 between, as the references with them are to theirs."""
+    wanted = read(llm_on(Platform.cpu(), path, dtype="float32"))
+    for found, other in zip(read(llm_on(AMD, path)), wanted, strict=True):
+        error = (found - other).norm(dim=1) / other.norm(dim=1)
+        assert error.max() < 0.25, error
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mhc_in_two_steps(dtype: torch.dtype) -> None:
+    inputs = Inputs()
+    w = weight(inputs, 100)
+    args = state(inputs, 3, 100, dtype)
+    assert_all_close(unfused.mhc_post_pre(*args, w, PARAMS), ref.mhc_post_pre(*args, w, PARAMS))
