@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_second_start_loads_and_gives_the_same_tokens(tmp_path: Path) -> None:
     assert first[2] > 0 and second[2] == 0
     assert first[:2] == second[:2]
     default = start(tmp_path, "default")
-    pairs = zip(sum(first[0], []), sum(default[0], []), strict=True)
+    pairs = zip(chain(*first[0]), chain(*default[0]), strict=True)
     same = sum(a == b for a, b in pairs)
     print(f"tokens of the default mode: {same} of 96")
     assert same >= 90
