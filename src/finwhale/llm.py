@@ -11,7 +11,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import Activations, DtypeName, EngineConfig
+from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
@@ -54,6 +54,8 @@ class LLM:
         cache_memory_bytes: memory for the paged state, instead of what is left of that.
         enable_prefix_caching: keep the state of what was read for prompts that begin the same.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr.
+        draft_tokens: tokens that the MTP layer drafts for each step, 0 to 3, or "auto": faster, and
+            no token changes. 0: none.
         progress: called with (bytes read, bytes in all) while weights load.
 
     Raises:
@@ -80,6 +82,7 @@ class LLM:
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         watchdog_seconds: float | None = None,
+        draft_tokens: DraftTokens = 0,
         progress: Progress | None = None,
     ) -> None:
         config = EngineConfig(
@@ -96,6 +99,7 @@ class LLM:
             cache_memory_bytes=cache_memory_bytes,
             enable_prefix_caching=enable_prefix_caching,
             watchdog_seconds=watchdog_seconds,
+            draft_tokens=draft_tokens,
         )
         directory = Path(path) if path is not None else DEMO_PATH
         model_config, source = _open(directory, load_format, device, progress)

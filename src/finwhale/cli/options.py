@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import finwhale
+from finwhale.config import DraftTokens
 from finwhale.request import SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
@@ -36,6 +37,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )
+    add_draft_option(group)
+
+
+def add_draft_option(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--draft-tokens",
+        type=_draft_tokens,
+        metavar="N|auto|0",
+        help="tokens that the MTP layer drafts for each step, at most 3, or as many as pay; the "
+        "text stays the same (default: 0)",
+    )
+
+
+def _draft_tokens(text: str) -> DraftTokens:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'a number or "auto" is wanted, got {text!r}')
+    return int(text)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -131,5 +151,6 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             activations=args.activations,
             max_model_len=args.max_model_len,
             max_num_seqs=1,
+            draft_tokens=args.draft_tokens or 0,
             progress=report,
         )

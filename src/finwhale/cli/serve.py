@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.cli.options import add_draft_option
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
 
@@ -96,6 +97,7 @@ _ENGINE_OPTIONS = (
     "enable_prefix_caching",
     "watchdog_seconds",
     "enforce_eager",
+    "draft_tokens",
 )
 
 
@@ -231,6 +233,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--cache-memory-bytes", type=int, metavar="N", help="memory for the paged state"
     )
+    add_draft_option(group)
     group.add_argument(
         "--enforce-eager", action="store_true", default=None, help="no captured graphs"
     )

@@ -20,15 +20,17 @@ from torch import Tensor
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
+from finwhale.engine.draft_policy import DraftPolicy
 from finwhale.engine.memory import MemoryUse
 from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler, Sampling
-from finwhale.engine.scheduler import PENDING, Scheduler
+from finwhale.engine.scheduler import PENDING, Chunk, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
+from finwhale.engine.transfer import Arrival, Instant, Receiver
 from finwhale.engine.watchdog import Watchdog
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
@@ -98,12 +100,18 @@ class _Flight:
         places: where in each one's token_ids it will stand.
         logits: [M,V] until tokens are chosen from them.
         sampling: the tokens.
+        chunks: of the streams, where the engine drafts.
+        proposed: their next drafts, [K,B] for those chunks that have any.
+        instants: before the forward, after the choice, after the drafts.
     """
 
     rows: _Rows
     places: list[int]
     logits: Tensor | None
     sampling: Sampling | None = None
+    chunks: Sequence[Chunk] = ()
+    proposed: Arrival | None = None
+    instants: Sequence[Instant] = ()
 
     @property
     def undecided(self) -> bool:
@@ -125,7 +133,8 @@ class Engine:
 
     Attributes:
         steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host. The tokens are the same.
+            CPU, where the forward runs on the host, and where the engine drafts: a step's tokens
+            say where the next one begins. The tokens are the same.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -156,7 +165,14 @@ class Engine:
         self._streams: dict[str, _Stream] = {}
         self._flying: deque[_Flight] = deque()
         self._rows = self._fed = _Rows([])
-        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        drafts = self.runner.drafter is not None
+        self.steps_ahead = 0 if self.runner.device.type == "cpu" or drafts else 1
+        self._receiver = Receiver(self.runner.device) if drafts else None
+        self._policy: DraftPolicy | None = None
+        if config.draft_tokens == "auto":
+            self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
+        else:
+            self.scheduler.draft_tokens = config.draft_tokens
         self._meter = Meter()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
@@ -351,9 +367,14 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
+        if self._policy is not None:
+            self.scheduler.draft_tokens = self._policy.choose(len(self.scheduler.running))
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
+        if self.runner.drafter is not None:
+            self._flying.append(self._launch_verification(chunks))
+            return True
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
         if complete != self._rows.sequences:
             self._rows = _Rows([self._streams[s.key] for s in complete])
@@ -385,10 +406,83 @@ class Engine:
                 for row, sequence in enumerate(rows.sequences):
                     sequence.sampled_row = row
 
+    def _launch_verification(self, chunks: Sequence[Chunk]) -> _Flight:
+        """Put a step on the device that verifies drafts and makes the next ones."""
+        drafter, receiver = self.runner.drafter, self._receiver
+        assert drafter is not None and receiver is not None
+        instants = [Instant(self.runner.device)]
+        forward = self.runner.read(chunks)
+        complete = [c for c in chunks if c.completes]
+        keys = [c.sequence.key for c in complete]
+        sampling = self.sampler.start_runs(keys, [c.drafts for c in complete], forward.logits)
+        instants.append(Instant(self.runner.device))
+        drafts = drafter.propose(forward, chunks, sampling.ids_S)
+        instants.append(Instant(self.runner.device))
+        self.scheduler.computed([c for c in chunks if not c.completes])
+        return _Flight(
+            _Rows([self._streams[key] for key in keys]),
+            [len(c.sequence.token_ids) for c in complete],
+            None,
+            sampling,
+            complete,
+            None if drafts is None else receiver.begin([drafts]),
+            instants if all(c.known == c.start + 1 for c in chunks) else (),
+        )
+
+    def _collect_runs(self) -> list[RequestOutput]:
+        """Wait for the tokens of a step that verified drafts, and hand them out."""
+        flight = self._flying[0]
+        assert flight.sampling is not None
+        expected = [chunk.drafts for chunk in flight.chunks]
+        runs = self.sampler.commit_runs(flight.sampling, expected)
+        proposed: list[list[int]] = []
+        if flight.proposed is not None:
+            (drafts,) = flight.proposed.wait()
+            proposed = drafts.T.tolist()
+        if flight.instants:
+            self._time(flight)
+        self._flying.popleft()
+        next_drafts = iter(proposed)
+        now = time.monotonic()
+        self._meter.steps += 1
+        for stream, place, chunk, run in zip(
+            flight.rows.streams, flight.places, flight.chunks, runs, strict=True
+        ):
+            drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
+            if stream.ended:
+                continue
+            ids = [token.token_id for token in run if token.error is None]
+            num_accepted = min(len(ids), len(run) - 1)
+            stream.sequence.token_ids[place:] = ids
+            stream.sequence.drafts = drafts_after
+            self.scheduler.verified(chunk, num_accepted)
+            self._meter.run(stream.clock, len(ids), now)
+            self._meter.drafted(len(chunk.drafts), num_accepted)
+            if self._policy is not None:
+                self._policy.verified(len(chunk.drafts), num_accepted)
+            for at, token in enumerate(run, start=place):
+                self._append(stream, at, token)
+                if stream.ended:
+                    break
+        touched = {s.sequence.request_id: s.request.output for s in flight.rows.streams}
+        return list(touched.values())
+
+    def _time(self, flight: _Flight) -> None:
+        """Note how long a step took in which all decode; what it gave has arrived."""
+        begin, chosen, drafted = flight.instants
+        self._meter.time_of_verification.add(begin.seconds_to(chosen))
+        if flight.proposed is not None:
+            self._meter.time_of_draft.add(chosen.seconds_to(drafted))
+        if self._policy is not None:
+            drafts = [len(chunk.drafts) for chunk in flight.chunks]
+            self._policy.took(drafts, self.scheduler.draft_tokens, time.monotonic() - begin.time)
+
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
         flight = self._flying[0]
         assert flight.sampling is not None
+        if self.runner.drafter is not None:
+            return self._collect_runs()
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.
@@ -513,6 +607,12 @@ class Engine:
             output_tokens=meter.output_tokens,
             preemptions=scheduler.counts.preemptions,
             endings=dict(meter.endings),
+            drafts_proposed=tuple(meter.drafts_proposed),
+            drafts_accepted=tuple(meter.drafts_accepted),
+            verifications=meter.verifications,
+            draft_tokens=scheduler.draft_tokens,
+            time_of_verification=meter.time_of_verification.read(),
+            time_of_draft=meter.time_of_draft.read(),
             time_to_first_token=meter.time_to_first_token.read(),
             time_between_tokens=meter.time_between_tokens.read(),
             time_per_output_token=meter.time_per_output_token.read(),

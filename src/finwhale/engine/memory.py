@@ -60,6 +60,7 @@ class Largest:
         num_seqs: of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes in tokens that are captured.
+        draft_tokens: that a decode verifies beside its own token; 0: the MTP layer never runs.
     """
 
     num_tokens: int
@@ -67,6 +68,7 @@ class Largest:
     max_len: int
     decode_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
+    draft_tokens: int = 0
 
 
 class LargestSteps:
@@ -144,12 +146,22 @@ class LargestSteps:
     @torch.inference_mode()
     def decode(self, largest: Largest) -> None:
         self._run([1] * largest.num_seqs, largest)
+        if largest.draft_tokens:
+            # Short contexts have room for their drafts alone; a step for all tokens of a batch.
+            verified = min(1 + largest.draft_tokens, largest.max_len)
+            count = min(largest.num_seqs, max(1, largest.num_tokens // verified))
+            self._run([verified] * count, largest)
 
     def _run(self, lengths: Sequence[int], largest: Largest) -> None:
         inputs = self._inputs(lengths, largest.max_len)
         streams = self.model(inputs, self.cache, Inline())
-        logits = self.model.compute_logits(streams[: largest.num_seqs])
+        rows = largest.num_seqs * (1 + largest.draft_tokens)
+        logits = self.model.compute_logits(streams[:rows])
         self.ops.sample(logits, _every_choice(logits))
+        if largest.draft_tokens:
+            assert self.model.mtp is not None
+            streams = self.model.mtp(inputs, streams, inputs.token_ids, self.cache, Inline())
+            self.model.mtp.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
         """Sequences of max_len tokens, of which the last lengths[b] are read."""

@@ -220,6 +220,19 @@ class PageManager:
             self.reclaimer.reclaim(group)
         return pool.take()
 
+    def last_undoable(self, start: int, end: int) -> int:
+        """The longest step from `start`, to `end` at most, of which one token or more may stay.
+
+        A step leaves out rows that no later token needs. If some of its own tokens are undone,
+        later ones begin earlier, and may need them.
+        """
+        for group in self.forgetting:
+            if group.tail_only:
+                first = group.first_written(start, start + 1)
+                while group.first_written(start, end) != first:
+                    end -= 1
+        return end
+
     def trim(self, tables: BlockTables, num_tokens: int) -> int:
         """Take back the pages whose rows no token at position num_tokens or later needs.
 
@@ -278,23 +291,29 @@ def pages_at_block_end(group: PageGroup) -> int:
 
 
 def windowed_pages(
-    group: PageGroup, max_num_seqs: int, max_step_tokens: int, shares: bool = False
+    group: PageGroup,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    shares: bool = False,
+    drafts: bool = False,
 ) -> int:
     """Pages that let max_num_seqs sequences and one step always run, for a group that forgets.
 
     Args:
         shares: steps also keep what is needed at the ends of blocks.
+        drafts: sequences also have pages for a few tokens after those of a step.
     """
     assert group.keep is not None
     align, before = group.keep
+    more = max_num_seqs if drafts else 0
     size = group.tokens_per_page
     # Between two steps a sequence keeps at most align + before - 1 rows, which begin anywhere that
     # `unit` divides.
     unit = math.gcd(align, before, size)
     kept = (size - unit + align + before - 2) // size + 1
     if not group.tail_only:
-        return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size)
-    num_pages = 1 + max_num_seqs * 2 * kept
+        return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size) + more
+    num_pages = 1 + max_num_seqs * 2 * kept + more
     if shares:
         num_blocks = max_num_seqs + max_step_tokens // group.block_tokens
         num_pages += num_blocks * pages_at_block_end(group)

@@ -7,12 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.speculative import Drafter, Forward, check_can_draft
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
 from finwhale.errors import FinwhaleError, ResourceError
@@ -42,6 +43,7 @@ class ModelRunner:
     Attributes:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
+        drafter: None: the engine does not draft.
         memory: what is held on the device, measured where it is a GPU.
 
     Raises:
@@ -60,6 +62,8 @@ class ModelRunner:
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
         longest = _longest(config, model_config)
+        if config.draft_tokens:
+            check_can_draft(model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -93,6 +97,9 @@ class ModelRunner:
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
+            self.drafter: Drafter | None = None
+            if config.draft_tokens and self.model.mtp is not None:
+                self.drafter = Drafter(self.model.mtp, self.cache, self.device)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -129,6 +136,9 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
+            draft_tokens=(
+                MAX_DRAFT_TOKENS if config.draft_tokens == "auto" else config.draft_tokens
+            ),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
@@ -190,8 +200,9 @@ class ModelRunner:
                 device=self.device,
                 pool=pool,
             )
+        # The MTP layer reads the streams.
         self.graphs = Graphs(
-            logits,
+            logits if self.drafter is None else streams,
             static,
             sizes=largest.decode_graphs,
             decode=True,
@@ -225,6 +236,7 @@ class ModelRunner:
             wanted_tokens=wanted,
             least_tokens=longest,
             shares=config.enable_prefix_caching,
+            drafts=bool(config.draft_tokens),
         )
 
     @torch.inference_mode()
@@ -247,6 +259,22 @@ class ModelRunner:
             return streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
         logits: Tensor = self.model.compute_logits(streams.index_select(0, rows))
         return logits
+
+    @torch.inference_mode()
+    def read(self, chunks: Sequence[Chunk]) -> Forward:
+        """The same forward with what the drafter reads of it; logits after each draft as well."""
+        batch = self.batches.build(chunks)
+        if self.graphs is not None and self.graphs.fits(chunks):
+            streams = self.graphs.run(chunks)
+        elif self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
+            streams = self.prefill_graphs.run(chunks)
+        else:
+            streams = self.model(batch.inputs, self.cache, self.segments)
+        rows = batch.logits_rows
+        if not len(rows):
+            none = streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
+            return Forward(batch, streams, none)
+        return Forward(batch, streams, self.model.compute_logits(streams.index_select(0, rows)))
 
     @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
