@@ -220,19 +220,6 @@ class PageManager:
             self.reclaimer.reclaim(group)
         return pool.take()
 
-    def last_undoable(self, start: int, end: int) -> int:
-        """The longest step from `start`, to `end` at most, of which one token or more may stay.
-
-        A step leaves out rows that no later token needs. If some of its own tokens are undone,
-        later ones begin earlier, and may need them.
-        """
-        for group in self.forgetting:
-            if group.tail_only:
-                first = group.first_written(start, start + 1)
-                while group.first_written(start, end) != first:
-                    end -= 1
-        return end
-
     def trim(self, tables: BlockTables, num_tokens: int) -> int:
         """Take back the pages whose rows no token at position num_tokens or later needs.
 

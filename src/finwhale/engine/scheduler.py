@@ -261,8 +261,8 @@ class Scheduler:
             count = min(count, sequence.max_len - chunk.end - 1)
             if count < 1:
                 continue
-            end = self.pages.last_undoable(start, chunk.end + count)
-            if end > chunk.end and self._has_room(sequence, chunk.end, end):
+            end = chunk.end + count
+            if self._has_room(sequence, start, end):
                 chunk.drafts = tuple(sequence.drafts[: end - chunk.end])
                 chunk.end = end
                 taken += len(chunk.drafts)
@@ -433,7 +433,7 @@ class Scheduler:
 
         Nothing has to be cleared: rows are found by their position, and whoever reads a position
         again overwrites its rows before any token sees them. Rows of compressor state that a step
-        leaves out are never needed here: `PageManager.last_undoable`.
+        leaves out are never needed here, for so short a step may be undone (UNDOABLE_TOKENS).
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end
