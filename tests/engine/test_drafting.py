@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.engine.drafting import DraftLoop
 from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.scheduler import Chunk, Scheduler
@@ -383,7 +384,9 @@ class Machine:
         engine.scheduler = Scheduler(
             PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
         )
-        engine.scheduler.draft_tokens = drafts
+        engine._drafting = DraftLoop(
+            engine.runner, engine.scheduler, engine.sampler, engine._meter, drafts
+        )
         self.rows = {}
         engine.runner.read = self.record  # type: ignore[method-assign]
         drafter = engine.runner.drafter

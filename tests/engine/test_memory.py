@@ -34,7 +34,7 @@ def test_the_largest_steps_touch_one_page(
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
     chosen.clear()
-    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, draft_tokens=2))
+    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, drafts=(2,)))
     verified = 3 * min(3, max(1, num_tokens // 3))
     assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, verified]
     assert all(valid.all() for valid in chosen)

@@ -81,6 +81,7 @@ def check_compress(traffic: Traffic, group: Literal["c4", "c128"], ratio: int, m
                 assert 0 <= source < num_history
                 kept = step.history_slots[source].item()
                 assert kept == traffic.slot(chunk.sequence, state, token)
+
     # Every new row that an entry after this step mixes is kept, and no other. A step of at most
     # four tokens may be undone but for its first.
     def settled(c: Any) -> int:
@@ -95,7 +96,9 @@ def check_compress(traffic: Traffic, group: Literal["c4", "c128"], ratio: int, m
         left += [
             (c, t)
             for c, t in tokens
-            if t % 256 >= 252 and t < settled(c) // 4 * 4 - 4 and traffic.has_page(c.sequence, state, t)
+            if t % 256 >= 252
+            and t < settled(c) // 4 * 4 - 4
+            and traffic.has_page(c.sequence, state, t)
         ]
         if traffic.shares:
             ends = [(c, t) for c, t in tokens if t % 256 >= 252]

@@ -12,25 +12,23 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
-from finwhale.engine.draft_policy import DraftPolicy
+from finwhale.config import EngineConfig
+from finwhale.engine.drafting import DraftLoop
+from finwhale.engine.flight import Flight, Request, Rows, Stream
 from finwhale.engine.memory import MemoryUse
 from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler, Sampling
-from finwhale.engine.scheduler import PENDING, Chunk, Scheduler
+from finwhale.engine.sampler import SampledToken, Sampler
+from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
-from finwhale.engine.transfer import Arrival, Instant, Receiver
 from finwhale.engine.watchdog import Watchdog
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
@@ -46,95 +44,12 @@ from finwhale.request import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Stream:
-    """The text side of one running sequence.
-
-    Attributes:
-        ends: token ids that end it.
-        stop_after: stop strings are looked for once this has been generated; None: from the start.
-        needs_history: the host must know all of its tokens before the next is chosen.
-    """
-
-    sequence: RunningSequence
-    request: "_Request"
-    output: CompletionOutput
-    ends: frozenset[int]
-    detokenizer: Detokenizer | None
-    stop: StopChecker | None
-    stop_after: int | None
-    clock: Clock
-    needs_history: bool
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    output: RequestOutput
-    unfinished: int
-
-
-class _Rows:
-    """Who gets a token in a step, row by row; often the same for many steps.
-
-    Attributes:
-        sequences, streams, keys: one a row.
-        historic: the streams that need their history.
-    """
-
-    __slots__ = ("historic", "keys", "sequences", "streams")
-
-    def __init__(self, streams: list[_Stream]) -> None:
-        self.streams = streams
-        self.sequences = [stream.sequence for stream in streams]
-        self.keys = [sequence.key for sequence in self.sequences]
-        self.historic = [stream for stream in streams if stream.needs_history]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that was launched and whose tokens are not known yet.
-
-    Attributes:
-        rows: who gets a token.
-        places: where in each one's token_ids it will stand.
-        logits: [M,V] until tokens are chosen from them.
-        sampling: the tokens.
-        chunks: of the streams, where the engine drafts.
-        proposed: their next drafts, [K,B] for those chunks that have any.
-        instants: before the forward, after the choice, after the drafts.
-    """
-
-    rows: _Rows
-    places: list[int]
-    logits: Tensor | None
-    sampling: Sampling | None = None
-    chunks: Sequence[Chunk] = ()
-    proposed: Arrival | None = None
-    instants: Sequence[Instant] = ()
-
-    @property
-    def undecided(self) -> bool:
-        return self.logits is not None
-
-    def drop_ended(self) -> list[int] | None:
-        """Leave out the streams that have ended; the rows of the others, None: all are left."""
-        streams = self.rows.streams
-        left = [row for row, stream in enumerate(streams) if not stream.ended]
-        if len(left) == len(streams):
-            return None
-        self.rows = _Rows([streams[row] for row in left])
-        self.places = [self.places[row] for row in left]
-        return left
-
-
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
 
     Attributes:
         steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host, and where the engine drafts: a step's tokens
-            say where the next one begins. The tokens are the same.
+            CPU, where the forward runs on the host. The tokens are the same.
 
     Raises:
         ResourceError: device or memory do not allow it.
@@ -159,21 +74,20 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
+            max_model_len=self.runner.max_model_len,
         )
         self.sampler = Sampler(self.runner.ops.sample)
-        self._requests: dict[str, _Request] = {}
-        self._streams: dict[str, _Stream] = {}
-        self._flying: deque[_Flight] = deque()
-        self._rows = self._fed = _Rows([])
-        drafts = self.runner.drafter is not None
-        self.steps_ahead = 0 if self.runner.device.type == "cpu" or drafts else 1
-        self._receiver = Receiver(self.runner.device) if drafts else None
-        self._policy: DraftPolicy | None = None
-        if config.draft_tokens == "auto":
-            self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
-        else:
-            self.scheduler.draft_tokens = config.draft_tokens
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, Stream] = {}
+        self._flying: deque[Flight] = deque()
+        self._rows = self._fed = Rows([])
+        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
         self._meter = Meter()
+        self._drafting: DraftLoop | None = None
+        if self.runner.drafter is not None:
+            self._drafting = DraftLoop(
+                self.runner, self.scheduler, self.sampler, self._meter, config.draft_tokens
+            )
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
         self._lock = threading.RLock()
@@ -235,7 +149,7 @@ class Engine:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
         began = time.monotonic()
-        running = _Request(request, params.n)
+        running = Request(request, params.n)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
@@ -260,7 +174,7 @@ class Engine:
                 index,
                 None if matcher is None else matcher.copy(),
             )
-            self._streams[sequence.key] = _Stream(
+            self._streams[sequence.key] = Stream(
                 sequence,
                 running,
                 output,
@@ -367,19 +281,20 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
-        if self._policy is not None:
-            self.scheduler.draft_tokens = self._policy.choose(len(self.scheduler.running))
+        if self._drafting is not None:
+            before = self._flying[-1] if self._flying else None
+            launched = self._drafting.launch(self._streams, before)
+            if launched is not None:
+                self._flying.append(launched)
+            return launched is not None
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
-        if self.runner.drafter is not None:
-            self._flying.append(self._launch_verification(chunks))
-            return True
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
         if complete != self._rows.sequences:
-            self._rows = _Rows([self._streams[s.key] for s in complete])
+            self._rows = Rows([self._streams[s.key] for s in complete])
         rows = self._rows
-        flight = _Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
+        flight = Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
         if not any(stream.sequence.token_ids[-1] == PENDING for stream in rows.historic):
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
@@ -390,7 +305,7 @@ class Engine:
         self._flying.append(flight)
         return True
 
-    def _choose(self, flight: _Flight) -> None:
+    def _choose(self, flight: Flight) -> None:
         """Launch the choice of a step's tokens, for those that have not ended since."""
         assert flight.logits is not None
         logits, flight.logits = flight.logits, None
@@ -406,83 +321,26 @@ class Engine:
                 for row, sequence in enumerate(rows.sequences):
                     sequence.sampled_row = row
 
-    def _launch_verification(self, chunks: Sequence[Chunk]) -> _Flight:
-        """Put a step on the device that verifies drafts and makes the next ones."""
-        drafter, receiver = self.runner.drafter, self._receiver
-        assert drafter is not None and receiver is not None
-        instants = [Instant(self.runner.device)]
-        forward = self.runner.read(chunks)
-        complete = [c for c in chunks if c.completes]
-        keys = [c.sequence.key for c in complete]
-        sampling = self.sampler.start_runs(keys, [c.drafts for c in complete], forward.logits)
-        instants.append(Instant(self.runner.device))
-        drafts = drafter.propose(forward, chunks, sampling.ids_S)
-        instants.append(Instant(self.runner.device))
-        self.scheduler.computed([c for c in chunks if not c.completes])
-        return _Flight(
-            _Rows([self._streams[key] for key in keys]),
-            [len(c.sequence.token_ids) for c in complete],
-            None,
-            sampling,
-            complete,
-            None if drafts is None else receiver.begin([drafts]),
-            instants if all(c.known == c.start + 1 for c in chunks) else (),
-        )
-
-    def _collect_runs(self) -> list[RequestOutput]:
-        """Wait for the tokens of a step that verified drafts, and hand them out."""
+    def _collect_runs(self, loop: DraftLoop) -> list[RequestOutput]:
+        """The same in an engine that drafts: a step gives each sequence a run of tokens."""
         flight = self._flying[0]
-        assert flight.sampling is not None
-        expected = [chunk.drafts for chunk in flight.chunks]
-        runs = self.sampler.commit_runs(flight.sampling, expected)
-        proposed: list[list[int]] = []
-        if flight.proposed is not None:
-            (drafts,) = flight.proposed.wait()
-            proposed = drafts.T.tolist()
-        if flight.instants:
-            self._time(flight)
+        runs = list(loop.collect(flight, list(self._flying)[1:]))
         self._flying.popleft()
-        next_drafts = iter(proposed)
-        now = time.monotonic()
-        self._meter.steps += 1
-        for stream, place, chunk, run in zip(
-            flight.rows.streams, flight.places, flight.chunks, runs, strict=True
-        ):
-            drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
-            if stream.ended:
-                continue
-            ids = [token.token_id for token in run if token.error is None]
-            num_accepted = min(len(ids), len(run) - 1)
-            stream.sequence.token_ids[place:] = ids
-            stream.sequence.drafts = drafts_after
-            self.scheduler.verified(chunk, num_accepted)
-            self._meter.run(stream.clock, len(ids), now)
-            self._meter.drafted(len(chunk.drafts), num_accepted)
-            if self._policy is not None:
-                self._policy.verified(len(chunk.drafts), num_accepted)
+        for stream, place, run in runs:
             for at, token in enumerate(run, start=place):
                 self._append(stream, at, token)
                 if stream.ended:
                     break
+        self._forget_if_idle()
         touched = {s.sequence.request_id: s.request.output for s in flight.rows.streams}
         return list(touched.values())
-
-    def _time(self, flight: _Flight) -> None:
-        """Note how long a step took in which all decode; what it gave has arrived."""
-        begin, chosen, drafted = flight.instants
-        self._meter.time_of_verification.add(begin.seconds_to(chosen))
-        if flight.proposed is not None:
-            self._meter.time_of_draft.add(chosen.seconds_to(drafted))
-        if self._policy is not None:
-            drafts = [len(chunk.drafts) for chunk in flight.chunks]
-            self._policy.took(drafts, self.scheduler.draft_tokens, time.monotonic() - begin.time)
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
         flight = self._flying[0]
         assert flight.sampling is not None
-        if self.runner.drafter is not None:
-            return self._collect_runs()
+        if self._drafting is not None:
+            return self._collect_runs(self._drafting)
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.
@@ -504,7 +362,7 @@ class Engine:
         """What is in flight for nobody is not waited for."""
         if not self._streams:
             self._flying.clear()
-            self._rows = self._fed = _Rows([])
+            self._rows = self._fed = Rows([])
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
@@ -516,7 +374,7 @@ class Engine:
                     self._retire(stream, "abort")
             self._forget_if_idle()
 
-    def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
+    def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
             stream.request.output.num_cached_tokens = sequence.num_cached or 0
@@ -559,7 +417,7 @@ class Engine:
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
-    def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
+    def _finish(self, stream: Stream, reason: FinishReason, stop: str | int | None) -> None:
         if stream.detokenizer is not None:
             if stream.stop is None:
                 stream.output.text += stream.detokenizer.finish()
@@ -573,7 +431,7 @@ class Engine:
             del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
-    def _retire(self, stream: _Stream, how: Ending) -> None:
+    def _retire(self, stream: Stream, how: Ending) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         while stream.sequence.token_ids[-1] == PENDING:

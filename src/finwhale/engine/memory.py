@@ -60,7 +60,8 @@ class Largest:
         num_seqs: of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes in tokens that are captured.
-        draft_tokens: that a decode verifies beside its own token; 0: the MTP layer never runs.
+        drafts: that decodes may verify beside their own token; where it is none alone, the MTP
+            layer never runs.
     """
 
     num_tokens: int
@@ -68,7 +69,11 @@ class Largest:
     max_len: int
     decode_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
-    draft_tokens: int = 0
+    drafts: tuple[int, ...] = (0,)
+
+    @property
+    def draft_tokens(self) -> int:
+        return max(self.drafts)
 
 
 class LargestSteps:
@@ -117,10 +122,16 @@ class LargestSteps:
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(graphs), largest)),
             )
-            workspace += sum(largest.decode_graphs) * config.vocab_size * 4
+            rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
+            workspace += rows * config.vocab_size * 4
             streams = config.hc_mult * config.hidden_size * self.model.weights.embed.itemsize
             workspace += sum(largest.prefill_graphs) * streams
-            workspace += len(graphs) * GRAPH_BYTES
+            num_graphs = len(graphs)
+            if largest.draft_tokens:
+                # Of each two, one that verifies and one that drafts, which reads the streams.
+                workspace += rows * streams
+                num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
+            workspace += num_graphs * GRAPH_BYTES
         return workspace
 
     def _peak(self, run: Callable[[], None]) -> int:

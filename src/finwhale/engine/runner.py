@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from finwhale.engine.scheduler import Chunk
 from finwhale.engine.speculative import Drafter, Forward, check_can_draft
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
+from finwhale.engine.verification import Verifications, verification_sizes
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -44,6 +46,7 @@ class ModelRunner:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
         drafter: None: the engine does not draft.
+        verifications: captured steps of a drafting engine's decodes; None: nothing is captured.
         memory: what is held on the device, measured where it is a GPU.
 
     Raises:
@@ -100,6 +103,7 @@ class ModelRunner:
             self.drafter: Drafter | None = None
             if config.draft_tokens and self.model.mtp is not None:
                 self.drafter = Drafter(self.model.mtp, self.cache, self.device)
+            self.verifications: Verifications | None = None
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -127,7 +131,8 @@ class ModelRunner:
         prefills: tuple[int, ...] = ()
         most = config.max_num_batched_tokens
         if self.ops.packed and not config.enforce_eager:
-            decodes = config.graph_sizes or tuple(decode_sizes(config.max_num_seqs))
+            sizes = verification_sizes if config.draft_tokens else decode_sizes
+            decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
             if config.graph_sizes is None:
                 prefills = tuple(size for size in PREFILL_SIZES if size < most) or (most,)
         return Largest(
@@ -136,9 +141,7 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
-            draft_tokens=(
-                MAX_DRAFT_TOKENS if config.draft_tokens == "auto" else config.draft_tokens
-            ),
+            drafts=numbers_of_drafts(config),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
@@ -200,9 +203,11 @@ class ModelRunner:
                 device=self.device,
                 pool=pool,
             )
-        # The MTP layer reads the streams.
+        if self.drafter is not None:
+            self.verifications = self.new_verifications(config, pool)
+            return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = Graphs(
-            logits if self.drafter is None else streams,
+            logits,
             static,
             sizes=largest.decode_graphs,
             decode=True,
@@ -210,6 +215,21 @@ class ModelRunner:
             pool=pool,
         )
         return static.sampled
+
+    def new_verifications(self, config: EngineConfig, pool: Any) -> Verifications:
+        """The decodes of a drafting engine, captured into `pool`; None: launched from the host."""
+        largest = self._largest(config, self.max_model_len)
+        return Verifications(
+            self.model,
+            self.cache,
+            self.ops.sample,
+            self.groups,
+            drafts=numbers_of_drafts(config),
+            sizes=largest.decode_graphs or (config.max_num_seqs,),
+            max_len=self.max_model_len,
+            device=self.device,
+            pool=pool,
+        )
 
     def _plan(self, config: EngineConfig, weights: ModelWeights, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
@@ -264,9 +284,7 @@ class ModelRunner:
     def read(self, chunks: Sequence[Chunk]) -> Forward:
         """The same forward with what the drafter reads of it; logits after each draft as well."""
         batch = self.batches.build(chunks)
-        if self.graphs is not None and self.graphs.fits(chunks):
-            streams = self.graphs.run(chunks)
-        elif self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
+        if self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
             streams = self.prefill_graphs.run(chunks)
         else:
             streams = self.model(batch.inputs, self.cache, self.segments)
@@ -285,6 +303,13 @@ class ModelRunner:
     def feed(self, ids: Tensor) -> None:
         """Keep the ids [M] int64 that were sampled from a step's logits for the next step."""
         self.sampled[: len(ids)].copy_(ids)
+
+
+def numbers_of_drafts(config: EngineConfig) -> tuple[int, ...]:
+    """What a step's decodes may have."""
+    if config.draft_tokens == "auto":
+        return tuple(range(MAX_DRAFT_TOKENS + 1))
+    return (config.draft_tokens,)
 
 
 def _table_serves(

@@ -125,7 +125,11 @@ class Sampler:
         return sampling
 
     def start_runs(
-        self, keys: Sequence[Hashable], drafts: Sequence[Sequence[int]], logits_SV: Tensor
+        self,
+        keys: Sequence[Hashable],
+        drafts: Sequence[Sequence[int]],
+        logits_SV: Tensor,
+        further_B: Tensor | None = None,
     ) -> "Sampling":
         """The first half of a step that verifies drafts, for `commit_runs`.
 
@@ -136,22 +140,31 @@ class Sampler:
             keys: distinct requests.
             drafts: of each request.
             logits_SV: a row for each request's next token, then one after each of its drafts.
+            further_B: int64: the requests' last tokens are not known yet. One each and, as the
+                device knows, so many more come before these. All have as many drafts, and nobody
+                `needs_history`.
         """
         rows: list[_Request | _Row] = []
         row_keys: list[Hashable] = []
         for key, expected in zip(keys, drafts, strict=True):
             rows += self._requests[key].rows(expected)
             row_keys += [key] * (1 + len(expected))
-        return self._start(rows, row_keys, logits_SV)
+        return self._start(rows, row_keys, logits_SV, further_B)
 
-    def _start(self, rows: "Rows", keys: Sequence[Hashable], logits_SV: Tensor) -> "Sampling":
+    def _start(
+        self,
+        rows: "Rows",
+        keys: Sequence[Hashable],
+        logits_SV: Tensor,
+        further_B: Tensor | None = None,
+    ) -> "Sampling":
         assert logits_SV.shape[0] == len(rows), "one row of logits for each choice"
         device = logits_SV.device
         if self._receiver is None:
             self._receiver = Receiver(device)
         if not rows:
             return Sampling([], None, self._receiver.begin(()))
-        sampled = self._sample(logits_SV, self._prepare(rows, keys, device))
+        sampled = self._sample(logits_SV, self._prepare(rows, keys, device, further_B))
         parts = [sampled.ids_S, sampled.valid_S]
         if sampled.logprobs is not None:
             found = sampled.logprobs
@@ -168,7 +181,11 @@ class Sampler:
         return self._prepare([self._requests[key] for key in keys], keys, device)
 
     def _prepare(
-        self, rows: "Rows", keys: Sequence[Hashable], device: torch.device
+        self,
+        rows: "Rows",
+        keys: Sequence[Hashable],
+        device: torch.device,
+        further_B: Tensor | None = None,
     ) -> SamplingBatch:
         if self._fixed_keys != tuple(keys) or self._fixed_device != device:
             choices = {(row.request, row.step) for row in rows}
@@ -176,7 +193,9 @@ class Sampler:
             self._fixed = _fix([row.request for row in rows], device)
             self._fixed_keys, self._fixed_device = tuple(keys), device
         uniform_R = None
-        if self._fixed.filters is not None:
+        if self._fixed.filters is not None and further_B is not None:
+            uniform_R = _draws_further(rows, further_B)
+        elif self._fixed.filters is not None:
             drawing = [row for row in rows if not row.request.greedy]
             draws = uniforms([r.request.seed for r in drawing], [r.step for r in drawing])
             (uniform_R,) = send(device, draws)
@@ -373,6 +392,22 @@ class _Row:
 
 
 Rows = Sequence[_Request | _Row]
+
+
+def _draws_further(rows: Rows, further_B: Tensor) -> Tensor:
+    """The draws of runs of as many rows each, which begin 1 + further steps later. [R] float64."""
+    width = len(rows) // len(further_B)
+    firsts = [row.request for row in rows[::width]]
+    drawing = [place for place, request in enumerate(firsts) if not request.greedy]
+    span = 2 * width - 1
+    seeds = [firsts[place].seed for place in drawing for _ in range(span)]
+    steps = [firsts[place].step + 1 + k for place in drawing for k in range(span)]
+    device = further_B.device
+    all_RK, places = send(
+        device, uniforms(seeds, steps).reshape(-1, span), np.array(drawing, np.int64)
+    )
+    first_R = further_B.index_select(0, places)[:, None]
+    return all_RK.gather(1, first_R + torch.arange(width, device=device)).flatten()
 
 
 def _why_no_token(matcher: Matcher | None) -> str:

@@ -95,6 +95,8 @@ class Chunk:
     Attributes:
         drafts: those of them behind token_ids, which the step verifies.
         propose: how many drafts the MTP layer makes after the step; there are pages for them.
+        floats: the step before is not known yet: this one begins at `start` or as many tokens
+            later as that has right drafts, and its drafts are on the device.
     """
 
     sequence: Sequence
@@ -102,6 +104,15 @@ class Chunk:
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
+    floats: bool = False
+
+    def land(self, num_accepted: int, drafts: Items[int]) -> None:
+        """It is known now where it begins, and what its drafts are."""
+        assert self.floats and len(drafts) == len(self.drafts)
+        self.start += num_accepted
+        self.end += num_accepted
+        self.drafts = tuple(drafts)
+        self.floats = False
 
     @property
     def known(self) -> int:
@@ -111,6 +122,8 @@ class Chunk:
     @property
     def ids(self) -> list[int]:
         """Of its tokens, the drafts included."""
+        if self.floats:
+            return [0] * (self.end - self.start)
         ids = self.sequence.token_ids[self.start : self.known]
         return [*ids, *self.drafts] if self.drafts else ids
 
@@ -122,7 +135,7 @@ class Chunk:
     @property
     def decodes(self) -> bool:
         """Whether it is a token that was generated, not the rest of a prompt."""
-        return self.known == self.start + 1 and self.completes
+        return self.floats or (self.known == self.start + 1 and self.completes)
 
     @property
     def num_logits(self) -> int:
@@ -154,9 +167,11 @@ class Scheduler:
 
     Args:
         prefix_caching: let sequences go on from blocks that others have read.
+        max_model_len: no token stands further back, drafts included.
 
     Attributes:
         draft_tokens: how many drafts a sequence may have; 0: none.
+        alike: let all decodes have so many drafts, real or not, that a captured step serves them.
         waiting: in order of priority and arrival.
         running: in the same order.
         followers: those that wait for a block that a running sequence is about to read.
@@ -170,13 +185,16 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
+        max_model_len: int = sys.maxsize,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_tokens = _share(max_num_batched_tokens, MIXED_SHARE)
         self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
+        self.max_model_len = max_model_len
         self.draft_tokens = 0
+        self.alike = False
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.followers: dict[bytes, list[Sequence]] = {}
@@ -221,7 +239,9 @@ class Scheduler:
         if decodes:
             taken = len(chunks)
             if self.draft_tokens:
-                taken += self._add_drafts(chunks, budget - taken)
+                if not (self.alike and self._add_alike(chunks, budget - taken)):
+                    self._add_drafts(chunks, budget - taken)
+                taken = sum(chunk.end - chunk.start for chunk in chunks)
             mixed = max(self.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
         reading = [s for s in reading if s.running]
@@ -245,12 +265,56 @@ class Scheduler:
             self._read(turn, min(budget, kept) if decodes else budget, chunks)
         if self.draft_tokens:
             for chunk in chunks:
-                if chunk.completes:
+                if chunk.completes and not chunk.propose:
                     chunk.propose = self._num_proposals(chunk)
         return chunks
 
-    def _add_drafts(self, chunks: list[Chunk], budget: int) -> int:
-        """Let decodes verify what was drafted for them; returns how many tokens that takes.
+    def again(self, chunks: Items[Chunk]) -> list[Chunk]:
+        """The same sequences' next step, before it is known how many tokens that of `chunks` gives.
+
+        All have as many drafts. Empty: the next step must know, or something else is to be done.
+        """
+        count = len(chunks[0].drafts)
+        living = [chunk for chunk in chunks if chunk.sequence.running]
+        others = self.waiting or self.followers
+        if others and len(self.running) < self.max_num_seqs:
+            return []
+        if count != self.draft_tokens or len(living) < len(self.running):
+            return []
+        following = []
+        for chunk in living:
+            sequence, start = chunk.sequence, chunk.start + 1
+            if len(sequence.token_ids) + 1 >= sequence.max_len:
+                continue  # Its last token is being chosen.
+            # It may begin `count` tokens later, and rows of the next guesses stand behind it.
+            end = start + 1 + count
+            if not self._has_room(sequence, start, _with_guesses(end + count, count)):
+                return []
+            following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
+        return following
+
+    def _add_alike(self, chunks: list[Chunk], budget: int) -> bool:
+        """Let all decodes verify as many drafts and get as many; False: there is no room for it.
+
+        Who was drafted fewer verifies any tokens: they may even be right.
+        """
+        count = self.draft_tokens
+        if count * len(chunks) > budget:
+            return False
+        for chunk in chunks:
+            if not self._has_room(
+                chunk.sequence, chunk.start, _with_guesses(chunk.end + count, count)
+            ):
+                return False
+        for chunk in chunks:
+            drafts = chunk.sequence.drafts[:count]
+            chunk.drafts = (*drafts, *[0] * (count - len(drafts)))
+            chunk.end += count
+            chunk.propose = count
+        return True
+
+    def _add_drafts(self, chunks: list[Chunk], budget: int) -> None:
+        """Let decodes verify what was drafted for them.
 
         Nobody gives pages back for a draft.
         """
@@ -266,7 +330,6 @@ class Scheduler:
                 chunk.drafts = tuple(sequence.drafts[: end - chunk.end])
                 chunk.end = end
                 taken += len(chunk.drafts)
-        return taken
 
     def _num_proposals(self, chunk: Chunk) -> int:
         """How many drafts there can be after a step, their rows of the MTP layer given pages."""
@@ -281,6 +344,8 @@ class Scheduler:
 
     def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
         """Give the pages for tokens start..end-1 if they are there without anybody yielding."""
+        if end > self.max_model_len:
+            return False
         if end > sequence.room:
             self.pages.trim(sequence.tables, sequence.num_computed)
             if not self.pages.fits(sequence.tables, end):
@@ -533,6 +598,11 @@ class Scheduler:
         assert self.followers.keys() <= self._coming.keys()
         for key, sequence in self._coming.items():
             assert sequence.running and key in sequence.keys[len(sequence.chain) :]
+
+
+def _with_guesses(end: int, count: int) -> int:
+    """Where the rows end that guesses of `count` drafts behind a step's last token take."""
+    return end + max(0, count - 1)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:
