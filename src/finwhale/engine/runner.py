@@ -46,7 +46,8 @@ class ModelRunner:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
         drafter: None: the engine does not draft.
-        verifications: captured steps of a drafting engine's decodes; None: nothing is captured.
+        verifications: decodes of a drafting engine that stay on the device; None: all go over the
+            host, as on a CPU.
         memory: what is held on the device, measured where it is a GPU.
 
     Raises:
@@ -101,9 +102,11 @@ class ModelRunner:
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
             self.drafter: Drafter | None = None
+            self.verifications: Verifications | None = None
             if config.draft_tokens and self.model.mtp is not None:
                 self.drafter = Drafter(self.model.mtp, self.cache, self.device)
-            self.verifications: Verifications | None = None
+                if self.ops.packed and config.enforce_eager:
+                    self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)

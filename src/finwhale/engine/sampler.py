@@ -98,6 +98,10 @@ class Sampler:
         assert key not in self._requests, f"request {key!r} is already sampled"
         self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index, matcher)
 
+    def choose_with(self, sample: Sample) -> None:
+        """Use another operator from now on: for measurements."""
+        self._sample = sample
+
     def remove(self, key: Hashable) -> None:
         """Forgets a request."""
         del self._requests[key]
