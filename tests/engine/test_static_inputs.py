@@ -46,6 +46,7 @@ def filled(static: StaticInputs, chunks: list[Chunk], size: int, decode: bool) -
     static.fill(chunks, decode=decode)
     static.gather_ids(size)
     inputs = static.inputs(size, decode=decode)
+    assert (inputs.token_ids >= 0).all()  # padding, too, is looked up in the embedding
     return inputs if decode else with_bounds(inputs, chunks)
 
 

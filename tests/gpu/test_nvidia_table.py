@@ -5,6 +5,8 @@ part where the model is undecided; perplexity and most of the greedy tokens must
 """
 
 import random
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -62,30 +64,36 @@ def test_the_table_is_not_the_reference(llm: LLM) -> None:
 
 
 def test_text_is_the_cpu_s(llm: LLM) -> None:
-    """Perplexity within 2%, and the same best token wherever the CPU's leads by 1 or more."""
+    """No further from the CPU's distributions than the bfloat16 references are, and a third."""
     cpu = LLM(device="cpu", max_num_seqs=8, max_model_len=2048)
-    sentence = (
-        "It was the best of times, it was the worst of times, and the old man sat down beside the "
-        "river to tell the children a story about a whale who wanted to see the mountains. "
+    reference = LLM(
+        device="cuda", reference=True, max_num_seqs=8, max_model_len=2048, cache_memory_bytes=2**28
     )
-    ids = cpu.encode(" ".join([*PROMPTS, *[sentence] * 5]))
+    story = SamplingParams(temperature=1.0, seed=3, max_tokens=400, ignore_eos=True)
+    ids = cpu.encode(PROMPTS[1])
+    ids += cpu.generate(PROMPTS[1], story)[0].outputs[0].token_ids
     read = []
-    for one in (cpu, llm):
+    for one in (cpu, llm, reference):
         stepper = Stepper(one.engine)
-        read.append(stepper.logits(stepper.read(ids, [100, 150])).cpu().float())
-    losses = [
-        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:])).item()
-        for logits in read
+        logits = stepper.logits(stepper.read(ids, [100, 150])).cpu().float()
+        read.append(logits.log_softmax(-1))
+    truth, table, bf16 = read
+    divergence = [
+        torch.nn.functional.kl_div(one, truth, log_target=True, reduction="batchmean").item()
+        for one in (table, bf16)
     ]
-    top = read[0].topk(2, dim=-1).values
-    sure = top[:, 0] - top[:, 1] >= 1.0
-    same = read[0].argmax(-1) == read[1].argmax(-1)
-    share = same.float().mean().item()
-    print(f"loss: CPU {losses[0]:.4f}, GPU {losses[1]:.4f}; same best token: {share:.1%}")
-    assert abs(losses[1] - losses[0]) < 0.02
+    top = truth.exp().topk(2, dim=-1).values
+    sure = top[:, 0] >= 2 * top[:, 1]
+    same = [truth.argmax(-1) == one.argmax(-1) for one in (table, bf16)]
+    shares = [one.float().mean().item() for one in same]
+    print(
+        f"divergence from the CPU: table {divergence[0]:.5f}, references {divergence[1]:.5f}; "
+        f"same best token: {shares[0]:.1%}, {shares[1]:.1%}, "
+        f"where it is sure {same[0][sure].float().mean():.1%}, {same[1][sure].float().mean():.1%}"
+    )
+    assert divergence[0] <= 4 / 3 * divergence[1]
     assert sure.float().mean() > 0.3
-    assert same[sure].all()
-    assert share >= 0.9
+    assert same[0][sure].float().mean() >= same[1][sure].float().mean() - 0.02
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
@@ -209,6 +217,34 @@ def test_one_step_ahead_gives_the_tokens_of_no_step_ahead(llm: LLM, temperature:
     finally:
         llm.engine.steps_ahead = 1
     assert found[0] == found[1]
+
+
+def test_a_dead_device_leaves_an_exception_and_a_process() -> None:
+    """Ids out of range kill the device while a step is in flight: one clear error, no abort."""
+    program = """
+import torch
+from finwhale import LLM, SamplingParams
+from finwhale.errors import EngineDeadError
+llm = LLM(device="cuda", max_num_seqs=4, max_model_len=512, cache_memory_bytes=2**26)
+params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+engine = llm.engine
+result = engine.add_request("a", [1, 2, 3], params)
+for _ in range(4):
+    engine.step()
+with torch.inference_mode():
+    engine.runner.sampled.fill_(2**40)
+try:
+    while engine.has_work:
+        engine.step()
+except EngineDeadError as error:
+    print("died:", error, result.error == str(error), flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False
+    )
+    print(done.returncode, done.stdout[-500:], done.stderr[-500:])
+    assert "died: the engine died" in done.stdout and "True" in done.stdout
+    assert done.returncode == 0
 
 
 def test_reported_memory_is_what_is_held() -> None:

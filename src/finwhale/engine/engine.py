@@ -44,6 +44,10 @@ from finwhale.request import (
 logger = logging.getLogger(__name__)
 
 
+# What was in flight when an engine died.
+_ABANDONED: list[Flight] = []
+
+
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
 
@@ -276,6 +280,8 @@ class Engine:
             request.output.finished = True
         self._streams.clear()
         self._requests.clear()
+        # To free what is in flight on a device that failed would end the process.
+        _ABANDONED.extend(self._flying)
         self._flying.clear()
         return EngineDeadError(self._dead)
 

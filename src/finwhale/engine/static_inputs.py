@@ -200,6 +200,8 @@ class _Twin:
         self._positions[count:] = -1
         self._sequence[count:] = 0
         self._ids[:count] = ids
+        # Padding is embedded as well: what an earlier step left here may be PENDING.
+        self._ids[count:] = 0
         self._source[:] = self._own
         if PENDING in ids:
             pending = np.flatnonzero(self._ids[:count] == PENDING)

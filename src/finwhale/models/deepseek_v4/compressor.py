@@ -77,9 +77,7 @@ class C128Entries(nn.Module):
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
-    ) -> Complete | None:
-        if inputs.tokens.max_len < 128:
-            return None
+    ) -> Complete:
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
@@ -140,10 +138,8 @@ class C4Entries(nn.Module):
         inputs: StepInputs,
         rotary: Tensor,
         cache: PagedCache,
-    ) -> Selected | None:
+    ) -> Selected:
         """index_q [N, I*J] as projected."""
-        if inputs.tokens.max_len < 4:
-            return None
         assert index_q is not None
         table = inputs.tables["c4"]
         slots = self.select_entries(
