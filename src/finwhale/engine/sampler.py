@@ -173,7 +173,8 @@ class Sampler:
         if sampled.logprobs is not None:
             found = sampled.logprobs
             parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
-        return Sampling(rows, sampled.ids_S, self._receiver.begin(parts))
+        arrival = self._receiver.begin(parts)
+        return Sampling(rows, sampled.ids_S, arrival, self._fixed.historic)
 
     def needs_history(self, key: Hashable) -> bool:
         """Whether the host must know all of a request's tokens before its next is chosen."""
@@ -200,24 +201,25 @@ class Sampler:
         if self._fixed.filters is not None and further_B is not None:
             uniform_R = _draws_further(rows, further_B)
         elif self._fixed.filters is not None:
-            drawing = [row for row in rows if not row.request.greedy]
-            draws = uniforms([r.request.seed for r in drawing], [r.step for r in drawing])
+            drawing = [rows[place] for place in self._fixed.drawing]
+            draws = uniforms([row.seed for row in drawing], [row.step for row in drawing])
             (uniform_R,) = send(device, draws)
         return SamplingBatch(
             filters=self._fixed.filters,
             uniform_R=uniform_R,
-            penalties=_penalties(rows, device),
+            penalties=_penalties(rows, device) if self._fixed.historic else None,
             bias=self._fixed.bias,
-            allowed=_allowed(rows, device),
+            allowed=_allowed(rows, device) if self._fixed.historic else None,
             logprobs=self._fixed.logprobs,
         )
 
     def commit(self, sampling: "Sampling") -> list[SampledToken]:
         """Waits for the tokens of a step and counts them as output."""
         tokens = self._tokens(sampling)
-        for row, token in zip(sampling.rows, tokens, strict=True):
-            if (row.seen is not None or row.matcher is not None) and token.error is None:
-                row.request.accept(token.token_id)
+        if sampling.historic:
+            for row, token in zip(sampling.rows, tokens, strict=True):
+                if token.error is None:
+                    row.request.accept(token.token_id)
         return tokens
 
     def _tokens(self, sampling: "Sampling") -> list[SampledToken]:
@@ -276,11 +278,13 @@ class Sampling:
     Attributes:
         ids_S: int64 on the device, ids of the vocabulary even where a row turns out not to be
             valid; None: no rows.
+        historic: some rows depend on the tokens before them.
     """
 
     rows: "Rows"
     ids_S: Tensor | None
     arrival: Arrival
+    historic: bool = False
 
 
 class _Seen:
@@ -377,10 +381,11 @@ class _Request:
 class _Row:
     """The choice that a request has after another one, if that gave a draft."""
 
-    __slots__ = ("matcher", "request", "seen", "step")
+    __slots__ = ("matcher", "request", "seed", "seen", "step")
 
     def __init__(self, before: "_Request | _Row", draft: int) -> None:
         self.request: _Request = before.request
+        self.seed: int = before.seed
         self.step: int = before.step + 1
         self.seen: _Seen | None = before.seen
         self.matcher: Matcher | None = before.matcher
@@ -422,8 +427,15 @@ def _why_no_token(matcher: Matcher | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What stays the same from step to step for the same requests in the same order."""
+    """What stays the same from step to step for the same requests in the same order.
 
+    Attributes:
+        drawing: the rows that `filters` are of.
+        historic: some rows have penalties or a grammar.
+    """
+
+    drawing: Sequence[int] = ()
+    historic: bool = False
     filters: Filters | None = None
     bias: Bias | None = None
     logprobs: tuple[LogprobRows, ...] = ()
@@ -438,7 +450,13 @@ def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
         LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
         for num, rows in sorted(wanted.items())
     )
-    return _Fixed(_filters(requests, device), _bias(requests, device), logprobs)
+    return _Fixed(
+        [row for row, request in enumerate(requests) if not request.greedy],
+        any(request.seen is not None or request.matcher is not None for request in requests),
+        _filters(requests, device),
+        _bias(requests, device),
+        logprobs,
+    )
 
 
 def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | None:
