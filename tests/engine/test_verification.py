@@ -12,6 +12,7 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.engine import Engine
 from finwhale.engine.verification import Verifications, verification_sizes
+from finwhale.models.deepseek_v4.streams import SideStreams
 
 from .test_async import play, slow
 
@@ -24,7 +25,6 @@ def on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Verificati
     engine.runner.verifications = steps
     engine.steps_ahead = 1
     slow(engine, monkeypatch)
-    monkeypatch.setattr(engine._drafting, "_receiver", engine.sampler._receiver)
     return steps
 
 
@@ -176,6 +176,26 @@ def test_a_step_that_breaks_off_loses_nothing(
             engine.check_integrity()
     assert [r.outputs for r in results] == [w.outputs for w in wanted]
     assert count > 5
+
+
+def test_one_set_of_side_streams(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The MTP layer runs on the model's three streams: none are made for it, none by drafting."""
+    made: list[SideStreams] = []
+    begin = SideStreams.__init__
+
+    def counting(self: SideStreams, device: torch.device) -> None:
+        made.append(self)
+        begin(self, device)
+
+    monkeypatch.setattr(SideStreams, "__init__", counting)
+    engine = new_llm(**OPTIONS, draft_tokens=3).engine
+    on_the_device(engine, monkeypatch)
+    model = engine.runner.model
+    assert made == [model.side_streams] and SideStreams.NUM == 3 and model.mtp is not None
+    for layer in (*model.layers, *model.mtp.layers):
+        assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
 
 
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:

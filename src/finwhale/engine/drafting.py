@@ -17,7 +17,7 @@ from finwhale.engine.metrics import Meter
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler
 from finwhale.engine.scheduler import Chunk, Scheduler
-from finwhale.engine.transfer import Instant, Receiver
+from finwhale.engine.transfer import Instant
 
 Run = tuple[Stream, int, list[SampledToken]]
 
@@ -36,7 +36,6 @@ class DraftLoop:
         assert runner.drafter is not None
         self._runner, self._scheduler, self._sampler = runner, scheduler, sampler
         self._meter = meter
-        self._receiver = Receiver(runner.device)
         self._policy: DraftPolicy | None = None
         if draft_tokens == "auto":
             self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
@@ -82,7 +81,7 @@ class DraftLoop:
         instants.append(Instant(self._runner.device))
         drafts = steps.draft(sampling.ids_S)
         instants.append(Instant(self._runner.device))
-        proposed = self._receiver.begin([drafts]) if drafts.shape[1] else None
+        proposed = self._sampler.bring([drafts]) if drafts.shape[1] else None
         for row, sequence in enumerate(rows.sequences):
             sequence.sampled_row = row
         return Flight(rows, [], None, sampling, chunks, proposed, instants, alike=True)
@@ -100,7 +99,7 @@ class DraftLoop:
         instants.append(Instant(device))
         drafts = drafter.propose(forward, chunks, sampling.ids_S)
         instants.append(Instant(device))
-        proposed = None if drafts is None else self._receiver.begin([drafts.T])
+        proposed = None if drafts is None else self._sampler.bring([drafts.T])
         self._scheduler.computed([c for c in chunks if not c.completes])
         if not all(c.decodes for c in chunks):
             instants = []
@@ -139,9 +138,10 @@ class DraftLoop:
                 floating[sequence.key].land(num_accepted, drafts_after)
             self._scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
-            self._meter.drafted(len(chunk.drafts), num_accepted)
+            num_drafts = len(chunk.drafts) - chunk.num_any
+            self._meter.drafted(num_drafts, min(num_accepted, num_drafts))
             if self._policy is not None:
-                self._policy.verified(len(chunk.drafts), num_accepted)
+                self._policy.verified(num_drafts, min(num_accepted, num_drafts))
             yield stream, place, run
 
     def _time(self, flight: Flight) -> None:
@@ -154,5 +154,5 @@ class DraftLoop:
             drafts = [len(chunk.drafts) for chunk in flight.chunks]
             # One that was launched ahead took as long as there was between two steps' tokens.
             began = max(begin.time, self._last_collected)
-            took = time.monotonic() - began
-            self._policy.took(drafts, self._scheduler.draft_tokens, took)
+            wanted = drafts[0] if flight.alike else self._scheduler.draft_tokens
+            self._policy.took(drafts, wanted, time.monotonic() - began)

@@ -102,6 +102,11 @@ class Sampler:
         """Use another operator from now on: for measurements."""
         self._sample = sample
 
+    def bring(self, tensors: Sequence[Tensor]) -> Arrival:
+        """Begin to bring tensors to the host, as the tokens are brought."""
+        assert self._receiver is not None, "there are no tokens"
+        return self._receiver.begin(tensors)
+
     def remove(self, key: Hashable) -> None:
         """Forgets a request."""
         del self._requests[key]

@@ -95,6 +95,7 @@ class Chunk:
     Attributes:
         drafts: those of them behind token_ids, which the step verifies.
         propose: how many drafts the MTP layer makes after the step; there are pages for them.
+        num_any: of the drafts, those that were not drafted: any tokens, for the number's sake.
         floats: the step before is not known yet: this one begins at `start` or as many tokens
             later as that has right drafts, and its drafts are on the device.
     """
@@ -104,6 +105,7 @@ class Chunk:
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
+    num_any: int = 0
     floats: bool = False
 
     def land(self, num_accepted: int, drafts: Items[int]) -> None:
@@ -308,7 +310,8 @@ class Scheduler:
                 return False
         for chunk in chunks:
             drafts = chunk.sequence.drafts[:count]
-            chunk.drafts = (*drafts, *[0] * (count - len(drafts)))
+            chunk.num_any = count - len(drafts)
+            chunk.drafts = (*drafts, *[0] * chunk.num_any)
             chunk.end += count
             chunk.propose = count
         return True
