@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.bench.drafting import Forced
 from finwhale.engine.engine import Engine
 from finwhale.engine.verification import Verifications, verification_sizes
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -176,6 +177,24 @@ def test_a_step_that_breaks_off_loses_nothing(
             engine.check_integrity()
     assert [r.outputs for r in results] == [w.outputs for w in wanted]
     assert count > 5
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, 1])
+def test_forced_acceptance(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """What `finwhale bench offline --accept` measures has the acceptance that it says."""
+    engine = new_llm(**OPTIONS, draft_tokens=1).engine
+    on_the_device(engine, monkeypatch)
+    engine.sampler.choose_with(Forced(engine, rate))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert all(len(result.outputs[0].token_ids) == 60 for result in results)
+    found = engine.metrics()
+    assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)
 
 
 def test_one_set_of_side_streams(
