@@ -6,7 +6,6 @@ are they waited for, appended, detokenised.
 """
 
 import logging
-import operator
 import os
 import threading
 import time
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 import torch
 
 from finwhale.chat.detokenizer import Detokenizer
-from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.drafting import DraftLoop
 from finwhale.engine.flight import Flight, Request, Rows, Stream
+from finwhale.engine.intake import checked_prompt, new_matcher
 from finwhale.engine.memory import MemoryUse
-from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
+from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
 from finwhale.engine.pages import PageManager
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler
@@ -30,7 +29,7 @@ from finwhale.engine.scheduler import PENDING, Scheduler
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.engine.watchdog import Watchdog
-from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
+from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -146,8 +145,14 @@ class Engine:
     ) -> RequestOutput:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
-        prompt_token_ids = self._checked(prompt_token_ids, params)
-        matcher = self._new_matcher(params)
+        prompt_token_ids = checked_prompt(
+            prompt_token_ids,
+            params,
+            vocab=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        matcher = new_matcher(params, self.tokenizer)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
@@ -197,14 +202,6 @@ class Engine:
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
-    def _new_matcher(self, params: SamplingParams) -> Matcher | None:
-        """Raises RequestError."""
-        if params.guide is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("a guide needs a tokenizer, and this checkpoint has none")
-        return Matcher(self.tokenizer, params.guide)
-
     def _check_usable(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -213,36 +210,6 @@ class Engine:
                 f"this engine was made in process {self._process}, which forked: make the LLM in "
                 "the process that uses it"
             )
-
-    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """The prompt as plain integers. Raises RequestError."""
-        vocab = self.model_config.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        ids = []
-        for position, token in enumerate(prompt):
-            number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else token
-            ids.append(operator.index(number))
-            if not 0 <= ids[-1] < vocab:
-                raise RequestError(
-                    f"prompt token {position} is {token!r}: token ids are integers in "
-                    f"0..{vocab - 1}"
-                )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
-                f"for {self.max_model_len}: shorten it, or raise max_model_len or the cache's "
-                "memory"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
-        wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
-        if wrong is not None:
-            raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
-        wrong = next((i for i in params.logit_bias or () if i >= vocab), None)
-        if wrong is not None:
-            raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
-        return ids
 
     def step(self) -> list[RequestOutput]:
         """Run one forward; returns the requests that have new tokens, in order.
@@ -403,20 +370,10 @@ class Engine:
             is_asked_for = token_id in sequence.params.stop_token_ids
             self._finish(stream, "stop", token_id if is_asked_for else None)
             return
-        if stream.detokenizer is not None:
-            text = stream.detokenizer.next(token_id)
-            if stream.stop_after is not None:
-                if token_id == stream.stop_after:
-                    stream.stop_after = None
-            elif stream.stop is not None:
-                text = stream.stop.feed(text)
-            # The only reference to a text: the interpreter appends in place, however long it is.
-            whole, output.text = output.text, ""
-            whole += text
-            output.text = whole
-            if stream.stop is not None and stream.stop.matched is not None:
-                self._finish(stream, "stop", stream.stop.matched)
-                return
+        if stream.detokenizer is not None and stream.read(stream.detokenizer, token_id):
+            assert stream.stop is not None
+            self._finish(stream, "stop", stream.stop.matched)
+            return
         if place + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
 
@@ -424,11 +381,7 @@ class Engine:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
     def _finish(self, stream: Stream, reason: FinishReason, stop: str | int | None) -> None:
-        if stream.detokenizer is not None:
-            if stream.stop is None:
-                stream.output.text += stream.detokenizer.finish()
-            elif stream.stop.matched is None:
-                stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
+        stream.close()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         stream.request.unfinished -= 1
@@ -453,34 +406,7 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """The present state and the counters; waits for no step."""
-        scheduler, meter = self.scheduler, self._meter
-        prefix = scheduler.prefix
-        return EngineMetrics(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
-            step_seconds=self._watchdog.elapsed,
-            pages={
-                name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
-                for name, pool in scheduler.pages.pools.items()
-            },
-            idle_blocks=0 if prefix is None else prefix.num_idle,
-            requests=meter.requests,
-            steps=meter.steps,
-            prompt_tokens=scheduler.counts.prompt_tokens,
-            cached_tokens=scheduler.counts.cached_tokens,
-            output_tokens=meter.output_tokens,
-            preemptions=scheduler.counts.preemptions,
-            endings=dict(meter.endings),
-            drafts_proposed=tuple(meter.drafts_proposed),
-            drafts_accepted=tuple(meter.drafts_accepted),
-            verifications=meter.verifications,
-            draft_tokens=scheduler.draft_tokens,
-            time_of_verification=meter.time_of_verification.read(),
-            time_of_draft=meter.time_of_draft.read(),
-            time_to_first_token=meter.time_to_first_token.read(),
-            time_between_tokens=meter.time_between_tokens.read(),
-            time_per_output_token=meter.time_per_output_token.read(),
-        )
+        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed)
 
     def check_integrity(self) -> None:
         """Assert that nothing is lost: pages, blocks and who holds them, requests."""

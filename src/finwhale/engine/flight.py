@@ -36,6 +36,28 @@ class Stream:
     needs_history: bool
     ended: bool = False
 
+    def read(self, detokenizer: Detokenizer, token_id: int) -> bool:
+        """Add a token's text to the output; whether a stop string ends it here."""
+        text, stop = detokenizer.next(token_id), self.stop
+        if self.stop_after is not None:
+            if token_id == self.stop_after:
+                self.stop_after = None
+        elif stop is not None:
+            text = stop.feed(text)
+        # The only reference to a text: the interpreter appends in place, however long it is.
+        whole, self.output.text = self.output.text, ""
+        whole += text
+        self.output.text = whole
+        return stop is not None and stop.matched is not None
+
+    def close(self) -> None:
+        """Add the text that was held back."""
+        if self.detokenizer is not None:
+            if self.stop is None:
+                self.output.text += self.detokenizer.finish()
+            elif self.stop.matched is None:
+                self.output.text += self.stop.flush() + self.detokenizer.finish()
+
 
 @dataclass(slots=True)
 class Request:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from finwhale.config import MAX_DRAFT_TOKENS
+from finwhale.engine.scheduler import Scheduler
 from finwhale.request import FinishReason
 
 # Seconds; the last bucket has no bound.
@@ -185,3 +186,34 @@ class Meter:
         self.endings[how] += 1
         if num_tokens > 1:
             self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))
+
+
+def read_metrics(scheduler: Scheduler, meter: Meter, step_seconds: float) -> EngineMetrics:
+    """The present state and the counters; step_seconds: how long the present step has run."""
+    prefix = scheduler.prefix
+    return EngineMetrics(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+        step_seconds=step_seconds,
+        pages={
+            name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
+            for name, pool in scheduler.pages.pools.items()
+        },
+        idle_blocks=0 if prefix is None else prefix.num_idle,
+        requests=meter.requests,
+        steps=meter.steps,
+        prompt_tokens=scheduler.counts.prompt_tokens,
+        cached_tokens=scheduler.counts.cached_tokens,
+        output_tokens=meter.output_tokens,
+        preemptions=scheduler.counts.preemptions,
+        endings=dict(meter.endings),
+        drafts_proposed=tuple(meter.drafts_proposed),
+        drafts_accepted=tuple(meter.drafts_accepted),
+        verifications=meter.verifications,
+        draft_tokens=scheduler.draft_tokens,
+        time_of_verification=meter.time_of_verification.read(),
+        time_of_draft=meter.time_of_draft.read(),
+        time_to_first_token=meter.time_to_first_token.read(),
+        time_between_tokens=meter.time_between_tokens.read(),
+        time_per_output_token=meter.time_per_output_token.read(),
+    )
