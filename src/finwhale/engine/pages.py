@@ -192,6 +192,9 @@ class PageManager:
                     first, last = first_row // rows, last_row // rows
                     if table.pages and first == last == table.end:
                         table.pages.append(self._take(group))
+                        if group.tail_only and end == start + 1:
+                            # Decodes come back in a few tokens: one more halves how often.
+                            table.pages.append(self._take(group))
                     else:
                         self._extend(group, table, start, end, first, last)
                 table.room = (table.end * rows + 1) * per_row - 1
