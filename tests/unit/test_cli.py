@@ -108,6 +108,20 @@ def test_generate_from_stdin_with_stats(
     assert "tokens/s over 9 tokens" in captured.err
 
 
+def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture) -> None:
+    options = ("--temperature", 0.8, "--seed", 1, "--max-tokens", 20, "--ignore-eos")
+    texts = []
+    for drafts in ("0", "2", "auto"):
+        assert main(command("generate", TEXT, *options, "--draft-tokens", drafts)) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[1:] == texts[:1] * 2
+    with pytest.raises(SystemExit):
+        main(command("generate", TEXT, "--draft-tokens", "many"))
+    assert 'a number or "auto" is wanted' in capsys.readouterr().err
+    assert main(command("generate", TEXT, "--draft-tokens", "9")) != 0
+    assert "draft_tokens must be 0 to 3" in capsys.readouterr().err
+
+
 def test_generate_stops_before_a_string(command: Callable[..., list[str]], capsys: Capture) -> None:
     options = ("--temperature", 0, "--max-tokens", 20, "--ignore-eos")
     assert main(command("generate", TEXT, *options)) == 0

@@ -25,11 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from finwhale.bench import drafting
 from finwhale.bench.record import RESULTS, append_record, stamp, summary
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
 from finwhale.errors import FinwhaleError
@@ -333,7 +334,9 @@ def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
         return config, WeightSource(checkpoint, specs, ignored=ignored_prefixes(config))
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = ModelConfig.preset(args.config).without_draft_head()
+    config = ModelConfig.preset(args.config)
+    if not args.draft_tokens:
+        config = config.without_draft_head()
     if args.layers is not None:
         config = config.with_layers(args.layers)
     return config, DummySource(weight_specs(config), choose_device(args.device)[1])
@@ -426,6 +429,46 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     }
 
 
+def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The same for decoding with drafts."""
+    config, weights = source(args)
+    # Of every step all drafts may be right; behind them there are rows for the next ones.
+    longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
+    rows = drafting.measure(
+        EngineConfig(
+            device=args.device,
+            reference=args.reference,
+            batch_invariant=args.batch_invariant,
+            enforce_eager=args.enforce_eager,
+            max_model_len=min(longest, config.max_position_embeddings),
+            max_num_seqs=max(args.batches),
+            graph_sizes=tuple(sorted(set(args.batches))),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+        (config, weights),
+        batches=args.batches,
+        context=args.context,
+        steps=args.steps,
+        draft_tokens=args.draft_tokens,
+        rates=args.accept or (None,),
+    )
+    drafting.show(console, rows)
+    return {
+        "benchmark": "offline with drafts",
+        "config": args.model or args.config,
+        "layers": config.num_hidden_layers,
+        "context": args.context,
+        "results": rows,
+    }
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"a part, 0 to 1, is wanted, got {text!r}")
+    return rate
+
+
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench offline`."""
     parser = argparse.ArgumentParser(
@@ -453,6 +496,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output-tokens", type=int, default=256, help="of each request")
     parser.add_argument("--steps", type=int, default=30, help="steps to time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        choices=range(MAX_DRAFT_TOKENS + 1),
+        default=0,
+        help="measure decoding with so many drafts beside decoding without, and nothing else",
+    )
+    parser.add_argument(
+        "--accept",
+        type=_rate,
+        nargs="*",
+        metavar="R",
+        help="force such parts of the drafts to be right (default: those that are)",
+    )
     parser.add_argument("--reference", action="store_true", help="the references' table")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits whatever the batch"
@@ -466,12 +523,14 @@ def main(argv: Sequence[str]) -> int:
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/offline-h200.jsonl"
     )
     args = parser.parse_args(argv)
+    if args.accept and not args.draft_tokens:
+        parser.error("--accept forces drafts, and there are none: give --draft-tokens")
     console = Console()
     if not console.is_terminal:
         console.width = 120
     record = stamp(("torch",))
     record["command"] = shlex.join(["finwhale", "bench", "offline", *argv])
-    record |= run(args, console)
+    record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
     if args.record:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.artefacts import default_directory
+from finwhale.config import DraftTokens
 
 NAMES = (
     "device",
@@ -19,6 +20,7 @@ NAMES = (
     "enable_prefix_caching",
     "watchdog_seconds",
     "enforce_eager",
+    "draft_tokens",
 )
 
 
@@ -71,6 +73,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enforce-eager", action="store_true", default=None, help="no captured graphs"
     )
+    add_draft_option(group)
     add_cache_option(group)
 
 
@@ -81,6 +84,24 @@ def add_cache_option(parser: argparse._ActionsContainer) -> None:
         help="where compiled kernels are kept for the next start (default: finwhale in "
         "$XDG_CACHE_HOME or ~/.cache)",
     )
+
+
+def add_draft_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--draft-tokens",
+        type=_draft_tokens,
+        metavar="N|auto|0",
+        help="tokens that the MTP layer drafts for each step, at most 3, or as many as pay; the "
+        "text stays the same (default: 0)",
+    )
+
+
+def _draft_tokens(text: str) -> DraftTokens:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'a number or "auto" is wanted, got {text!r}')
+    return int(text)
 
 
 def cache_directory(args: argparse.Namespace, environment: Mapping[str, str]) -> str:

@@ -3,20 +3,23 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.phases import Phases
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.speculative import Drafter, Forward, check_can_draft
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
+from finwhale.engine.verification import Verifications, verification_sizes
 from finwhale.engine.walk import Walk
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
@@ -46,6 +49,9 @@ class ModelRunner:
     Attributes:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
+        drafter: None: the engine does not draft.
+        verifications: decodes of a drafting engine that stay on the device; None: all go over the
+            host, as on a CPU.
         memory: what is held on the device, measured where it is a GPU.
         phases: how long the parts of the start took.
         builds, built: the compilers behind the operators, and what they built ahead.
@@ -68,6 +74,8 @@ class ModelRunner:
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
+        if config.draft_tokens:
+            check_can_draft(model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -109,6 +117,12 @@ class ModelRunner:
             if self.max_model_len != longest:
                 self._prepare(config, self.model, self.max_model_len)
                 self.phases.end("kernels")
+            self.drafter: Drafter | None = None
+            self.verifications: Verifications | None = None
+            if config.draft_tokens and self.model.mtp is not None:
+                self.drafter = Drafter(self.model.mtp, self.cache, self.device)
+                if self.ops.packed and config.enforce_eager:
+                    self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -162,7 +176,8 @@ class ModelRunner:
         prefills: tuple[int, ...] = ()
         most = config.max_num_batched_tokens
         if self.ops.packed and not config.enforce_eager:
-            decodes = config.graph_sizes or tuple(decode_sizes(config.max_num_seqs))
+            sizes = verification_sizes if config.draft_tokens else decode_sizes
+            decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
             if config.graph_sizes is None:
                 prefills = tuple(size for size in PREFILL_SIZES if size < most) or (most,)
         return Largest(
@@ -171,6 +186,7 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
+            drafts=numbers_of_drafts(config),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
@@ -232,6 +248,9 @@ class ModelRunner:
                 device=self.device,
                 pool=pool,
             )
+        if self.drafter is not None:
+            self.verifications = self.new_verifications(config, pool)
+            return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = Graphs(
             logits,
             static,
@@ -241,6 +260,21 @@ class ModelRunner:
             pool=pool,
         )
         return static.sampled
+
+    def new_verifications(self, config: EngineConfig, pool: Any) -> Verifications:
+        """The decodes of a drafting engine, captured into `pool`; None: launched from the host."""
+        largest = self._largest(config, self.max_model_len)
+        return Verifications(
+            self.model,
+            self.cache,
+            self.ops.sample,
+            self.groups,
+            drafts=numbers_of_drafts(config),
+            sizes=largest.decode_graphs or (config.max_num_seqs,),
+            max_len=self.max_model_len,
+            device=self.device,
+            pool=pool,
+        )
 
     def _plan(self, config: EngineConfig, weights: ModelWeights, longest: int) -> CachePlan:
         budget = config.cache_memory_bytes
@@ -267,6 +301,7 @@ class ModelRunner:
             wanted_tokens=wanted,
             least_tokens=longest,
             shares=config.enable_prefix_caching,
+            drafts=bool(config.draft_tokens),
         )
 
     @torch.inference_mode()
@@ -291,6 +326,20 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
+    def read(self, chunks: Sequence[Chunk]) -> Forward:
+        """The same forward with what the drafter reads of it; logits after each draft as well."""
+        batch = self.batches.build(chunks)
+        if self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
+            streams = self.prefill_graphs.run(chunks)
+        else:
+            streams = self.model(batch.inputs, self.cache, self.segments)
+        rows = batch.logits_rows
+        if not len(rows):
+            none = streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
+            return Forward(batch, streams, none)
+        return Forward(batch, streams, self.model.compute_logits(streams.index_select(0, rows)))
+
+    @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Some rows of a step's logits."""
         return logits.index_select(0, send(self.device, np.array(rows, np.int64))[0])
@@ -299,6 +348,13 @@ class ModelRunner:
     def feed(self, ids: Tensor) -> None:
         """Keep the ids [M] int64 that were sampled from a step's logits for the next step."""
         self.sampled[: len(ids)].copy_(ids)
+
+
+def numbers_of_drafts(config: EngineConfig) -> tuple[int, ...]:
+    """What a step's decodes may have."""
+    if config.draft_tokens == "auto":
+        return tuple(range(MAX_DRAFT_TOKENS + 1))
+    return (config.draft_tokens,)
 
 
 def _table_serves(
