@@ -99,9 +99,12 @@ class ModelRunner:
             else:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")
-            self.built = self._prepare(config, self._build(weights, longest), longest)
+            model, self.built = None, Built()
+            if self.device.type == "cuda" and self.ops.packed:
+                model = self._build(weights, longest)
+                self.built = self._prepare(config, model, longest)
             self.phases.end("kernels")
-            self.plan = self._plan(config, weights, longest)
+            self.plan = self._plan(config, model, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
                 raise ResourceError(
@@ -109,12 +112,13 @@ class ModelRunner:
                     f"({self.plan.total_bytes:,} bytes) holds {self.plan.capacity_tokens} tokens: "
                     "raise gpu_memory_utilization or cache_memory_bytes"
                 )
-            self.model = self._build(weights, self.max_model_len)
+            self.model = model or self._build(weights, self.max_model_len)
+            self.model.tables.limit(self.max_model_len)
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
             self.phases.end("memory")
-            if self.max_model_len != longest:
+            if model is not None and self.max_model_len != longest:
                 self._prepare(config, self.model, self.max_model_len)
                 self.phases.end("kernels")
             self.drafter: Drafter | None = None
@@ -157,8 +161,6 @@ class ModelRunner:
 
     def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:
         """Build every kernel that a request can need."""
-        if self.device.type != "cuda" or not self.ops.packed:
-            return Built()
         steps = LargestSteps.alone(model, self.groups, self.ops)
         walk = Walk(
             model,
@@ -276,12 +278,13 @@ class ModelRunner:
             pool=pool,
         )
 
-    def _plan(self, config: EngineConfig, weights: ModelWeights, longest: int) -> CachePlan:
+    def _plan(self, config: EngineConfig, model: DeepseekV4 | None, longest: int) -> CachePlan:
+        """The cache; `model` runs the largest steps to see what they need beside it."""
         budget = config.cache_memory_bytes
         if budget is None and self.device.type != "cuda":
             budget = CPU_CACHE_BYTES
-        elif budget is None and self.ops.packed:
-            steps = LargestSteps.alone(self._build(weights, longest), self.groups, self.ops)
+        elif budget is None and model is not None:
+            steps = LargestSteps.alone(model, self.groups, self.ops)
             workspace = steps.workspace_bytes(self._largest(config, longest))
             del steps
             budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
