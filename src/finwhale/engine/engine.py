@@ -313,8 +313,7 @@ class Engine:
                 if stream.ended:
                     break
         self._forget_if_idle()
-        touched = {s.sequence.request_id: s.request.output for s in flight.rows.streams}
-        return list(touched.values())
+        return list(flight.rows.outputs)
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
@@ -333,11 +332,10 @@ class Engine:
         self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
         for stream, place, token in zip(streams, flight.places, sampled, strict=True):
             self._append(stream, place, token)
-        touched = {s.sequence.request_id: s.request.output for s in streams}
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
-        return list(touched.values())
+        return list(flight.rows.outputs)
 
     def _forget_if_idle(self) -> None:
         """What is in flight for nobody is not waited for."""

@@ -71,15 +71,18 @@ class Rows:
     Attributes:
         sequences, streams, keys: one a row.
         historic: the streams that need their history.
+        outputs: of their requests, each once.
     """
 
-    __slots__ = ("historic", "keys", "sequences", "streams")
+    __slots__ = ("historic", "keys", "outputs", "sequences", "streams")
 
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
         self.sequences = [stream.sequence for stream in streams]
         self.keys = [sequence.key for sequence in self.sequences]
         self.historic = [stream for stream in streams if stream.needs_history]
+        outputs = {stream.sequence.request_id: stream.request.output for stream in streams}
+        self.outputs = list(outputs.values())
 
 
 @dataclass(slots=True)
@@ -115,9 +118,9 @@ class Flight:
     def drop_ended(self) -> list[int] | None:
         """Leave out the streams that have ended; the rows of the others, None: all are left."""
         streams = self.rows.streams
-        left = [row for row, stream in enumerate(streams) if not stream.ended]
-        if len(left) == len(streams):
+        if not [stream for stream in streams if stream.ended]:
             return None
+        left = [row for row, stream in enumerate(streams) if not stream.ended]
         self.rows = Rows([streams[row] for row in left])
         self.places = [self.places[row] for row in left]
         return left

@@ -234,6 +234,10 @@ class Sampler:
             return []
         ids_S, valid_S, *logprobs_S = parts
         ids, valid = ids_S.tolist(), valid_S.tolist()
+        if not logprobs_S and all(valid):
+            known = [self._plain.get(i) for i in ids]
+            if None not in known:
+                return known  # type: ignore[return-value]
         logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
         tokens: list[SampledToken] = []
         for place, row in enumerate(sampling.rows):

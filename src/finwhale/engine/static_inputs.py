@@ -207,10 +207,10 @@ class _Twin:
         self._source[:] = self._own
         if PENDING in ids:
             pending = np.flatnonzero(self._ids[:count] == PENDING)
-            # Where tokens are pending there are no drafts.
-            self._source[pending] = [
-                c.sequence.sampled_row for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING
-            ]
+            # Where tokens are pending there are no drafts; of a chunk only the last one can be.
+            if len(pending) < len(chunks):
+                chunks = [c for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING]
+            self._source[pending] = [c.sequence.sampled_row for c in chunks]
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
         """Words for `_cut_updates`."""
