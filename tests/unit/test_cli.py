@@ -375,3 +375,20 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
         assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
         assert start["early_ttft_ms"]["count"] == 2
         assert not any(start["late_compilations"].values())
+
+
+def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:
+    record = tmp_path / "throughput.jsonl"
+    small = (
+        "--device cpu --requests 5 --prompt-tokens 260 --output-tokens 20 --max-num-seqs 3 "
+        f"--max-num-batched-tokens 256 --long-prompt 600 --model {DEMO_PATH}"
+    )
+    assert main(["bench", "throughput", *small.split(), "--record", str(record)]) == 0
+    assert "between tokens" in capsys.readouterr().out
+    found = json.loads(record.read_text())["results"]
+    for row in found.values():
+        assert row["output_tokens_per_s"] > 0
+        assert 0 < row["between_tokens_ms"]["p50"] <= row["between_tokens_ms"]["p99"]
+    others = found["among others"]["others"]
+    assert all(others["count"].values())
+    assert others["prefix_tokens_found"] == 256  # one whole block of the load's first prompt
