@@ -20,6 +20,7 @@ import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.cli.main import COMMANDS, main
+from finwhale.demo import DEMO_PATH
 from finwhale.engine.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
