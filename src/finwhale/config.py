@@ -6,6 +6,7 @@ from typing import Literal
 from finwhale.errors import FinwhaleError
 
 Activations = Literal["as-trained", "exact"]
+DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
 
 
@@ -36,6 +37,9 @@ class EngineConfig:
         compile: run decoder layers as graphs that are compiled ahead of time and kept in cache_dir.
         cache_dir: where compiled kernels are kept for the next start; None: finwhale in
             ~/.cache.
+        draft_tokens: tokens that the MTP layer drafts after each of the model's, which the next
+            forward verifies: the output is the same token for token, at any temperature. 0: none;
+            "auto": as many as pay, by what was accepted and how long steps took.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr;
             None: never.
     """
@@ -55,6 +59,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     compile: bool = False
     cache_dir: str | None = None
+    draft_tokens: DraftTokens = 0
     watchdog_seconds: float | None = None
 
     def __post_init__(self) -> None:
@@ -74,6 +79,15 @@ class EngineConfig:
         if not isinstance(self.enable_prefix_caching, bool):
             raise FinwhaleError(
                 f"enable_prefix_caching must be True or False, got {self.enable_prefix_caching!r}"
+            )
+        drafts = self.draft_tokens
+        if drafts != "auto" and (
+            isinstance(drafts, bool)
+            or not isinstance(drafts, int)
+            or not 0 <= drafts <= MAX_DRAFT_TOKENS
+        ):
+            raise FinwhaleError(
+                f'draft_tokens must be 0 to {MAX_DRAFT_TOKENS} or "auto", got {drafts!r}'
             )
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -95,5 +109,7 @@ class EngineConfig:
                 raise FinwhaleError(f"{name} must be at least 1, got {value}")
 
 
+# The MTP layer is trained for the first; with each further one fewer are right.
+MAX_DRAFT_TOKENS = 3
 _COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_memory_bytes")
 _MAY_BE_NONE = ("max_model_len", "cache_memory_bytes")

@@ -11,7 +11,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import Activations, DtypeName, EngineConfig
+from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
@@ -57,6 +57,8 @@ class LLM:
             a minute or two for it, later ones load them from cache_dir.
         cache_dir: where compiled kernels are kept for the next start; None: finwhale in ~/.cache.
         watchdog_seconds: when a step takes this long, every thread's stack is written to stderr.
+        draft_tokens: tokens that the MTP layer drafts for each step, 0 to 3, or "auto": faster, and
+            no token changes. 0: none.
         progress: called with (bytes read, bytes in all) while weights load.
 
     Raises:
@@ -85,6 +87,7 @@ class LLM:
         compile: bool = False,
         cache_dir: str | Path | None = None,
         watchdog_seconds: float | None = None,
+        draft_tokens: DraftTokens = 0,
         progress: Progress | None = None,
     ) -> None:
         config = EngineConfig(
@@ -103,6 +106,7 @@ class LLM:
             compile=compile,
             cache_dir=None if cache_dir is None else str(cache_dir),
             watchdog_seconds=watchdog_seconds,
+            draft_tokens=draft_tokens,
         )
         directory = Path(path) if path is not None else DEMO_PATH
         model_config, source = _open(directory, load_format, device, progress)

@@ -33,6 +33,10 @@ def test_the_largest_steps_touch_one_page(
     steps = LargestSteps(runner.model, runner.groups, ops, runner.cache)
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
+    chosen.clear()
+    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, drafts=(2,)))
+    verified = 3 * min(3, max(1, num_tokens // 3))
+    assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, verified]
     assert all(valid.all() for valid in chosen)
     changed = 0
     for group in runner.groups:

@@ -6,6 +6,7 @@ that they share no code and no shape tricks with what they check. float32 rounds
 """
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,9 @@ def _compressed(
     norm, ape = f64(w.norm), f64(w.ape)
     token_at = {(b, position): n for n, b, position in places(tokens)}
     ends = {b: position + 1 for _, b, position in places(tokens)}
+    counts = Counter(b for _, b, _ in places(tokens))
+    # A step of at most four tokens may be undone but for its first.
+    ends = {b: end if counts[b] > 4 else end - counts[b] + 1 for b, end in ends.items()}
     mixed = {4: 8, 128: 128}[w.ratio]
     for n, b, position in places(tokens):
         at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)

@@ -12,7 +12,9 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
+from finwhale import LLM
 from finwhale.server.errors import ApiError
 from finwhale.server.limits import check_depth
 
@@ -240,6 +242,39 @@ def test_metrics_add_up(server: RunningServer) -> None:
     assert values["finwhale_preemptions_total"] == 0
     live = json.loads(request(server, "GET", "/live")[2])
     assert live["output_tokens"] == 15 and live["tokens_per_second"] > 0
+
+
+def answer_with_drafts(draft_tokens: int) -> tuple[Any, list[str]]:
+    """One answer, and the server's metrics after it."""
+    engine = LLM(device="cpu", max_model_len=256, draft_tokens=draft_tokens).engine
+    server = RunningServer(engine)
+    answer = server.openai().completions.create(
+        model=MODEL, prompt="Once upon a time", max_tokens=40, temperature=0.7, seed=5, logprobs=2
+    )
+    wait_until(lambda: (now := server.client.metrics) is not None and not now.running)
+    lines = request(server, "GET", "/metrics")[2].decode().splitlines()
+    server.close()
+    return (answer.choices[0].text, answer.choices[0].logprobs), lines
+
+
+def test_metrics_of_drafting() -> None:
+    """By position; and the answer is that of a server which does not draft."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    wanted, _ = answer_with_drafts(0)
+    found, lines = answer_with_drafts(2)
+    torch.set_num_threads(threads)
+    assert found == wanted
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    proposed, accepted = (
+        [float(values[f'finwhale_drafts_{kind}_total{{position="{i}"}}']) for i in (1, 2, 3)]
+        for kind in ("proposed", "accepted")
+    )
+    assert proposed[0] >= proposed[1] >= accepted[1] and proposed[2] == accepted[2] == 0
+    assert 0 < accepted[0] <= proposed[0] == float(values["finwhale_verifications_total"])
+    mean = float(values["finwhale_draft_mean_accepted_length"])
+    assert mean == pytest.approx(1 + sum(accepted) / proposed[0])
+    assert float(values["finwhale_draft_tokens"]) == 2
 
 
 def test_engine_failure_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def test_a_step_writes_what_it_leaves(start: int, count: int) -> None:
         first = g.first_written(start, end)
         assert start <= first
         if g.name.endswith("_state"):
-            assert first == max(start, mixed_from(g.name, 1, end))
+            settled = end if count > 4 else start + 1  # a short step may be undone
+            assert first == max(start, mixed_from(g.name, 1, settled))
         else:
             assert first == start
 

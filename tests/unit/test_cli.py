@@ -20,6 +20,7 @@ import finwhale
 from finwhale import LLM, SamplingParams
 from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.cli.main import COMMANDS, main
+from finwhale.demo import DEMO_PATH
 from finwhale.engine.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
@@ -106,6 +107,20 @@ def test_generate_from_stdin_with_stats(
     captured = capsys.readouterr()
     assert captured.out == wanted
     assert "tokens/s over 9 tokens" in captured.err
+
+
+def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture) -> None:
+    options = ("--temperature", 0.8, "--seed", 1, "--max-tokens", 20, "--ignore-eos")
+    texts = []
+    for drafts in ("0", "2", "auto"):
+        assert main(command("generate", TEXT, *options, "--draft-tokens", drafts)) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[1:] == texts[:1] * 2
+    with pytest.raises(SystemExit):
+        main(command("generate", TEXT, "--draft-tokens", "many"))
+    assert 'a number or "auto" is wanted' in capsys.readouterr().err
+    assert main(command("generate", TEXT, "--draft-tokens", "9")) != 0
+    assert "draft_tokens must be 0 to 3" in capsys.readouterr().err
 
 
 def test_generate_stops_before_a_string(command: Callable[..., list[str]], capsys: Capture) -> None:
@@ -361,3 +376,22 @@ def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> Non
         assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
         assert start["early_ttft_ms"]["count"] == 2
         assert not any(start["late_compilations"].values())
+
+
+def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:
+    record = tmp_path / "throughput.jsonl"
+    small = (
+        "--device cpu --requests 5 --prompt-tokens 260 --output-tokens 20 --max-num-seqs 3 "
+        f"--max-num-batched-tokens 256 --long-prompt 600 --model {DEMO_PATH}"
+    )
+    assert main(["bench", "throughput", *small.split(), "--record", str(record)]) == 0
+    assert "between tokens" in capsys.readouterr().out
+    found = json.loads(record.read_text())["results"]
+    for row in found.values():
+        assert row["output_tokens_per_s"] > 0
+        assert 0 < row["between_tokens_ms"]["p50"] <= row["between_tokens_ms"]["p99"]
+    others = found["among others"]["others"]
+    assert all(others["count"].values())
+    assert (
+        0 < others["prefix_tokens_found"] <= 256
+    )  # one block of the first prompt, once it is read

@@ -25,11 +25,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from finwhale.bench import drafting
 from finwhale.bench.record import RESULTS, append_record, stamp, summary
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
 from finwhale.errors import FinwhaleError
@@ -58,18 +59,6 @@ class Shape:
         if self.batch:
             return f"decode, batch {self.batch}, context {self.tokens}"
         return f"prefill, {self.tokens} tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that arrive together, and the tokens of each."""
-
-    requests: int
-    prompt_tokens: int
-    output_tokens: int
-
-    def __str__(self) -> str:
-        return f"{self.requests} requests of {self.prompt_tokens} in, {self.output_tokens} out"
 
 
 class Bench:
@@ -134,28 +123,6 @@ class Bench:
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         result["floor_ms"] = round(1e3 * self._prefill_ops(shape.tokens) / FP8_OPS_S, 4)
         return result
-
-    def throughput(self, load: Load) -> dict[str, Any]:
-        """All requests at once, as many running as the engine takes; after a shorter warm-up."""
-        self._serve(load.requests, load.prompt_tokens, max(1, load.output_tokens // 8))
-        seconds, steps = self._serve(load.requests, load.prompt_tokens, load.output_tokens)
-        times = summary(steps)
-        return {
-            "seconds": round(seconds, 3),
-            "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
-            "step_ms": times,
-            "slowest_over_median": round(times["max"] / times["median"], 2),
-        }
-
-    def _serve(self, requests: int, prompt: int, output: int) -> tuple[float, list[float]]:
-        """Seconds from the first step to the last token, and milliseconds of each step."""
-        for _ in range(requests):
-            self.begin(self.prompt(prompt), output)
-        done = [time.perf_counter()]
-        while self.engine.has_work:
-            self.engine.step()
-            done.append(time.perf_counter())
-        return done[-1] - done[0], [1e3 * (after - before) for before, after in pairwise(done)]
 
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
         """(kernel, launches, microseconds) of one step, the most expensive first.
@@ -324,6 +291,15 @@ def memory(engine: Engine) -> dict[str, float]:
     }
 
 
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `source` reads."""
+    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
+    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
+    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
+    parser.add_argument("--model", help="a checkpoint instead")
+    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
+
+
 def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
     """The configuration that was asked for, and its weights."""
     if args.model is not None:
@@ -333,7 +309,9 @@ def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
         return config, WeightSource(checkpoint, specs, ignored=ignored_prefixes(config))
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = ModelConfig.preset(args.config).without_draft_head()
+    config = ModelConfig.preset(args.config)
+    if not args.draft_tokens:
+        config = config.without_draft_head()
     if args.layers is not None:
         config = config.with_layers(args.layers)
     return config, DummySource(weight_specs(config), choose_device(args.device)[1])
@@ -367,7 +345,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shapes += [Shape(1, context) for context in args.long_contexts]
     shapes += [Shape(0, tokens) for tokens in args.prefill]
     longest = max(shape.tokens for shape in shapes) + args.steps + WARM_UP + 16
-    longest = max(longest, bool(args.requests) * (args.context + args.output_tokens))
     config, weights = source(args)
     start = time.perf_counter()
     engine = Engine(
@@ -397,15 +374,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         if args.verbose:
             console.print(f"{shape}: {rows[-1][1]}")
     show(console, rows)
-    served = {}
-    if args.requests:
-        load = Load(args.requests, args.context, args.output_tokens)
-        served = {
-            "what": str(load),
-            "at_once": engine.config.max_num_seqs,
-            **bench.throughput(load),
-        }
-        console.print(served)
     kernels = {}
     for shape in shapes if args.kernels else ():
         kernels[str(shape)] = bench.kernels(shape, args.kernels)
@@ -418,13 +386,52 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "layers": config.num_hidden_layers,
         "load_s": load_s,
         "memory": held,
-        "throughput": served,
         "kernels": kernels,
         "results": [
             {"what": str(shape), "batch": shape.batch, "tokens": shape.tokens, **result}
             for shape, result in rows
         ],
     }
+
+
+def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The same for decoding with drafts."""
+    config, weights = source(args)
+    # Of every step all drafts may be right; behind them there are rows for the next ones.
+    longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
+    rows = drafting.measure(
+        EngineConfig(
+            device=args.device,
+            reference=args.reference,
+            batch_invariant=args.batch_invariant,
+            enforce_eager=args.enforce_eager,
+            max_model_len=min(longest, config.max_position_embeddings),
+            max_num_seqs=max(args.batches),
+            graph_sizes=tuple(sorted(set(args.batches))),
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+        (config, weights),
+        batches=args.batches,
+        context=args.context,
+        steps=args.steps,
+        draft_tokens=args.draft_tokens,
+        rates=args.accept or (None,),
+    )
+    drafting.show(console, rows)
+    return {
+        "benchmark": "offline with drafts",
+        "config": args.model or args.config,
+        "layers": config.num_hidden_layers,
+        "context": args.context,
+        "results": rows,
+    }
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"a part, 0 to 1, is wanted, got {text!r}")
+    return rate
 
 
 def main(argv: Sequence[str]) -> int:
@@ -434,26 +441,29 @@ def main(argv: Sequence[str]) -> int:
         description=(__doc__ or "").split("\n\n", 1)[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
-    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
-    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
-    parser.add_argument("--model", help="a checkpoint instead")
-    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
+    add_model_arguments(parser)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
     parser.add_argument(
         "--long-contexts", type=int, nargs="*", default=[65536], help="more decodes, of batch 1"
     )
     parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 32768])
-    parser.add_argument(
-        "--requests",
-        type=int,
-        default=0,
-        help="then so many requests of --context tokens, as many at once as the largest batch",
-    )
-    parser.add_argument("--output-tokens", type=int, default=256, help="of each request")
     parser.add_argument("--steps", type=int, default=30, help="steps to time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--draft-tokens",
+        type=int,
+        choices=range(MAX_DRAFT_TOKENS + 1),
+        default=0,
+        help="measure decoding with so many drafts beside decoding without, and nothing else",
+    )
+    parser.add_argument(
+        "--accept",
+        type=_rate,
+        nargs="*",
+        metavar="R",
+        help="force such parts of the drafts to be right (default: those that are)",
+    )
     parser.add_argument("--reference", action="store_true", help="the references' table")
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits whatever the batch"
@@ -468,12 +478,14 @@ def main(argv: Sequence[str]) -> int:
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/offline-h200.jsonl"
     )
     args = parser.parse_args(argv)
+    if args.accept and not args.draft_tokens:
+        parser.error("--accept forces drafts, and there are none: give --draft-tokens")
     console = Console()
     if not console.is_terminal:
         console.width = 120
     record = stamp(("torch",))
     record["command"] = shlex.join(["finwhale", "bench", "offline", *argv])
-    record |= run(args, console)
+    record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
     if args.record:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")

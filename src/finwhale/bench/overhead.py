@@ -71,6 +71,7 @@ class StubRunner:
         self.memory = MemoryUse(weights=0, workspace=0, cache=self.plan.total_bytes)
         self.ops = self
         self.builds = NothingToBuild()
+        self.drafter = None
         self.static = StaticInputs(
             config.max_num_seqs,
             config.max_num_seqs,

@@ -9,6 +9,7 @@ BENCHMARKS = {
     "accuracy": "a platform's table beside the references: logits and choices",
     "overhead": "what the host does in a step, over a stub of the model",
     "offline": "whole steps of the engine, decode and prefill, beside their floors",
+    "throughput": "requests through the engine: tokens a second, and what others do to the wait",
     "start": "from a process's beginning to its first token, cold and warm; the first requests",
     "load": "a checkpoint's files to weights in place, beside a plain read of them",
     "serving": "load on an OpenAI endpoint: waiting and throughput (needs the bench extra)",

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.artefacts import default_directory
+from finwhale.config import DraftTokens
 
 NAMES = (
     "device",
@@ -20,6 +21,7 @@ NAMES = (
     "watchdog_seconds",
     "enforce_eager",
     "compile",
+    "draft_tokens",
 )
 
 
@@ -73,6 +75,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--enforce-eager", action="store_true", default=None, help="no captured graphs"
     )
     add_compile_option(group)
+    add_draft_option(group)
     add_cache_option(group)
 
 
@@ -93,6 +96,24 @@ def add_cache_option(parser: argparse._ActionsContainer) -> None:
         help="where compiled kernels are kept for the next start (default: finwhale in "
         "$XDG_CACHE_HOME or ~/.cache)",
     )
+
+
+def add_draft_option(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument(
+        "--draft-tokens",
+        type=_draft_tokens,
+        metavar="N|auto|0",
+        help="tokens that the MTP layer drafts for each step, at most 3, or as many as pay; the "
+        "text stays the same (default: 0)",
+    )
+
+
+def _draft_tokens(text: str) -> DraftTokens:
+    if text == "auto":
+        return "auto"
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'a number or "auto" is wanted, got {text!r}')
+    return int(text)
 
 
 def cache_directory(args: argparse.Namespace, environment: Mapping[str, str]) -> str:

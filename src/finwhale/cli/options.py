@@ -9,7 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import finwhale
-from finwhale.cli.engine_options import add_cache_option, add_compile_option, cache_directory
+from finwhale.cli.engine_options import (
+    add_cache_option,
+    add_compile_option,
+    add_draft_option,
+    cache_directory,
+)
 from finwhale.request import SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
@@ -40,6 +45,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     add_compile_option(group)
     add_cache_option(group)
+    add_draft_option(group)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -137,5 +143,6 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             max_num_seqs=1,
             compile=bool(args.compile),
             cache_dir=cache_directory(args, os.environ),
+            draft_tokens=args.draft_tokens or 0,
             progress=report,
         )

@@ -24,7 +24,9 @@ from finwhale.ops.paging import PageTable, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's inputs, and the rows of its tokens whose logits are wanted ([M] int64)."""
+    """A step's inputs, and the rows of its tokens whose logits are wanted ([M] int64): of each
+    chunk that completes its sequence, the last known token's and its drafts'.
+    """
 
     inputs: StepInputs
     logits_rows: Tensor
@@ -49,7 +51,7 @@ class BatchBuilder:
         """The inputs of the chunks, in their order; logits of each that completes."""
         lengths = [c.end - c.start for c in chunks]
         query_start = list(accumulate(lengths, initial=0))
-        token_ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+        token_ids = [t for c in chunks for t in c.ids]
         if query_start[-1] == len(chunks):
             positions = np.array([c.start for c in chunks], np.int64)
             sequence = np.arange(len(chunks), dtype=np.int32)
@@ -101,7 +103,8 @@ class BatchBuilder:
 
 def _logits_rows(chunks: Items[Chunk]) -> NDArray[np.int64]:
     ends = accumulate(c.end - c.start for c in chunks)
-    return np.array([e - 1 for c, e in zip(chunks, ends, strict=True) if c.completes], np.int64)
+    rows = [r for c, e in zip(chunks, ends, strict=True) for r in range(e - c.num_logits, e)]
+    return np.array(rows, np.int64)
 
 
 def _table(group: CacheGroup, chunks: Items[Chunk]) -> tuple[NDArray[Any], NDArray[Any]]:

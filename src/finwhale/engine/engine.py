@@ -6,32 +6,31 @@ are they waited for, appended, detokenised.
 """
 
 import logging
-import operator
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
-from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.engine.drafting import DraftLoop
+from finwhale.engine.flight import Flight, Request, Rows, Stream
+from finwhale.engine.intake import checked_prompt, new_matcher
 from finwhale.engine.memory import MemoryUse
-from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, PageUse
+from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
 from finwhale.engine.pages import PageManager
 from finwhale.engine.rehearsal import rehearse
 from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler, Sampling
+from finwhale.engine.sampler import SampledToken, Sampler
 from finwhale.engine.scheduler import PENDING, Scheduler, SchedulerCounts
 from finwhale.engine.scheduler import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.engine.watchdog import Watchdog
-from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
+from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import (
@@ -45,84 +44,8 @@ from finwhale.request import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class _Stream:
-    """The text side of one running sequence.
-
-    Attributes:
-        ends: token ids that end it.
-        stop_after: stop strings are looked for once this has been generated; None: from the start.
-        needs_history: the host must know all of its tokens before the next is chosen.
-    """
-
-    sequence: RunningSequence
-    request: "_Request"
-    output: CompletionOutput
-    ends: frozenset[int]
-    detokenizer: Detokenizer | None
-    stop: StopChecker | None
-    stop_after: int | None
-    clock: Clock
-    needs_history: bool
-    ended: bool = False
-
-
-@dataclass(slots=True)
-class _Request:
-    output: RequestOutput
-    unfinished: int
-
-
-class _Rows:
-    """Who gets a token in a step, row by row; often the same for many steps.
-
-    Attributes:
-        sequences, streams, keys: one a row.
-        historic: the streams that need their history.
-    """
-
-    __slots__ = ("historic", "keys", "sequences", "streams")
-
-    def __init__(self, streams: list[_Stream]) -> None:
-        self.streams = streams
-        self.sequences = [stream.sequence for stream in streams]
-        self.keys = [sequence.key for sequence in self.sequences]
-        self.historic = [stream for stream in streams if stream.needs_history]
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A step that was launched and whose tokens are not known yet.
-
-    Attributes:
-        rows: who gets a token.
-        places: where in each one's token_ids it will stand.
-        logits: [M,V] until tokens are chosen from them.
-        sampling: the tokens.
-    """
-
-    rows: _Rows
-    places: list[int]
-    logits: Tensor | None
-    sampling: Sampling | None = None
-
-    @property
-    def undecided(self) -> bool:
-        return self.logits is not None
-
-    def drop_ended(self) -> list[int] | None:
-        """Leave out the streams that have ended; the rows of the others, None: all are left."""
-        streams = self.rows.streams
-        left = [row for row, stream in enumerate(streams) if not stream.ended]
-        if len(left) == len(streams):
-            return None
-        self.rows = _Rows([streams[row] for row in left])
-        self.places = [self.places[row] for row in left]
-        return left
-
-
 # What was in flight when an engine died.
-_ABANDONED: list[_Flight] = []
+_ABANDONED: list[Flight] = []
 
 
 class Engine:
@@ -155,14 +78,16 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
+            max_model_len=self.runner.max_model_len,
         )
         self.sampler = Sampler(self.runner.ops.sample)
-        self._requests: dict[str, _Request] = {}
-        self._streams: dict[str, _Stream] = {}
-        self._flying: deque[_Flight] = deque()
-        self._rows = self._fed = _Rows([])
+        self._requests: dict[str, Request] = {}
+        self._streams: dict[str, Stream] = {}
+        self._flying: deque[Flight] = deque()
+        self._rows = self._fed = Rows([])
         self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
         self._meter = Meter()
+        self._drafting = self._new_draft_loop()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
         self._lock = threading.RLock()
@@ -174,6 +99,13 @@ class Engine:
 
     def _new_runner(self, weights: WeightStream) -> ModelRunner:
         return ModelRunner(self.config, self.model_config, weights)
+
+    def _new_draft_loop(self) -> DraftLoop | None:
+        if self.runner.drafter is None:
+            return None
+        return DraftLoop(
+            self.runner, self.scheduler, self.sampler, self._meter, self.config.draft_tokens
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -221,14 +153,20 @@ class Engine:
     ) -> RequestOutput:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
-        prompt_token_ids = self._checked(prompt_token_ids, params)
-        matcher = self._new_matcher(params)
+        prompt_token_ids = checked_prompt(
+            prompt_token_ids,
+            params,
+            vocab=self.model_config.vocab_size,
+            max_model_len=self.max_model_len,
+            has_tokenizer=self.tokenizer is not None,
+        )
+        matcher = new_matcher(params, self.tokenizer)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
         began = time.monotonic()
-        running = _Request(request, params.n)
+        running = Request(request, params.n)
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
@@ -253,7 +191,7 @@ class Engine:
                 index,
                 None if matcher is None else matcher.copy(),
             )
-            self._streams[sequence.key] = _Stream(
+            self._streams[sequence.key] = Stream(
                 sequence,
                 running,
                 output,
@@ -272,14 +210,6 @@ class Engine:
     def _new_detokenizer(self) -> Detokenizer | None:
         return None if self.tokenizer is None else Detokenizer(self.tokenizer)
 
-    def _new_matcher(self, params: SamplingParams) -> Matcher | None:
-        """Raises RequestError."""
-        if params.guide is None:
-            return None
-        if self.tokenizer is None:
-            raise RequestError("a guide needs a tokenizer, and this checkpoint has none")
-        return Matcher(self.tokenizer, params.guide)
-
     def _check_usable(self) -> None:
         if self._dead is not None:
             raise EngineDeadError(self._dead)
@@ -288,36 +218,6 @@ class Engine:
                 f"this engine was made in process {self._process}, which forked: make the LLM in "
                 "the process that uses it"
             )
-
-    def _checked(self, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-        """The prompt as plain integers. Raises RequestError."""
-        vocab = self.model_config.vocab_size
-        if not prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        ids = []
-        for position, token in enumerate(prompt):
-            number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else token
-            ids.append(operator.index(number))
-            if not 0 <= ids[-1] < vocab:
-                raise RequestError(
-                    f"prompt token {position} is {token!r}: token ids are integers in "
-                    f"0..{vocab - 1}"
-                )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
-                f"for {self.max_model_len}: shorten it, or raise max_model_len or the cache's "
-                "memory"
-            )
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
-        wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
-        if wrong is not None:
-            raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
-        wrong = next((i for i in params.logit_bias or () if i >= vocab), None)
-        if wrong is not None:
-            raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
-        return ids
 
     def step(self) -> list[RequestOutput]:
         """Run one forward; returns the requests that have new tokens, in order.
@@ -362,14 +262,20 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and put it on the device; whether there was anything to do."""
+        if self._drafting is not None:
+            before = self._flying[-1] if self._flying else None
+            launched = self._drafting.launch(self._streams, before)
+            if launched is not None:
+                self._flying.append(launched)
+            return launched is not None
         chunks = self.scheduler.schedule()
         if not chunks:
             return False
         complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
         if complete != self._rows.sequences:
-            self._rows = _Rows([self._streams[s.key] for s in complete])
+            self._rows = Rows([self._streams[s.key] for s in complete])
         rows = self._rows
-        flight = _Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
+        flight = Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
         if not any(stream.sequence.token_ids[-1] == PENDING for stream in rows.historic):
             self._choose(flight)
         # On a GPU all of this is still running. Pages may go to others even so: what these write
@@ -380,7 +286,7 @@ class Engine:
         self._flying.append(flight)
         return True
 
-    def _choose(self, flight: _Flight) -> None:
+    def _choose(self, flight: Flight) -> None:
         """Launch the choice of a step's tokens, for those that have not ended since."""
         assert flight.logits is not None
         logits, flight.logits = flight.logits, None
@@ -396,10 +302,25 @@ class Engine:
                 for row, sequence in enumerate(rows.sequences):
                     sequence.sampled_row = row
 
+    def _collect_runs(self, loop: DraftLoop) -> list[RequestOutput]:
+        """The same in an engine that drafts: a step gives each sequence a run of tokens."""
+        flight = self._flying[0]
+        runs = list(loop.collect(flight, list(self._flying)[1:]))
+        self._flying.popleft()
+        for stream, place, run in runs:
+            for at, token in enumerate(run, start=place):
+                self._append(stream, at, token)
+                if stream.ended:
+                    break
+        self._forget_if_idle()
+        return list(flight.rows.outputs)
+
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
         flight = self._flying[0]
         assert flight.sampling is not None
+        if self._drafting is not None:
+            return self._collect_runs(self._drafting)
         sampled = self.sampler.commit(flight.sampling)
         self._flying.popleft()
         # One that ended while this step was in flight was run once too often.
@@ -411,17 +332,16 @@ class Engine:
         self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
         for stream, place, token in zip(streams, flight.places, sampled, strict=True):
             self._append(stream, place, token)
-        touched = {s.sequence.request_id: s.request.output for s in streams}
         self._forget_if_idle()
         if self._flying and self._flying[0].undecided:
             self._choose(self._flying[0])
-        return list(touched.values())
+        return list(flight.rows.outputs)
 
     def _forget_if_idle(self) -> None:
         """What is in flight for nobody is not waited for."""
         if not self._streams:
             self._flying.clear()
-            self._rows = self._fed = _Rows([])
+            self._rows = self._fed = Rows([])
 
     def abort(self, request_id: str) -> None:
         """End a request now; its pages go back. Unknown or finished requests are ignored."""
@@ -433,7 +353,7 @@ class Engine:
                     self._retire(stream, "abort")
             self._forget_if_idle()
 
-    def _append(self, stream: _Stream, place: int, token: SampledToken) -> None:
+    def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
             stream.request.output.num_cached_tokens = sequence.num_cached or 0
@@ -456,32 +376,18 @@ class Engine:
             is_asked_for = token_id in sequence.params.stop_token_ids
             self._finish(stream, "stop", token_id if is_asked_for else None)
             return
-        if stream.detokenizer is not None:
-            text = stream.detokenizer.next(token_id)
-            if stream.stop_after is not None:
-                if token_id == stream.stop_after:
-                    stream.stop_after = None
-            elif stream.stop is not None:
-                text = stream.stop.feed(text)
-            # The only reference to a text: the interpreter appends in place, however long it is.
-            whole, output.text = output.text, ""
-            whole += text
-            output.text = whole
-            if stream.stop is not None and stream.stop.matched is not None:
-                self._finish(stream, "stop", stream.stop.matched)
-                return
+        if stream.detokenizer is not None and stream.read(stream.detokenizer, token_id):
+            assert stream.stop is not None
+            self._finish(stream, "stop", stream.stop.matched)
+            return
         if place + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
 
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
-    def _finish(self, stream: _Stream, reason: FinishReason, stop: str | int | None) -> None:
-        if stream.detokenizer is not None:
-            if stream.stop is None:
-                stream.output.text += stream.detokenizer.finish()
-            elif stream.stop.matched is None:
-                stream.output.text += stream.stop.flush() + stream.detokenizer.finish()
+    def _finish(self, stream: Stream, reason: FinishReason, stop: str | int | None) -> None:
+        stream.close()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
         stream.request.unfinished -= 1
@@ -490,7 +396,7 @@ class Engine:
             del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
-    def _retire(self, stream: _Stream, how: Ending) -> None:
+    def _retire(self, stream: Stream, how: Ending) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         while stream.sequence.token_ids[-1] == PENDING:
@@ -511,31 +417,12 @@ class Engine:
             self.scheduler.reset_prefix_cache()
             self.scheduler.counts = SchedulerCounts()
             self._meter = Meter()
+            self._drafting = self._new_draft_loop()
 
     def metrics(self) -> EngineMetrics:
         """The present state and the counters; waits for no step."""
-        scheduler, meter = self.scheduler, self._meter
-        prefix = scheduler.prefix
-        return EngineMetrics(
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
-            step_seconds=self._watchdog.elapsed,
-            pages={
-                name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
-                for name, pool in scheduler.pages.pools.items()
-            },
-            idle_blocks=0 if prefix is None else prefix.num_idle,
-            requests=meter.requests,
-            steps=meter.steps,
-            prompt_tokens=scheduler.counts.prompt_tokens,
-            cached_tokens=scheduler.counts.cached_tokens,
-            output_tokens=meter.output_tokens,
-            preemptions=scheduler.counts.preemptions,
-            endings=dict(meter.endings),
-            time_to_first_token=meter.time_to_first_token.read(),
-            time_between_tokens=meter.time_between_tokens.read(),
-            time_per_output_token=meter.time_per_output_token.read(),
-            late_compilations=self.runner.builds.late(),
+        return read_metrics(
+            self.scheduler, self._meter, self._watchdog.elapsed, self.runner.builds.late()
         )
 
     def check_integrity(self) -> None:

@@ -13,7 +13,7 @@ import bisect
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from finwhale.engine.static_inputs import StaticInputs, with_bounds
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 
 P = ParamSpec("P")
+A = TypeVar("A")
+T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # makes what outlives a step; kernels are there
@@ -41,7 +43,7 @@ def are_decodes(chunks: Items[Chunk]) -> bool:
     return not [c for c in chunks if c.end - c.start != 1 or c.end != len(c.sequence.token_ids)]
 
 
-class _Recorder:
+class Recorder:
     """Records what a forward launches: Segments that break (prefill) or go on (decode)."""
 
     def __init__(self, breaks: bool, pool: Any) -> None:
@@ -49,7 +51,14 @@ class _Recorder:
         self._breaks = breaks
         self._pool = pool
 
-    def record(self, forward: Forward, inputs: StepInputs) -> Tensor:
+    @property
+    def whole(self) -> torch.cuda.CUDAGraph:
+        """What was recorded where nothing breaks."""
+        (graph,) = self.parts
+        assert isinstance(graph, torch.cuda.CUDAGraph)
+        return graph
+
+    def record(self, forward: Callable[[A, Segments], T], inputs: A) -> T:
         self._open()
         try:
             return forward(inputs, self)
@@ -127,7 +136,7 @@ class Graphs:
                 for _ in range(WARM_UP_STEPS):
                     whole(inputs, Inline())
                 torch.cuda.synchronize(device)
-                recorder = _Recorder(not decode, pool)
+                recorder = Recorder(not decode, pool)
                 out = recorder.record(whole, inputs)
             self._captured[size] = _Captured(inputs, recorder.parts, out)
         torch.cuda.synchronize(device)

@@ -43,6 +43,7 @@ def plan_cache(
     wanted_tokens: int,
     least_tokens: int = 1,
     shares: bool = False,
+    drafts: bool = False,
 ) -> CachePlan:
     """Share budget_bytes out: what forgets gets what it can ever need, the rest what is left.
 
@@ -51,6 +52,7 @@ def plan_cache(
         wanted_tokens: no more capacity than this.
         least_tokens: no part for states before there is this much capacity.
         shares: sequences go on from each other's blocks: keep states as well.
+        drafts: sequences have drafts.
 
     Raises:
         ResourceError: the budget does not hold one page of everything.
@@ -58,7 +60,7 @@ def plan_cache(
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
     num_pages: dict[str, int] = {
-        g.name: windowed_pages(g, max_num_seqs, max_step_tokens, shares) for g in windowed
+        g.name: windowed_pages(g, max_num_seqs, max_step_tokens, shares, drafts) for g in windowed
     }
     fixed = sum(num_pages[g.name] * g.page_bytes(itemsize, packed) for g in windowed)
     block = windowed[0].block_tokens if keeping else 1

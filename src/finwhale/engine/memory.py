@@ -61,6 +61,8 @@ class Largest:
         num_seqs: of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes in tokens that are captured.
+        drafts: that decodes may verify beside their own token; where it is none alone, the MTP
+            layer never runs.
     """
 
     num_tokens: int
@@ -68,6 +70,11 @@ class Largest:
     max_len: int
     decode_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
+    drafts: tuple[int, ...] = (0,)
+
+    @property
+    def draft_tokens(self) -> int:
+        return max(self.drafts)
 
 
 class LargestSteps:
@@ -116,10 +123,16 @@ class LargestSteps:
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(graphs), largest)),
             )
-            workspace += sum(largest.decode_graphs) * config.vocab_size * 4
+            rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
+            workspace += rows * config.vocab_size * 4
             streams = config.hc_mult * config.hidden_size * self.model.weights.embed.itemsize
             workspace += sum(largest.prefill_graphs) * streams
-            workspace += len(graphs) * GRAPH_BYTES
+            num_graphs = len(graphs)
+            if largest.draft_tokens:
+                # Of each two, one that verifies and one that drafts, which reads the streams.
+                workspace += rows * streams
+                num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
+            workspace += num_graphs * GRAPH_BYTES
         return workspace
 
     def _peak(self, run: Callable[[], None]) -> int:
@@ -145,12 +158,22 @@ class LargestSteps:
     @torch.inference_mode()
     def decode(self, largest: Largest) -> None:
         self._run([1] * largest.num_seqs, largest)
+        if largest.draft_tokens:
+            # Short contexts have room for their drafts alone; a step for all tokens of a batch.
+            verified = min(1 + largest.draft_tokens, largest.max_len)
+            count = min(largest.num_seqs, max(1, largest.num_tokens // verified))
+            self._run([verified] * count, largest)
 
     def _run(self, lengths: Sequence[int], largest: Largest) -> None:
         inputs = self._inputs(lengths, largest.max_len)
         streams = self.model(inputs, self.cache, Inline())
-        logits = self.model.compute_logits(streams[: largest.num_seqs])
+        rows = largest.num_seqs * (1 + largest.draft_tokens)
+        logits = self.model.compute_logits(streams[:rows])
         self.ops.sample(logits, _every_choice(logits))
+        if largest.draft_tokens:
+            assert self.model.mtp is not None
+            streams = self.model.mtp(inputs, streams, inputs.token_ids, self.cache, Inline())
+            self.model.mtp.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
         """Sequences of max_len tokens, of which the last lengths[b] are read."""

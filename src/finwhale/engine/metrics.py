@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from finwhale.config import MAX_DRAFT_TOKENS
+from finwhale.engine.scheduler import Scheduler
 from finwhale.request import FinishReason
 
 # Seconds; the last bucket has no bound.
@@ -58,6 +60,12 @@ class EngineMetrics:
         output_tokens: generated.
         preemptions: sequences that gave their pages back to be read again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
+        drafts_proposed, drafts_accepted: drafts that were verified, and those of them that became
+            output, by their place after the last known token.
+        verifications: how often a sequence had drafts verified.
+        draft_tokens: drafts that a sequence may have now.
+        time_of_verification: of steps in which all decode, forward and choice.
+        time_of_draft: of the same steps, what the MTP layer took.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
         time_per_output_token: of each sequence that ended, the mean of the latter.
@@ -77,10 +85,23 @@ class EngineMetrics:
     output_tokens: int
     preemptions: int
     endings: Mapping[Ending, int]
+    drafts_proposed: tuple[int, ...]
+    drafts_accepted: tuple[int, ...]
+    verifications: int
+    draft_tokens: int
+    time_of_verification: Histogram
+    time_of_draft: Histogram
     time_to_first_token: Histogram
     time_between_tokens: Histogram
     time_per_output_token: Histogram
     late_compilations: Mapping[str, int]
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens that a verification of drafts gave; 0 where there was none."""
+        if not self.verifications:
+            return 0.0
+        return 1 + sum(self.drafts_accepted) / self.verifications
 
 
 class Timer:
@@ -117,6 +138,11 @@ class Meter:
     endings: dict[Ending, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
     )
+    drafts_proposed: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    verifications: int = 0
+    time_of_verification: Timer = field(default_factory=Timer)
+    time_of_draft: Timer = field(default_factory=Timer)
     time_to_first_token: Timer = field(default_factory=Timer)
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)
@@ -125,14 +151,36 @@ class Meter:
         """A step is done: one token of each sequence came now."""
         self.steps += 1
         self.output_tokens += len(clocks)
-        # Most had their last token in the same step: few different times.
-        for last, times in Counter([clock.last for clock in clocks]).items():
+        # Most had their last token in the same step: few different times, and often one.
+        lasts = [clock.last for clock in clocks]
+        alike = len(set(lasts)) == 1
+        for last, times in [(lasts[0], len(lasts))] if alike else Counter(lasts).items():
             if last:
                 self.time_between_tokens.add(now - last, times)
             else:
                 self._begin([clock for clock in clocks if not clock.last], now)
         for clock in clocks:
             clock.last = now
+
+    def run(self, clock: Clock, count: int, now: float) -> None:
+        """Several tokens of one sequence came now; each took its part of the time."""
+        self.output_tokens += count
+        if clock.last:
+            if count:
+                self.time_between_tokens.add((now - clock.last) / count, count)
+        elif count:
+            self._begin([clock], now)
+            self.time_between_tokens.add(0.0, count - 1)
+        if count:
+            clock.last = now
+
+    def drafted(self, num_proposed: int, num_accepted: int) -> None:
+        """A sequence's drafts were verified."""
+        for position in range(num_proposed):
+            self.drafts_proposed[position] += 1
+            self.drafts_accepted[position] += position < num_accepted
+        if num_proposed:
+            self.verifications += 1
 
     def _begin(self, clocks: list[Clock], now: float) -> None:
         for clock in clocks:
@@ -143,3 +191,42 @@ class Meter:
         self.endings[how] += 1
         if num_tokens > 1:
             self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))
+
+
+def read_metrics(
+    scheduler: Scheduler, meter: Meter, step_seconds: float, late: Mapping[str, int]
+) -> EngineMetrics:
+    """The present state and the counters.
+
+    Args:
+        step_seconds: how long the present step has run.
+        late: what was compiled since the engine was ready, by compiler.
+    """
+    prefix = scheduler.prefix
+    return EngineMetrics(
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+        step_seconds=step_seconds,
+        pages={
+            name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
+            for name, pool in scheduler.pages.pools.items()
+        },
+        idle_blocks=0 if prefix is None else prefix.num_idle,
+        requests=meter.requests,
+        steps=meter.steps,
+        prompt_tokens=scheduler.counts.prompt_tokens,
+        cached_tokens=scheduler.counts.cached_tokens,
+        output_tokens=meter.output_tokens,
+        preemptions=scheduler.counts.preemptions,
+        endings=dict(meter.endings),
+        drafts_proposed=tuple(meter.drafts_proposed),
+        drafts_accepted=tuple(meter.drafts_accepted),
+        verifications=meter.verifications,
+        draft_tokens=scheduler.draft_tokens,
+        time_of_verification=meter.time_of_verification.read(),
+        time_of_draft=meter.time_of_draft.read(),
+        time_to_first_token=meter.time_to_first_token.read(),
+        time_between_tokens=meter.time_between_tokens.read(),
+        time_per_output_token=meter.time_per_output_token.read(),
+        late_compilations=late,
+    )

@@ -281,23 +281,29 @@ def pages_at_block_end(group: PageGroup) -> int:
 
 
 def windowed_pages(
-    group: PageGroup, max_num_seqs: int, max_step_tokens: int, shares: bool = False
+    group: PageGroup,
+    max_num_seqs: int,
+    max_step_tokens: int,
+    shares: bool = False,
+    drafts: bool = False,
 ) -> int:
     """Pages that let max_num_seqs sequences and one step always run, for a group that forgets.
 
     Args:
         shares: steps also keep what is needed at the ends of blocks.
+        drafts: sequences also have pages for a few tokens after those of a step.
     """
     assert group.keep is not None
     align, before = group.keep
+    more = max_num_seqs if drafts else 0
     size = group.tokens_per_page
     # Between two steps a sequence keeps at most align + before - 1 rows, which begin anywhere that
     # `unit` divides.
     unit = math.gcd(align, before, size)
     kept = (size - unit + align + before - 2) // size + 1
     if not group.tail_only:
-        return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size)
-    num_pages = 1 + max_num_seqs * 2 * kept
+        return 1 + max_num_seqs * (kept + 1) + -(-max_step_tokens // size) + more
+    num_pages = 1 + max_num_seqs * 2 * kept + more
     if shares:
         num_blocks = max_num_seqs + max_step_tokens // group.block_tokens
         num_pages += num_blocks * pages_at_block_end(group)

@@ -4,13 +4,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.artefacts import default_directory
-from finwhale.config import EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.compiled import compile_layers
 from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
@@ -18,8 +19,10 @@ from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.phases import Phases
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.speculative import Drafter, Forward, check_can_draft
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
+from finwhale.engine.verification import Verifications, verification_sizes
 from finwhale.engine.walk import Walk
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
@@ -51,6 +54,9 @@ class ModelRunner:
         sampled: [max_num_seqs] int64 on the device: ids for the tokens of the next step that are
             pending (Sequence.sampled_row).
         num_compiled: in the compiled mode, the graphs that were compiled, not loaded.
+        drafter: None: the engine does not draft.
+        verifications: decodes of a drafting engine that stay on the device; None: all go over the
+            host, as on a CPU.
         memory: what is held on the device, measured where it is a GPU.
         phases: how long the parts of the start took.
         builds, built: the compilers behind the operators, and what they built ahead.
@@ -82,6 +88,8 @@ class ModelRunner:
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
+        if config.draft_tokens:
+            check_can_draft(model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -106,9 +114,12 @@ class ModelRunner:
             else:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")
-            self.built = self._prepare(config, self._build(weights, longest), longest)
+            model, self.built = None, Built()
+            if self.device.type == "cuda" and self.ops.packed:
+                model = self._build(weights, longest)
+                self.built = self._prepare(config, model, longest)
             self.phases.end("kernels")
-            self.plan = self._plan(config, weights, longest)
+            self.plan = self._plan(config, model, longest)
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
                 raise ResourceError(
@@ -116,16 +127,23 @@ class ModelRunner:
                     f"({self.plan.total_bytes:,} bytes) holds {self.plan.capacity_tokens} tokens: "
                     "raise gpu_memory_utilization or cache_memory_bytes"
                 )
-            self.model = self._build(weights, self.max_model_len)
+            self.model = model or self._build(weights, self.max_model_len)
+            self.model.tables.limit(self.max_model_len)
             self.cache = allocate_cache(
                 self.groups, self.plan, self.dtype, self.device, self.ops.packed
             )
             self.phases.end("memory")
-            if traced is not None:
-                self._compile(traced, config.cache_dir)
-            if self.max_model_len != longest:
+            if model is not None and self.max_model_len != longest:
                 self._prepare(config, self.model, self.max_model_len)
                 self.phases.end("kernels")
+            if traced is not None:
+                self._compile(traced, config.cache_dir)
+            self.drafter: Drafter | None = None
+            self.verifications: Verifications | None = None
+            if config.draft_tokens and self.model.mtp is not None:
+                self.drafter = Drafter(self.model.mtp, self.cache, self.device)
+                if self.ops.packed and config.enforce_eager:
+                    self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
             self.sampled = self._capture(config)
@@ -169,8 +187,6 @@ class ModelRunner:
 
     def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:
         """Build every kernel that a request can need."""
-        if self.device.type != "cuda" or not self.ops.packed:
-            return Built()
         steps = LargestSteps.alone(model, self.groups, self.ops)
         walk = Walk(
             model,
@@ -188,7 +204,8 @@ class ModelRunner:
         prefills: tuple[int, ...] = ()
         most = config.max_num_batched_tokens
         if self.ops.packed and not config.enforce_eager:
-            decodes = config.graph_sizes or tuple(decode_sizes(config.max_num_seqs))
+            sizes = verification_sizes if config.draft_tokens else decode_sizes
+            decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
             if config.graph_sizes is None:
                 prefills = tuple(size for size in PREFILL_SIZES if size < most) or (most,)
         return Largest(
@@ -197,6 +214,7 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
+            drafts=numbers_of_drafts(config),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
@@ -258,6 +276,9 @@ class ModelRunner:
                 device=self.device,
                 pool=pool,
             )
+        if self.drafter is not None:
+            self.verifications = self.new_verifications(config, pool)
+            return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = Graphs(
             logits,
             static,
@@ -268,12 +289,28 @@ class ModelRunner:
         )
         return static.sampled
 
-    def _plan(self, config: EngineConfig, weights: ModelWeights, longest: int) -> CachePlan:
+    def new_verifications(self, config: EngineConfig, pool: Any) -> Verifications:
+        """The decodes of a drafting engine, captured into `pool`; None: launched from the host."""
+        largest = self._largest(config, self.max_model_len)
+        return Verifications(
+            self.model,
+            self.cache,
+            self.ops.sample,
+            self.groups,
+            drafts=numbers_of_drafts(config),
+            sizes=largest.decode_graphs or (config.max_num_seqs,),
+            max_len=self.max_model_len,
+            device=self.device,
+            pool=pool,
+        )
+
+    def _plan(self, config: EngineConfig, model: DeepseekV4 | None, longest: int) -> CachePlan:
+        """The cache; `model` runs the largest steps to see what they need beside it."""
         budget = config.cache_memory_bytes
         if budget is None and self.device.type != "cuda":
             budget = CPU_CACHE_BYTES
-        elif budget is None and self.ops.packed:
-            steps = LargestSteps.alone(self._build(weights, longest), self.groups, self.ops)
+        elif budget is None and model is not None:
+            steps = LargestSteps.alone(model, self.groups, self.ops)
             workspace = steps.workspace_bytes(self._largest(config, longest))
             del steps
             budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
@@ -293,6 +330,7 @@ class ModelRunner:
             wanted_tokens=wanted,
             least_tokens=longest,
             shares=config.enable_prefix_caching,
+            drafts=bool(config.draft_tokens),
         )
 
     @torch.inference_mode()
@@ -317,6 +355,20 @@ class ModelRunner:
         return logits
 
     @torch.inference_mode()
+    def read(self, chunks: Sequence[Chunk]) -> Forward:
+        """The same forward with what the drafter reads of it; logits after each draft as well."""
+        batch = self.batches.build(chunks)
+        if self.prefill_graphs is not None and self.prefill_graphs.fits(chunks):
+            streams = self.prefill_graphs.run(chunks)
+        else:
+            streams = self.model(batch.inputs, self.cache, self.segments)
+        rows = batch.logits_rows
+        if not len(rows):
+            none = streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
+            return Forward(batch, streams, none)
+        return Forward(batch, streams, self.model.compute_logits(streams.index_select(0, rows)))
+
+    @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
         """Some rows of a step's logits."""
         return logits.index_select(0, send(self.device, np.array(rows, np.int64))[0])
@@ -325,6 +377,13 @@ class ModelRunner:
     def feed(self, ids: Tensor) -> None:
         """Keep the ids [M] int64 that were sampled from a step's logits for the next step."""
         self.sampled[: len(ids)].copy_(ids)
+
+
+def numbers_of_drafts(config: EngineConfig) -> tuple[int, ...]:
+    """What a step's decodes may have."""
+    if config.draft_tokens == "auto":
+        return tuple(range(MAX_DRAFT_TOKENS + 1))
+    return (config.draft_tokens,)
 
 
 def _table_serves(

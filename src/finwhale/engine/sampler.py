@@ -98,6 +98,15 @@ class Sampler:
         assert key not in self._requests, f"request {key!r} is already sampled"
         self._requests[key] = _Request(params, prompt_token_ids, vocab_size, index, matcher)
 
+    def choose_with(self, sample: Sample) -> None:
+        """Use another operator from now on: for measurements."""
+        self._sample = sample
+
+    def bring(self, tensors: Sequence[Tensor]) -> Arrival:
+        """Begin to bring tensors to the host, as the tokens are brought."""
+        assert self._receiver is not None, "there are no tokens"
+        return self._receiver.begin(tensors)
+
     def remove(self, key: Hashable) -> None:
         """Forgets a request."""
         del self._requests[key]
@@ -118,21 +127,59 @@ class Sampler:
         A request may be started again before its last token was committed, unless it
         `needs_history`, and be removed in between.
         """
-        assert logits_SV.shape[0] == len(keys), "one row of logits for each request"
+        requests = [self._requests[key] for key in keys]
+        sampling = self._start(requests, keys, logits_SV)
+        for request in requests:
+            request.step += 1
+        return sampling
+
+    def start_runs(
+        self,
+        keys: Sequence[Hashable],
+        drafts: Sequence[Sequence[int]],
+        logits_SV: Tensor,
+        further_B: Tensor | None = None,
+    ) -> "Sampling":
+        """The first half of a step that verifies drafts, for `commit_runs`.
+
+        Every row draws as if the drafts before it were the request's output: its token is the one
+        that the request has there without drafting, if they are. Nothing changes until the commit.
+
+        Args:
+            keys: distinct requests.
+            drafts: of each request.
+            logits_SV: a row for each request's next token, then one after each of its drafts.
+            further_B: int64: the requests' last tokens are not known yet. One each and, as the
+                device knows, so many more come before these. All have as many drafts, and nobody
+                `needs_history`.
+        """
+        rows: list[_Request | _Row] = []
+        row_keys: list[Hashable] = []
+        for key, expected in zip(keys, drafts, strict=True):
+            rows += self._requests[key].rows(expected)
+            row_keys += [key] * (1 + len(expected))
+        return self._start(rows, row_keys, logits_SV, further_B)
+
+    def _start(
+        self,
+        rows: "Rows",
+        keys: Sequence[Hashable],
+        logits_SV: Tensor,
+        further_B: Tensor | None = None,
+    ) -> "Sampling":
+        assert logits_SV.shape[0] == len(rows), "one row of logits for each choice"
         device = logits_SV.device
         if self._receiver is None:
             self._receiver = Receiver(device)
-        if not keys:
+        if not rows:
             return Sampling([], None, self._receiver.begin(()))
-        sampled = self._sample(logits_SV, self.prepare(keys, device))
-        requests = [self._requests[key] for key in keys]
-        for request in requests:
-            request.step += 1
+        sampled = self._sample(logits_SV, self._prepare(rows, keys, device, further_B))
         parts = [sampled.ids_S, sampled.valid_S]
         if sampled.logprobs is not None:
-            rows = sampled.logprobs
-            parts += [rows.token_S, rows.rank_S, rows.top_SL, rows.top_ids_SL]
-        return Sampling(requests, sampled.ids_S, self._receiver.begin(parts))
+            found = sampled.logprobs
+            parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
+        arrival = self._receiver.begin(parts)
+        return Sampling(rows, sampled.ids_S, arrival, self._fixed.historic)
 
     def needs_history(self, key: Hashable) -> bool:
         """Whether the host must know all of a request's tokens before its next is chosen."""
@@ -141,50 +188,96 @@ class Sampler:
 
     def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
         """The choices of the requests' next step, on `device`; changes no state."""
-        requests = [self._requests[key] for key in keys]
+        return self._prepare([self._requests[key] for key in keys], keys, device)
+
+    def _prepare(
+        self,
+        rows: "Rows",
+        keys: Sequence[Hashable],
+        device: torch.device,
+        further_B: Tensor | None = None,
+    ) -> SamplingBatch:
         if self._fixed_keys != tuple(keys) or self._fixed_device != device:
-            assert len(set(keys)) == len(keys), "a request stands twice in a batch"
-            self._fixed = _fix(requests, device)
+            choices = {(row.request, row.step) for row in rows}
+            assert len(choices) == len(rows), "a request stands twice in a batch"
+            self._fixed = _fix([row.request for row in rows], device)
             self._fixed_keys, self._fixed_device = tuple(keys), device
         uniform_R = None
-        if self._fixed.filters is not None:
-            drawing = [request for request in requests if not request.greedy]
-            draws = uniforms([r.seed for r in drawing], [r.step for r in drawing])
+        if self._fixed.filters is not None and further_B is not None:
+            uniform_R = _draws_further(rows, further_B)
+        elif self._fixed.filters is not None:
+            drawing = [rows[place] for place in self._fixed.drawing]
+            draws = uniforms([row.seed for row in drawing], [row.step for row in drawing])
             (uniform_R,) = send(device, draws)
         return SamplingBatch(
             filters=self._fixed.filters,
             uniform_R=uniform_R,
-            penalties=_penalties(requests, device),
+            penalties=_penalties(rows, device) if self._fixed.historic else None,
             bias=self._fixed.bias,
-            allowed=_allowed(requests, device),
+            allowed=_allowed(rows, device) if self._fixed.historic else None,
             logprobs=self._fixed.logprobs,
         )
 
     def commit(self, sampling: "Sampling") -> list[SampledToken]:
         """Waits for the tokens of a step and counts them as output."""
+        tokens = self._tokens(sampling)
+        if sampling.historic:
+            for row, token in zip(sampling.rows, tokens, strict=True):
+                if token.error is None:
+                    row.request.accept(token.token_id)
+        return tokens
+
+    def _tokens(self, sampling: "Sampling") -> list[SampledToken]:
+        """Waits for the tokens of a step."""
         parts = sampling.arrival.wait()
         if not parts:
             return []
         ids_S, valid_S, *logprobs_S = parts
         ids, valid = ids_S.tolist(), valid_S.tolist()
+        if not logprobs_S and all(valid):
+            known = [self._plain.get(i) for i in ids]
+            if None not in known:
+                return known  # type: ignore[return-value]
         logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
         tokens: list[SampledToken] = []
-        for row, request in enumerate(sampling.requests):
-            if not valid[row]:
-                tokens.append(SampledToken(-1, error=request.why_no_token()))
+        for place, row in enumerate(sampling.rows):
+            if not valid[place]:
+                tokens.append(SampledToken(-1, error=row.why_no_token()))
                 continue
-            if request.seen is not None:
-                request.seen.count(ids[row])
-            if request.matcher is not None:
-                request.matcher.accept(ids[row])
-            if logprobs is not None and request.params.logprobs is not None:
-                tokens.append(SampledToken(ids[row], logprobs.of(row, ids[row])))
+            if logprobs is not None and row.request.params.logprobs is not None:
+                tokens.append(SampledToken(ids[place], logprobs.of(place, ids[place])))
                 continue
-            token = self._plain.get(ids[row])
+            token = self._plain.get(ids[place])
             if token is None:
-                token = self._plain[ids[row]] = SampledToken(ids[row])
+                token = self._plain[ids[place]] = SampledToken(ids[place])
             tokens.append(token)
         return tokens
+
+    def commit_runs(
+        self, sampling: "Sampling", drafts: Sequence[Sequence[int]]
+    ) -> list[list[SampledToken]]:
+        """Waits for the tokens of a step that verifies drafts and counts them as output.
+
+        Returns:
+            Of each request the drafts that are its own tokens, then the first that is not a draft;
+            an error ends a run.
+        """
+        tokens = iter(self._tokens(sampling))
+        rows = iter(sampling.rows)
+        runs = []
+        for expected in drafts:
+            run: list[SampledToken] = []
+            runs.append(run)
+            open_ = True
+            for draft in (*expected, None):
+                token, row = next(tokens), next(rows)
+                if open_:
+                    run.append(token)
+                    if token.error is None:
+                        row.request.step += 1
+                        row.request.accept(token.token_id)
+                    open_ = token.error is None and token.token_id == draft
+        return runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +287,13 @@ class Sampling:
     Attributes:
         ids_S: int64 on the device, ids of the vocabulary even where a row turns out not to be
             valid; None: no rows.
+        historic: some rows depend on the tokens before them.
     """
 
-    requests: "list[_Request]"
+    rows: "Rows"
     ids_S: Tensor | None
     arrival: Arrival
+    historic: bool = False
 
 
 class _Seen:
@@ -220,6 +315,12 @@ class _Seen:
     @property
     def counts(self) -> NDArray[np.float32]:
         return self._counts[: len(self)]
+
+    def copy(self) -> "_Seen":
+        other = object.__new__(_Seen)
+        other._slots = dict(self._slots)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
 
     def count(self, token_id: int) -> None:
         slot = self._slots.get(token_id)
@@ -263,16 +364,87 @@ class _Request:
         elif params.presence_penalty or params.frequency_penalty:
             self.seen = _Seen(())
 
+    @property
+    def request(self) -> "_Request":
+        """It is the choice of its own next token, as a _Row is of a later one."""
+        return self
+
+    def accept(self, token_id: int) -> None:
+        """A token is output."""
+        if self.seen is not None:
+            self.seen.count(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+
+    def rows(self, drafts: Sequence[int]) -> "Rows":
+        """The choice of the next token, and of those after each draft."""
+        rows: list[_Request | _Row] = [self]
+        for draft in drafts:
+            rows.append(_Row(rows[-1], draft))
+        return rows
+
     def why_no_token(self) -> str:
-        if self.matcher is None:
-            return NOT_FINITE
-        return self.matcher.error or NO_TOKEN_FITS
+        return _why_no_token(self.matcher)
+
+
+class _Row:
+    """The choice that a request has after another one, if that gave a draft."""
+
+    __slots__ = ("matcher", "request", "seed", "seen", "step")
+
+    def __init__(self, before: "_Request | _Row", draft: int) -> None:
+        self.request: _Request = before.request
+        self.seed: int = before.seed
+        self.step: int = before.step + 1
+        self.seen: _Seen | None = before.seen
+        self.matcher: Matcher | None = before.matcher
+        if self.seen is not None:
+            self.seen = self.seen.copy()
+            self.seen.count(draft)
+        if self.matcher is not None:
+            self.matcher = self.matcher.copy()
+            self.matcher.accept(draft)
+
+    def why_no_token(self) -> str:
+        return _why_no_token(self.matcher)
+
+
+Rows = Sequence[_Request | _Row]
+
+
+def _draws_further(rows: Rows, further_B: Tensor) -> Tensor:
+    """The draws of runs of as many rows each, which begin 1 + further steps later. [R] float64."""
+    width = len(rows) // len(further_B)
+    firsts = [row.request for row in rows[::width]]
+    drawing = [place for place, request in enumerate(firsts) if not request.greedy]
+    span = 2 * width - 1
+    seeds = [firsts[place].seed for place in drawing for _ in range(span)]
+    steps = [firsts[place].step + 1 + k for place in drawing for k in range(span)]
+    device = further_B.device
+    all_RK, places = send(
+        device, uniforms(seeds, steps).reshape(-1, span), np.array(drawing, np.int64)
+    )
+    first_R = further_B.index_select(0, places)[:, None]
+    return all_RK.gather(1, first_R + torch.arange(width, device=device)).flatten()
+
+
+def _why_no_token(matcher: Matcher | None) -> str:
+    if matcher is None:
+        return NOT_FINITE
+    return matcher.error or NO_TOKEN_FITS
 
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What stays the same from step to step for the same requests in the same order."""
+    """What stays the same from step to step for the same requests in the same order.
 
+    Attributes:
+        drawing: the rows that `filters` are of.
+        historic: some rows have penalties or a grammar.
+    """
+
+    drawing: Sequence[int] = ()
+    historic: bool = False
     filters: Filters | None = None
     bias: Bias | None = None
     logprobs: tuple[LogprobRows, ...] = ()
@@ -287,7 +459,13 @@ def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
         LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
         for num, rows in sorted(wanted.items())
     )
-    return _Fixed(_filters(requests, device), _bias(requests, device), logprobs)
+    return _Fixed(
+        [row for row, request in enumerate(requests) if not request.greedy],
+        any(request.seen is not None or request.matcher is not None for request in requests),
+        _filters(requests, device),
+        _bias(requests, device),
+        logprobs,
+    )
 
 
 def _filters(requests: Sequence[_Request], device: torch.device) -> Filters | None:
@@ -333,8 +511,8 @@ def _bias(requests: Sequence[_Request], device: torch.device) -> Bias | None:
     return Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
 
 
-def _allowed(requests: Sequence[_Request], device: torch.device) -> AllowedTokens | None:
-    guided = [(row, r.matcher, r.vocab_size) for row, r in enumerate(requests) if r.matcher]
+def _allowed(rows: Rows, device: torch.device) -> AllowedTokens | None:
+    guided = [(i, row.matcher, row.request.vocab_size) for i, row in enumerate(rows) if row.matcher]
     if not guided:
         return None
     words_GW = np.empty((len(guided), -(-guided[0][2] // 32)), np.int32)
@@ -344,8 +522,8 @@ def _allowed(requests: Sequence[_Request], device: torch.device) -> AllowedToken
     return AllowedTokens(rows_G=rows_G, words_GW=words)
 
 
-def _penalties(requests: Sequence[_Request], device: torch.device) -> Penalties | None:
-    rows = [(row, r.seen, r.params) for row, r in enumerate(requests) if r.seen]
+def _penalties(choices: Rows, device: torch.device) -> Penalties | None:
+    rows = [(i, row.seen, row.request.params) for i, row in enumerate(choices) if row.seen]
     if not rows:
         return None
     lengths = [len(seen) for _, seen, _ in rows]

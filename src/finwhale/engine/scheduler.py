@@ -44,6 +44,7 @@ class Sequence:
         priority: lower goes first.
         num_computed: tokens whose state is in the cache.
         sampled_row: where its pending token stands among the ids that the device chose last.
+        drafts: what the MTP layer expects after token_ids, to be verified.
         num_cached: tokens of the prompt that were found when it was first admitted; None: it was
             not yet.
         tables: its pages.
@@ -68,6 +69,7 @@ class Sequence:
     priority: int = 0
     num_computed: int = 0
     sampled_row: int = 0
+    drafts: list[int] = field(default_factory=list)
     num_cached: int | None = None
     tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
@@ -88,21 +90,64 @@ class Sequence:
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start..end-1 of a sequence, to be read in this step."""
+    """Tokens start..end-1 of a sequence, to be read in this step.
+
+    Attributes:
+        drafts: those of them behind token_ids, which the step verifies.
+        propose: how many drafts the MTP layer makes after the step; there are pages for them.
+        num_any: of the drafts, those that were not drafted: any tokens, for the number's sake.
+        floats: the step before is not known yet: this one begins at `start` or as many tokens
+            later as that has right drafts, and its drafts are on the device.
+    """
 
     sequence: Sequence
     start: int
     end: int
+    drafts: tuple[int, ...] = ()
+    propose: int = 0
+    num_any: int = 0
+    floats: bool = False
+
+    def land(self, num_accepted: int, drafts: Items[int]) -> None:
+        """It is known now where it begins, and what its drafts are."""
+        assert self.floats and len(drafts) == len(self.drafts)
+        self.start += num_accepted
+        self.end += num_accepted
+        self.drafts = tuple(drafts)
+        self.floats = False
+
+    @property
+    def known(self) -> int:
+        """Where the drafts begin."""
+        return self.end - len(self.drafts)
+
+    @property
+    def ids(self) -> list[int]:
+        """Of its tokens, the drafts included."""
+        if self.floats:
+            return [0] * (self.end - self.start)
+        ids = self.sequence.token_ids[self.start : self.known]
+        return [*ids, *self.drafts] if self.drafts else ids
 
     @property
     def completes(self) -> bool:
         """Whether the last known token is read, so that its logits give the next."""
-        return self.end == len(self.sequence.token_ids)
+        return self.end - len(self.drafts) == len(self.sequence.token_ids)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a token that was generated, not the rest of a prompt."""
+        return self.floats or (self.known == self.start + 1 and self.completes)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of its logits that are wanted, its last ones."""
+        return 1 + len(self.drafts) if self.completes else 0
 
     @property
     def pending(self) -> bool:
         """Whether the id of its last token is still on the device."""
-        return self.sequence.token_ids[self.end - 1] == PENDING
+        return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING
 
 
 @dataclass(slots=True)
@@ -124,8 +169,11 @@ class Scheduler:
 
     Args:
         prefix_caching: let sequences go on from blocks that others have read.
+        max_model_len: no token stands further back, drafts included.
 
     Attributes:
+        draft_tokens: how many drafts a sequence may have; 0: none.
+        alike: let all decodes have so many drafts, real or not, that a captured step serves them.
         waiting: in order of priority and arrival.
         running: in the same order.
         followers: those that wait for a block that a running sequence is about to read.
@@ -139,12 +187,16 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
+        max_model_len: int = sys.maxsize,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_tokens = _share(max_num_batched_tokens, MIXED_SHARE)
         self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
+        self.max_model_len = max_model_len
+        self.draft_tokens = 0
+        self.alike = False
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.followers: dict[bytes, list[Sequence]] = {}
@@ -187,8 +239,13 @@ class Scheduler:
                     chunks.append(Chunk(sequence, start, end))
         decodes = bool(chunks)
         if decodes:
-            mixed = max(self.mixed_tokens - len(chunks), self.long_tokens)
-            budget = min(budget - len(chunks), mixed)
+            taken = len(chunks)
+            if self.draft_tokens:
+                if not (self.alike and self._add_alike(chunks, budget - taken)):
+                    self._add_drafts(chunks, budget - taken)
+                taken = sum(chunk.end - chunk.start for chunk in chunks)
+            mixed = max(self.mixed_tokens - taken, self.long_tokens)
+            budget = min(budget - taken, mixed)
         reading = [s for s in reading if s.running]
         long = [s for s in reading if self._is_long(s)]
         kept = self.long_tokens if long else 0
@@ -208,7 +265,96 @@ class Scheduler:
         if long:
             turn = min(long, key=_order)
             self._read(turn, min(budget, kept) if decodes else budget, chunks)
+        if self.draft_tokens:
+            for chunk in chunks:
+                if chunk.completes and not chunk.propose:
+                    chunk.propose = self._num_proposals(chunk)
         return chunks
+
+    def again(self, chunks: Items[Chunk]) -> list[Chunk]:
+        """The same sequences' next step, before it is known how many tokens that of `chunks` gives.
+
+        All have as many drafts. Empty: the next step must know, or something else is to be done.
+        """
+        count = len(chunks[0].drafts)
+        living = [chunk for chunk in chunks if chunk.sequence.running]
+        others = self.waiting or self.followers
+        if others and len(self.running) < self.max_num_seqs:
+            return []
+        if count != self.draft_tokens or len(living) < len(self.running):
+            return []
+        following = []
+        for chunk in living:
+            sequence, start = chunk.sequence, chunk.start + 1
+            if len(sequence.token_ids) + 1 >= sequence.max_len:
+                continue  # Its last token is being chosen.
+            # It may begin `count` tokens later, and rows of the next guesses stand behind it.
+            end = start + 1 + count
+            if not self._has_room(sequence, start, _with_guesses(end + count, count)):
+                return []
+            following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
+        return following
+
+    def _add_alike(self, chunks: list[Chunk], budget: int) -> bool:
+        """Let all decodes verify as many drafts and get as many; False: there is no room for it.
+
+        Who was drafted fewer verifies any tokens: they may even be right.
+        """
+        count = self.draft_tokens
+        if count * len(chunks) > budget:
+            return False
+        for chunk in chunks:
+            if not self._has_room(
+                chunk.sequence, chunk.start, _with_guesses(chunk.end + count, count)
+            ):
+                return False
+        for chunk in chunks:
+            drafts = chunk.sequence.drafts[:count]
+            chunk.num_any = count - len(drafts)
+            chunk.drafts = (*drafts, *[0] * chunk.num_any)
+            chunk.end += count
+            chunk.propose = count
+        return True
+
+    def _add_drafts(self, chunks: list[Chunk], budget: int) -> None:
+        """Let decodes verify what was drafted for them.
+
+        Nobody gives pages back for a draft.
+        """
+        taken = 0
+        for chunk in chunks:
+            sequence, start = chunk.sequence, chunk.start
+            count = min(len(sequence.drafts), self.draft_tokens, budget - taken)
+            count = min(count, sequence.max_len - chunk.end - 1)
+            if count < 1:
+                continue
+            end = chunk.end + count
+            if self._has_room(sequence, start, end):
+                chunk.drafts = tuple(sequence.drafts[: end - chunk.end])
+                chunk.end = end
+                taken += len(chunk.drafts)
+
+    def _num_proposals(self, chunk: Chunk) -> int:
+        """How many drafts there can be after a step, their rows of the MTP layer given pages."""
+        sequence = chunk.sequence
+        # The step gives at least one token, and a verification one more than it accepts. All
+        # drafts but the last are read: the first as row `end` at most.
+        most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
+        count = min(self.draft_tokens, most)
+        if count > 1 and not self._has_room(sequence, chunk.end, chunk.end + count - 1):
+            count = 1
+        return max(0, count)
+
+    def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
+        """Give the pages for tokens start..end-1 if they are there without anybody yielding."""
+        if end > self.max_model_len:
+            return False
+        if end > sequence.room:
+            self.pages.trim(sequence.tables, sequence.num_computed)
+            if not self.pages.fits(sequence.tables, end):
+                return False
+            sequence.room = self.pages.grow(sequence.tables, start, end)
+        return True
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > self.max_num_batched_tokens
@@ -348,8 +494,19 @@ class Scheduler:
             if end >= sequence.due:
                 known = end - chunk.pending
                 if known >= sequence.due:
-                    decodes = end == chunk.start + 1 and chunk.completes
-                    self._settle(sequence, known, decodes=decodes)
+                    self._settle(sequence, known, decodes=chunk.decodes)
+
+    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+        """So many of a chunk's drafts stand in token_ids now; what was read after them is undone.
+
+        Nothing has to be cleared: rows are found by their position, and whoever reads a position
+        again overwrites its rows before any token sees them. Rows of compressor state that a step
+        leaves out are never needed here, for so short a step may be undone (UNDOABLE_TOKENS).
+        """
+        sequence, end = chunk.sequence, chunk.known + num_accepted
+        sequence.num_computed = end
+        if end >= sequence.due:
+            self._settle(sequence, end, decodes=chunk.known == chunk.start + 1)
 
     def _settle(self, sequence: Sequence, known: int, *, decodes: bool) -> None:
         """Enter the blocks that are complete, and trim; `known` tokens are read and known."""
@@ -395,6 +552,7 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.running = False
         sequence.num_computed = 0
+        sequence.drafts = []
         self.pages.release(sequence.tables)
         self._leave(sequence)
 
@@ -443,6 +601,11 @@ class Scheduler:
         assert self.followers.keys() <= self._coming.keys()
         for key, sequence in self._coming.items():
             assert sequence.running and key in sequence.keys[len(sequence.chain) :]
+
+
+def _with_guesses(end: int, count: int) -> int:
+    """Where the rows end that guesses of `count` drafts behind a step's last token take."""
+    return end + max(0, count - 1)
 
 
 def _order(sequence: Sequence) -> tuple[int, int]:

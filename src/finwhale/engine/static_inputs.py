@@ -194,7 +194,7 @@ class _Twin:
         else:
             starts = list(accumulate((c.end - c.start for c in chunks), initial=0))
             count = starts[-1]
-            ids = [t for c in chunks for t in c.sequence.token_ids[c.start : c.end]]
+            ids = [t for c in chunks for t in c.ids]
             self._positions[:count] = np.concatenate([np.arange(c.start, c.end) for c in chunks])
             self._sequence[:count] = np.repeat(np.arange(len(chunks)), np.diff(starts))
             self._query_start[: len(chunks)] = starts[:-1]
@@ -207,9 +207,10 @@ class _Twin:
         self._source[:] = self._own
         if PENDING in ids:
             pending = np.flatnonzero(self._ids[:count] == PENDING)
-            self._source[pending] = [
-                c.sequence.sampled_row for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING
-            ]
+            # Where tokens are pending there are no drafts; of a chunk only the last one can be.
+            if len(pending) < len(chunks):
+                chunks = [c for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING]
+            self._source[pending] = [c.sequence.sampled_row for c in chunks]
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
         """Words for `_cut_updates`."""

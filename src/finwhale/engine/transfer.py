@@ -1,5 +1,6 @@
 """Between host and device without waiting: arrays sent, tensors awaited."""
 
+import time
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -39,6 +40,28 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
         placed[start : start + a.nbytes].view(_DTYPES[a.dtype]).view(a.shape)
         for a, start in zip(arrays, starts, strict=True)
     ]
+
+
+class Instant:
+    """Now, in the work of a device.
+
+    Attributes:
+        time: when the host was here (time.monotonic()).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.time = time.monotonic()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_to(self, later: "Instant") -> float:
+        """Both must have been reached: the host has waited for something that came after."""
+        if self._event is None or later._event is None:
+            return later.time - self.time
+        milliseconds: float = self._event.elapsed_time(later._event)
+        return milliseconds / 1000
 
 
 class Receiver:

@@ -103,7 +103,7 @@ class Walk:
         self.largest, self.eager = largest, eager
         self.device = model.weights.embed.device
         self.layers = nn.ModuleList(_one_of_each(model))
-        self.drafts = getattr(largest, "draft_tokens", 0)
+        self.drafts = largest.draft_tokens
 
     @torch.inference_mode()
     def __call__(self) -> None:
@@ -130,6 +130,12 @@ class Walk:
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
             yield n, 1, [(length, 1) for length in self._lengths(n, n in ones or free)]
+        for width in (1 + count for count in largest.drafts if count):
+            # Verifications, captured or not: a few tokens of each sequence.
+            for n in sorted(
+                {size * width for size in decodes} | set(numbers(2, largest.num_seqs * width))
+            ):
+                yield n, width, [(length, width) for length in self._lengths(n, True)]
         first = {min(prefills), captured + 1}
         for n in sorted(prefills):
             lengths = self._lengths(n, n <= SHARED_UP_TO or n in first)

@@ -17,6 +17,10 @@ Ints = NDArray[np.int64]
 # kept. Pages of every group hold a divisor of it.
 BLOCK_TOKENS = 256
 
+# A sequence that reads no more tokens than this in a step may go on after any of them, the first at
+# least: the step keeps what that takes. So many are a token and the drafts behind it.
+UNDOABLE_TOKENS = 4
+
 
 @dataclass(frozen=True, eq=False)
 class PageTable:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.paging import BLOCK_TOKENS, Ints, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, Ints, PageTable, Tokens
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ def _compress_step(
     kept = [
         (b, first + token - start, token)
         for b, ((start, end), first) in enumerate(zip(chunks, query_start, strict=False))
-        for token in range(max(start, end // align * align - before), end)
+        for token in range(max(start, _settled(start, end) // align * align - before), end)
     ]
     kept += _ends_of_blocks(chunks, query_start, state_table, align, before)
     entries = [
@@ -196,6 +196,11 @@ def _compress_step(
     )
 
 
+def _settled(start: int, end: int) -> int:
+    """Where a sequence that read tokens start..end-1 goes on at the earliest."""
+    return end if end - start > UNDOABLE_TOKENS else min(start + 1, end)
+
+
 def _ends_of_blocks(
     chunks: list[tuple[int, int]],
     query_start: list[int],
@@ -208,7 +213,7 @@ def _ends_of_blocks(
     for b, (start, end) in enumerate(chunks):
         if not before or start // BLOCK_TOKENS == end // BLOCK_TOKENS:
             continue
-        tail = end // align * align - before
+        tail = _settled(start, end) // align * align - before
         for block_end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, end, BLOCK_TOKENS):
             if state_table.has_page(b, block_end - 1):
                 tokens = range(max(start, block_end - before), min(block_end, tail))

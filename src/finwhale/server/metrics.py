@@ -169,6 +169,7 @@ class _EngineCollector(Collector):
         engine = self._client.metrics
         if engine is not None:
             yield from _counts(engine)
+            yield from _drafts(engine)
             yield from _times(engine)
 
 
@@ -204,11 +205,39 @@ def _counts(engine: EngineMetrics) -> Iterable[Metric]:
     yield endings
 
 
+def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "finwhale_draft_tokens", "drafts a sequence may have now", value=engine.draft_tokens
+    )
+    for name, text, counts in (
+        ("proposed", "drafts that were verified", engine.drafts_proposed),
+        ("accepted", "of them, those that became output", engine.drafts_accepted),
+    ):
+        family = CounterMetricFamily(f"finwhale_drafts_{name}", text, labels=["position"])
+        for position, count in enumerate(counts, start=1):
+            family.add_metric([str(position)], count)
+        yield family
+    yield CounterMetricFamily(
+        "finwhale_verifications", "of one sequence's drafts", value=engine.verifications
+    )
+    yield GaugeMetricFamily(
+        "finwhale_draft_mean_accepted_length",
+        "tokens that a verification of drafts gave, since the start; 0: there was none",
+        value=engine.mean_accepted_length,
+    )
+
+
 def _times(engine: EngineMetrics) -> Iterable[Metric]:
     for name, text, found in (
         ("time_to_first_token", "from the engine's having a request", engine.time_to_first_token),
         ("time_between_tokens", "of one sequence", engine.time_between_tokens),
         ("time_per_output_token", "the mean of a sequence", engine.time_per_output_token),
+        (
+            "time_of_verification",
+            "forward and choice where all decode",
+            engine.time_of_verification,
+        ),
+        ("time_of_draft", "the MTP layer in the same steps", engine.time_of_draft),
     ):
         sums = list(accumulate(found.counts))
         bounds = [*map(str, found.bounds), "+Inf"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
-from finwhale.ops.paging import BLOCK_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
 
 GroupName = Literal["window", "c4", "c128", "c4_state", "c128_state"]
 FieldKind = Literal["row", "key", "state"]
@@ -72,8 +72,9 @@ class CacheGroup:
         rows_per_page: rows of one page.
         keep: None keeps every row; (align, before) keeps the rows of the tokens from
             floor(n / align) * align - before on, where n tokens have been read.
-        tail_only: a step writes only the rows that it leaves to later steps, and those that are
-            needed at the ends of blocks within it.
+        tail_only: a step writes only the rows that it leaves to later steps, however many of at
+            most UNDOABLE_TOKENS tokens stay, and those that are needed at the ends of blocks
+            within it.
     """
 
     name: GroupName
@@ -109,7 +110,11 @@ class CacheGroup:
 
     def first_written(self, start: int, end: int) -> int:
         """The first token whose row a step over tokens start..end-1 leaves to later steps."""
-        return max(start, self.first_needed(end)) if self.tail_only else start
+        if not self.tail_only:
+            return start
+        # A short step may be undone but for its first token.
+        settled = end if end - start > UNDOABLE_TOKENS else start + 1
+        return max(start, self.first_needed(settled))
 
     def page_bytes(self, itemsize: int, packed: bool = False) -> int:
         """Bytes of one page over all fields and layers; arguments as CacheField's."""

@@ -36,6 +36,12 @@ class RotaryTables:
         self.plain = self._table(config, max_positions, device, compressed=False)
         self.compressed = self._table(config, max_positions, device, compressed=True)
 
+    def limit(self, max_positions: int) -> None:
+        """Keep the first positions alone."""
+        if max_positions < len(self.plain):
+            self.plain = self.plain[:max_positions].clone()
+            self.compressed = self.compressed[:max_positions].clone()
+
     @staticmethod
     def _table(
         config: ModelConfig, max_positions: int, device: torch.device, *, compressed: bool

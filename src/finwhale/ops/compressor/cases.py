@@ -6,7 +6,7 @@ import torch
 
 from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
-from finwhale.ops.paging import BLOCK_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
 
 EPS = 1e-6
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "whole")
@@ -28,6 +28,9 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (128, ((0, 130), (255, 256), (100, 101)), (48,), 16),
     (128, ((200, 384),), (512,), 64),
     (128, ((511, 512), (130, 131), (767, 769)), (64,), 32),
+    # Short steps, after any token of which the sequence may go on.
+    (4, ((254, 258), (7, 10), (11, 13), (5, 10)), (128,), 64),
+    (128, ((126, 130), (127, 129), (125, 130), (128, 131)), (64,), 32),
 )
 
 
@@ -35,6 +38,11 @@ def first_kept(count: int, ratio: int) -> int:
     """The first position whose row is kept once `count` tokens are read."""
     align, before = KEPT[ratio]
     return max(0, count // align * align - before)
+
+
+def settled(start: int, end: int) -> int:
+    """Where a sequence goes on after a step at the earliest: a short one may be undone."""
+    return end if end - start > UNDOABLE_TOKENS else start + 1
 
 
 def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
@@ -45,7 +53,7 @@ def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
     return [
         [
             range(first_kept(start, ratio), start),
-            range(max(start, first_kept(end, ratio)), end),
+            range(max(start, first_kept(settled(start, end), ratio)), end),
             *(
                 range(max(start, block_end - 4), block_end)
                 for block_end in range(2 * BLOCK_TOKENS, end, 2 * BLOCK_TOKENS)

@@ -20,7 +20,7 @@ from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
-from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, PageTable, Tokens
 
 MAX_PARTS = 2
 # ratio -> neighbouring tokens that one program looks at in a prefill.
@@ -187,6 +187,7 @@ def _part(
     GROUP: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    UNDOABLE: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -291,7 +292,9 @@ def _part(
                     BLOCK_C,
                 )
 
+    # A short step may be undone but for its first token.
     end = positions + ends - tokens
+    end = tl.where(ends - begins > UNDOABLE, end, positions + begins - tokens + 1)
     kept = there & (positions >= end // RATIO * RATIO - BEFORE)
     if RATIO == 4:
         kept |= there & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE)
@@ -376,6 +379,7 @@ def _compress_kernel(
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    UNDOABLE: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -414,6 +418,7 @@ def _compress_kernel(
             GROUP,
             SCALE_BYTES_A,
             BLOCK_TOKENS,
+            UNDOABLE,
             TOKENS,
             SLICES,
             SLICE,
@@ -453,6 +458,7 @@ def _compress_kernel(
             GROUP,
             SCALE_BYTES_B,
             BLOCK_TOKENS,
+            UNDOABLE,
             TOKENS,
             SLICES,
             SLICE,
@@ -540,7 +546,8 @@ def compress(
         block = triton.next_power_of_2(width)
         sizes.append((width, whole, scales, block if whole else max(NOPE_GROUP, block)))
     (width_a, whole_a, scales_a, block_a), (width_b, whole_b, scales_b, block_b) = sizes
-    tokens_per_program = 1 if tokens.max_query == 1 else PREFILL_TOKENS[ratio]
+    few = tokens.max_query <= UNDOABLE_TOKENS
+    tokens_per_program = 1 if few else PREFILL_TOKENS[ratio]
     slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
     mixed, counters = _exchange(tokens, width_a if slices > 1 else 0)
     programs = (triton.cdiv(num_tokens, tokens_per_program), max(slices, len(parts)))
@@ -575,6 +582,7 @@ def compress(
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
         BLOCK_TOKENS=BLOCK_TOKENS,
+        UNDOABLE=UNDOABLE_TOKENS,
         TOKENS=tokens_per_program,
         SLICES=slices,
         SLICE=SLICE,

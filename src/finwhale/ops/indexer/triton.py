@@ -16,7 +16,7 @@ from torch import Tensor
 
 from finwhale.ops.indexer.layout import SCALE_BYTES, page_bytes
 from finwhale.ops.indexer.triton_topk import select_topk
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
 
 RATIO = 4
 PAGE_ROWS = (64, 128)
@@ -232,7 +232,7 @@ def select_entries(
         return out_NK
 
     block_i = max(16, triton.next_power_of_2(heads))
-    prefill = tokens.max_query > 1
+    prefill = tokens.max_query > UNDOABLE_TOKENS
     block_q = max(1, PREFILL_COLUMNS // block_i) if prefill else 1
     num_pages = triton.cdiv(max_entries, table.rows_per_page)
     row_length = num_pages * table.rows_per_page

@@ -1,0 +1,167 @@
+"""Decoding with drafts beside decoding without: tokens a second, and what a step costs.
+
+How many drafts are right is forced, by a rule on the device: which of them are must not depend on
+random weights, and the host must not be asked. A forced draft takes the place of the token that was
+chosen; everything else is the engine's own.
+"""
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from finwhale.bench.record import summary
+from finwhale.config import EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.models.deepseek_v4.build import WeightStream
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.request import SamplingParams
+
+WARM_UP = 8
+# Fractions of its multiples fill 0..1 evenly: so many of them are below a rate, from the start.
+GOLDEN = 0.6180339887498949
+
+
+class Forced:
+    """Chooses tokens so that a part of the drafts is right.
+
+    Args:
+        rate: of the drafts whose predecessors are right, how many are.
+    """
+
+    def __init__(self, engine: Engine, rate: float) -> None:
+        steps = engine.runner.verifications
+        assert steps is not None
+        self._steps, self.rate = steps, rate
+        self._sample = engine.runner.ops.sample
+        self._vocab = engine.model_config.vocab_size
+        self._drawn = torch.zeros((), dtype=torch.float64, device=engine.runner.device)
+
+    def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
+        sampled = self._sample(logits_SV, batch)
+        ids = self._steps.ids
+        if ids is None or ids.numel() != len(sampled.ids_S) or ids.shape[1] == 1:
+            return sampled
+        chosen = sampled.ids_S.view(ids.shape).clone()
+        drafts = ids[:, 1:]
+        if self.rate == 1:
+            chosen[:, :-1] = drafts
+        else:
+            wrong = (drafts + 1).remainder_(self._vocab)
+            if self.rate == 0:
+                chosen[:, :-1] = wrong
+            else:
+                places = self._drawn + torch.arange(drafts.numel(), device=ids.device)
+                right = (places * GOLDEN).frac_().view(drafts.shape) < self.rate
+                chosen[:, :-1] = torch.where(right, drafts, wrong)
+                self._drawn += drafts.numel()
+        return replace(sampled, ids_S=chosen.flatten())
+
+
+def measure(
+    config: EngineConfig,
+    model: tuple[ModelConfig, WeightStream],
+    *,
+    batches: Sequence[int],
+    context: int,
+    steps: int,
+    draft_tokens: int,
+    rates: Sequence[float | None],
+) -> list[dict[str, Any]]:
+    """One row for each batch without drafts, then for each rate with them; None: the model's own.
+
+    Args:
+        config: of the engines; drafts and memory are given here.
+        model: with its MTP layer.
+    """
+    rows: list[dict[str, Any]] = []
+    plain: dict[int, float] = {}
+    for drafts in (0, draft_tokens):
+        engine = Engine(replace(config, draft_tokens=drafts), *model, None)
+        if drafts and engine.runner.verifications is None:
+            engine.runner.verifications = engine.runner.new_verifications(engine.config, None)
+        for batch in batches:
+            for rate in rates if drafts else (None,):
+                row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
+                row |= _decode(engine, batch, context, steps, rate)
+                step_ms = row["step_ms"]["median"]
+                row["step_over_plain"] = round(step_ms / plain.setdefault(batch, step_ms), 3)
+                rows.append(row)
+        # Two engines have no room beside each other.
+        del engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _decode(
+    engine: Engine, batch: int, context: int, steps: int, rate: float | None
+) -> dict[str, Any]:
+    """Steps in which `batch` requests decode, from one step's tokens to the next one's."""
+    engine.sampler.choose_with(engine.runner.ops.sample if rate is None else Forced(engine, rate))
+    most = 1 + engine.scheduler.draft_tokens
+    params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
+    generator = torch.Generator().manual_seed(batch)
+    results = []
+    for number in range(batch):
+        length = max(1, context - steps * most // 2)
+        ids = torch.randint(0, engine.model_config.vocab_size, (length,), generator=generator)
+        results.append(engine.add_request(f"{number}", ids.tolist(), params))
+    while not all(result.outputs[0].token_ids for result in results):
+        engine.step()
+    for _ in range(WARM_UP):
+        engine.step()
+    gc.collect()
+    before, count = engine.metrics(), sum(len(r.outputs[0].token_ids) for r in results)
+    times, begin = [], time.perf_counter()
+    last = begin
+    for _ in range(steps):
+        engine.step()
+        now = time.perf_counter()
+        times.append(1e3 * (now - last))
+        last = now
+    found = engine.metrics()
+    tokens = sum(len(result.outputs[0].token_ids) for result in results) - count
+    for result in results:
+        engine.abort(result.request_id)
+    row: dict[str, Any] = {
+        "tokens_per_s": round(tokens / (last - begin), 1),
+        "tokens_per_step": round(tokens / steps / batch, 3),
+        "step_ms": summary(times),
+    }
+    for name in ("time_of_verification", "time_of_draft"):
+        new, old = getattr(found, name), getattr(before, name)
+        if new.count > old.count:
+            mean = (new.total - old.total) / (new.count - old.count)
+            row[name.replace("time_of_", "") + "_ms"] = round(1e3 * mean, 4)
+    return row
+
+
+def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows of `measure` as a table."""
+    table = Table(title="decoding with drafts; medians", title_justify="left")
+    names = ("batch", "drafts", "accept", "tokens/s", "a step", "step ms", "over plain")
+    for name in (*names, "verify ms", "draft ms"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        forced = "" if not row["draft_tokens"] else "model's" if row["accept"] is None else None
+        table.add_row(
+            str(row["batch"]),
+            str(row["draft_tokens"]),
+            f"{row['accept']:g}" if forced is None else forced,
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_step']:.2f}",
+            f"{row['step_ms']['median']:,.3f}",
+            f"{row['step_over_plain']:.2f}",
+            f"{row.get('verification_ms', '')}",
+            f"{row.get('draft_ms', '')}",
+        )
+    console.print(table)

@@ -1,0 +1,208 @@
+"""Requests through the whole engine: tokens a second, and how long a token lets wait for the next.
+
+All requests come at once, as many run as the engine takes. Then the same load again while others
+come: long prompts, prompts that begin like an earlier one (found instead of read), and requests
+that are aborted in their midst. The times between tokens are those of the load alone, from one
+step's tokens to those of the next in which the same request has any.
+"""
+
+import argparse
+import random
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from finwhale.bench.offline import add_model_arguments, memory, source
+from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.config import EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.request import RequestOutput, SamplingParams
+
+# Steps between two intruders of a kind, and the tokens that each of them generates.
+LONG_EVERY, PREFIX_EVERY, ABORT_EVERY = 64, 16, 32
+INTRUDER_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that arrive together, and the tokens of each."""
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.requests} requests of {self.prompt_tokens} in, {self.output_tokens} out"
+
+
+class Intruders:
+    """Other requests, one every few steps.
+
+    Args:
+        long: tokens of a long prompt.
+        seen: a prompt of the load, which others begin with.
+    """
+
+    def __init__(self, engine: Engine, draw: random.Random, long: int, seen: list[int]) -> None:
+        self._engine, self._draw, self._long, self._seen = engine, draw, long, seen
+        self._steps = 0
+        self.results: dict[str, list[RequestOutput]] = {"long": [], "prefix": [], "aborted": []}
+
+    def step(self) -> None:
+        """To be called after each step of the load."""
+        self._steps += 1
+        vocab = range(self._engine.model_config.vocab_size)
+        if self._steps % LONG_EVERY == 1:
+            self._add("long", self._draw.choices(vocab, k=self._long))
+        if self._steps % PREFIX_EVERY == 2:
+            self._add("prefix", [*self._seen, *self._draw.choices(vocab, k=INTRUDER_TOKENS)])
+        if self._steps % ABORT_EVERY == 3:
+            self._add("aborted", self._draw.choices(vocab, k=len(self._seen)))
+        if self._steps % ABORT_EVERY == 9:
+            self._engine.abort(self.results["aborted"][-1].request_id)
+
+    def _add(self, kind: str, prompt: list[int]) -> None:
+        params = SamplingParams(max_tokens=INTRUDER_TOKENS, temperature=0, ignore_eos=True)
+        name = f"{kind}-{self._steps}"
+        self.results[kind].append(self._engine.add_request(name, prompt, params))
+
+    def summary(self) -> dict[str, Any]:
+        found = [result.num_cached_tokens for result in self.results["prefix"]]
+        return {
+            "count": {kind: len(results) for kind, results in self.results.items()},
+            "long_prompt": self._long,
+            "prefix_tokens_found": round(statistics.mean(found)) if found else 0,
+        }
+
+
+def serve(
+    engine: Engine, draw: random.Random, load: Load, long_prompt: int | None = None
+) -> dict[str, Any]:
+    """Run a load to its end; with a long_prompt (tokens), others come meanwhile."""
+    vocab = range(engine.model_config.vocab_size)
+    params = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
+    prompts = [draw.choices(vocab, k=load.prompt_tokens) for _ in range(load.requests)]
+    results = [engine.add_request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
+    others = None if long_prompt is None else Intruders(engine, draw, long_prompt, prompts[0])
+    last: dict[str, float] = {}
+    between: list[float] = []
+    done = [time.perf_counter()]
+    mine = {result.request_id for result in results}
+    while not all(result.finished for result in results):
+        touched = engine.step()
+        now = time.perf_counter()
+        done.append(now)
+        for name in (result.request_id for result in touched if result.request_id in mine):
+            if name in last:
+                between.append(1e3 * (now - last[name]))
+            last[name] = now
+        if others is not None:
+            others.step()
+    seconds = done[-1] - done[0]
+    while engine.has_work:
+        engine.step()
+    steps = summary([1e3 * (after - before) for before, after in pairwise(done)])
+    between.sort()
+    found: dict[str, Any] = {
+        "seconds": round(seconds, 3),
+        "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
+        "step_ms": steps,
+        "slowest_over_median": round(steps["max"] / steps["median"], 2),
+        "between_tokens_ms": {
+            name: round(between[min(len(between) - 1, int(len(between) * part))], 3)
+            for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
+        },
+    }
+    return found | ({} if others is None else {"others": others.summary()})
+
+
+def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
+    table = Table(title=str(load), title_justify="left")
+    names = ("tokens/s", "step ms", "slowest", "between tokens: p50", "p99", "max")
+    for name in ("", *names):
+        table.add_column(name, justify="right")
+    for what, row in rows.items():
+        between = row["between_tokens_ms"]
+        table.add_row(
+            what,
+            f"{row['output_tokens_per_s']:,}",
+            f"{row['step_ms']['median']:,.2f}",
+            f"{row['step_ms']['max']:,.1f}",
+            *(f"{between[name]:,.2f}" for name in ("p50", "p99", "max")),
+        )
+    console.print(table)
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench throughput`."""
+    parser = argparse.ArgumentParser(
+        prog="finwhale bench throughput",
+        description=(__doc__ or "").split("\n\n", 1)[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each request")
+    parser.add_argument("--output-tokens", type=int, default=256, help="of each request")
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="requests at a time")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of one step")
+    parser.add_argument(
+        "--long-prompt", type=int, default=65536, help="tokens of the long prompts between; 0: none"
+    )
+    parser.add_argument(
+        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/throughput-h200.jsonl"
+    )
+    args = parser.parse_args(argv)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    config, weights = source(args)
+    load = Load(args.requests, args.prompt_tokens, args.output_tokens)
+    longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * INTRUDER_TOKENS
+    start = time.perf_counter()
+    engine = Engine(
+        EngineConfig(
+            device=args.device,
+            max_model_len=min(longest, config.max_position_embeddings),
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+        ),
+        config,
+        weights,
+        None,
+    )
+    start_s = round(time.perf_counter() - start, 1)
+    draw = random.Random(0)
+    serve(engine, draw, Load(load.requests, load.prompt_tokens, max(1, load.output_tokens // 8)))
+    rows = {"alone": serve(engine, draw, load)}
+    if args.long_prompt:
+        rows["among others"] = serve(engine, draw, load, args.long_prompt)
+    show(console, load, rows)
+    late = dict(engine.metrics().late_compilations)
+    console.print(f"started in {start_s} s; compiled since: {late}")
+    if args.record:
+        record = stamp(("torch",))
+        record["command"] = shlex.join(["finwhale", "bench", "throughput", *argv])
+        record |= {
+            "benchmark": "throughput",
+            "config": args.model or args.config,
+            "layers": config.num_hidden_layers,
+            "load": str(load),
+            "at_once": args.max_num_seqs,
+            "max_num_batched_tokens": args.max_num_batched_tokens,
+            "start_s": start_s,
+            "memory": memory(engine) if engine.runner.device.type == "cuda" else {},
+            "late_compilations": late,
+            "results": rows,
+        }
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0

@@ -1,0 +1,58 @@
+"""What a request asks for, checked before anything is begun for it."""
+
+import operator
+from collections.abc import Sequence
+
+from finwhale.chat.grammar import Matcher
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
+
+
+def checked_prompt(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    *,
+    vocab: int,
+    max_model_len: int,
+    has_tokenizer: bool,
+) -> list[int]:
+    """The prompt as plain integers.
+
+    Raises:
+        RequestError: what is wrong with the prompt, or with the parameters for this model.
+    """
+    if not prompt:
+        raise RequestError("the prompt is empty: give at least one token")
+    ids = []
+    for position, token in enumerate(prompt):
+        number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else token
+        ids.append(operator.index(number))
+        if not 0 <= ids[-1] < vocab:
+            raise RequestError(
+                f"prompt token {position} is {token!r}: token ids are integers in 0..{vocab - 1}"
+            )
+    if len(prompt) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
+            f"for {max_model_len}: shorten it, or raise max_model_len or the cache's "
+            "memory"
+        )
+    if params.stop and not has_tokenizer:
+        raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
+    wrong = next((i for i in params.stop_token_ids if i >= vocab), None)
+    if wrong is not None:
+        raise RequestError(f"stop token id {wrong} is not in 0..{vocab - 1}")
+    wrong = next((i for i in params.logit_bias or () if i >= vocab), None)
+    if wrong is not None:
+        raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
+    return ids
+
+
+def new_matcher(params: SamplingParams, tokenizer: Tokenizer | None) -> Matcher | None:
+    """What the output must match; None: any text. Raises RequestError."""
+    if params.guide is None:
+        return None
+    if tokenizer is None:
+        raise RequestError("a guide needs a tokenizer, and this checkpoint has none")
+    return Matcher(tokenizer, params.guide)

@@ -1,0 +1,284 @@
+"""Decodes that draft, on the device from one to the next: verify, choose, draft, and again.
+
+A step reads a token and K drafts of every sequence (`verify`); tokens are chosen after each of them
+(the sampler); the MTP layer reads the same tokens, counts how many drafts are right, and guesses K
+more from the last right one (`draft`). What the next step reads, and where it begins, stays on the
+device: it can be launched before the host knows any of it. Captured, each part is one graph for a
+batch size and a K; what varies lies in buffers.
+
+Legend: B sequences of a step (padded to a captured size), W = 1 + K, N = B * W tokens, H residual
+streams, D hidden, V vocabulary, R rows there are.
+"""
+
+import bisect
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finwhale.engine.graphs import WARM_UP_STEPS, Recorder
+from finwhale.engine.scheduler import Chunk
+from finwhale.engine.static_inputs import StaticInputs
+from finwhale.engine.transfer import send
+from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
+from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
+from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
+from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.sampling import Sample, SamplingBatch
+
+# Tokens of a step that page tables have columns for at least: drafts, and those that may follow.
+ROOM = 32
+
+
+def verification_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to capture: fewer than of plain decodes, for each holds the logits of W rows."""
+    sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(384, 1025, 128)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch size and a K with what their graphs read and give.
+
+    Attributes:
+        inputs: of the model.
+        verifying, drafting: the graphs; None: nothing is captured.
+        logits: [N,V] float32.
+        streams: [N,H,D].
+    """
+
+    inputs: StepInputs
+    verifying: torch.cuda.CUDAGraph | None
+    drafting: torch.cuda.CUDAGraph | None
+    logits: Tensor
+    streams: Tensor
+
+
+class Verifications:
+    """Steps in which every sequence verifies K drafts and gets K more.
+
+    Args:
+        drafts: the K that there are.
+        sizes: batch sizes, ascending; the last is the most that `fits`.
+        max_len: no sequence is longer, drafts included.
+        pool: memory of captured graphs (torch.cuda.graph_pool_handle()); None: every step is
+            launched from the host.
+
+    Attributes:
+        ids: [B,W] int64: what the last step reads, its drafts behind the known tokens; None: the
+            last step was none of these.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4,
+        cache: PagedCache,
+        sample: Sample,
+        groups: Items[CacheGroup],
+        *,
+        drafts: Items[int],
+        sizes: Items[int],
+        max_len: int,
+        device: torch.device,
+        pool: Any = None,
+    ) -> None:
+        assert model.mtp is not None
+        self._model, self._mtp, self._cache, self._sample = model, model.mtp, cache, sample
+        self._device, self._pool, self._max_len = device, pool, max_len
+        self.sizes, self.drafts = list(sizes), sorted(drafts)
+        rows, width = self.sizes[-1], 1 + self.drafts[-1]
+        self._no_row = rows
+        self._static = StaticInputs(max(rows * width, ROOM), rows, groups, max_len, device)
+
+        def integers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        # What a step leaves of each row: its next tokens, and how much further it got than the
+        # host knew. The last row is nobody's: nothing is carried over to whoever is linked to it.
+        self._carried, self._advanced = integers(rows + 1, width), integers(rows + 1)
+        self._links = integers(rows).fill_(rows)
+        self._sent_links: list[int] = []
+        self._positions, self._chosen = integers(rows * width), integers(rows * width)
+        self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self._captured: dict[tuple[int, int], _Step] = {}
+        self._step: _Step | None = None
+        self._count = 0
+        if pool is not None:
+            self._capture_all()
+
+    @property
+    def ids(self) -> Tensor | None:
+        if self._step is None:
+            return None
+        ids = self._step.inputs.token_ids
+        return ids.view(-1, self._step.inputs.tokens.max_query)[: self._count]
+
+    def forget(self) -> None:
+        """The next step is none of these."""
+        self._step = None
+
+    def fits(self, chunks: Items[Chunk]) -> bool:
+        """Whether these chunks are a step of these."""
+        count = len(chunks[0].drafts)
+        return (
+            len(chunks) <= self.sizes[-1]
+            and count in self.drafts
+            and all(c.decodes and len(c.drafts) == c.propose == count for c in chunks)
+        )
+
+    @torch.inference_mode()
+    def verify(self, chunks: Items[Chunk]) -> Tensor:
+        """Read the chunks: logits [count * W, V] float32, valid until the next step."""
+        width = 1 + len(chunks[0].drafts)
+        self._count = len(chunks)
+        if self._pool is not None:
+            size = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
+        else:
+            size = len(chunks)
+        self._static.fill(chunks, decode=False)
+        self._link(chunks, size)
+        if self._pool is None:
+            further = (width - 1) * chunks[0].floats
+            max_len = min(self._max_len, further + max(c.end for c in chunks))
+            inputs = self._inputs(size, width, max_len)
+            self._step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
+        else:
+            self._step = self._captured[size, width]
+            assert self._step.verifying is not None
+            self._step.verifying.replay()
+        return self._step.logits[: len(chunks) * width]
+
+    @torch.inference_mode()
+    def further(self) -> Tensor:
+        """[count] int64: how much further each sequence of the step is than its chunk says."""
+        return self._advanced.index_select(0, self._links[: self._count])
+
+    @torch.inference_mode()
+    def draft(self, chosen: Tensor) -> Tensor:
+        """Count the drafts that are right, and make the next ones.
+
+        Args:
+            chosen: [count * W] int64: the tokens that were chosen from the logits.
+
+        Returns:
+            [count, K] int64, the caller's own.
+        """
+        step = self._step
+        assert step is not None
+        width = step.inputs.tokens.max_query
+        self._chosen[: len(chosen)].copy_(chosen)
+        if step.drafting is None:
+            self._draft(step, Inline())
+        else:
+            step.drafting.replay()
+        return self._carried[: self._count, 1:width].clone()
+
+    def _link(self, chunks: Items[Chunk], size: int) -> None:
+        links = [c.sequence.sampled_row if c.floats else self._no_row for c in chunks]
+        links += [self._no_row] * (size - len(chunks))
+        if links != self._sent_links:
+            (sent,) = send(self._device, np.array(links, np.int64))
+            self._links[:size].copy_(sent)
+            self._sent_links = links
+
+    def _inputs(self, size: int, width: int, max_len: int) -> StepInputs:
+        given = self._static.inputs(size * width, decode=False)
+        return StepInputs(
+            token_ids=given.token_ids,
+            tokens=Tokens(
+                positions=self._positions[: size * width],
+                sequence=given.tokens.sequence,
+                query_start=given.tokens.query_start[: size + 1],
+                max_len=max_len,
+                max_query=width,
+            ),
+            tables={name: _first_rows(table, size) for name, table in given.tables.items()},
+        )
+
+    def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
+        """(logits, streams) of the step, from where the last one left off."""
+        self._take_over(inputs)
+        streams = self._model(inputs, self._cache, segments)
+        return self._model.compute_logits(streams), streams
+
+    def _take_over(self, inputs: StepInputs) -> None:
+        """Ids and positions as the host gave them, or as the last step left them."""
+        width = inputs.tokens.max_query
+        ids = inputs.token_ids.view(-1, width)
+        links = self._links[: len(ids)]
+        self._static.gather_ids(len(inputs.token_ids))
+        carried = self._carried.index_select(0, links)[:, :width]
+        ids.copy_(torch.where((links == self._no_row)[:, None], ids, carried))
+        given = self._static.inputs(len(inputs.token_ids), decode=False).tokens.positions
+        further = self._advanced.index_select(0, links)[:, None]
+        torch.add(given.view(-1, width), further, out=inputs.tokens.positions.view(-1, width))
+
+    def _draft(self, step: _Step, segments: Segments) -> None:
+        inputs, width = step.inputs, step.inputs.tokens.max_query
+        size = len(inputs.token_ids) // width
+        chosen = self._chosen[: size * width]
+        streams = self._mtp(inputs, step.streams, chosen, self._cache, segments)
+        right = chosen.view(size, width)[:, :-1] == inputs.token_ids.view(size, width)[:, 1:]
+        accepted = right.cumprod(1).sum(1)
+        last = self._ordinal[:size] * width + accepted
+        self._advanced[:size].copy_(accepted)
+        self._carried[:size, 0].copy_(chosen.index_select(0, last))
+        if width == 1:
+            return
+        streams = streams.index_select(0, last)
+        positions = inputs.tokens.positions.index_select(0, last)
+        ids = self._guess(streams, 0)
+        self._carried[:size, 1].copy_(ids)
+        for place in range(1, width - 1):
+            tokens = Tokens(
+                positions=torch.where(positions < 0, positions, positions + place),
+                sequence=self._ordinal[:size],
+                query_start=self._ordinal[: size + 1],
+                max_len=self._max_len,
+                max_query=1,
+            )
+            one_each = replace(inputs, token_ids=ids, tokens=tokens)
+            streams = self._mtp(one_each, streams, ids, self._cache, segments)
+            ids = self._guess(streams, place)
+            self._carried[:size, 1 + place].copy_(ids)
+
+    def _guess(self, streams_BHD: Tensor, place: int) -> Tensor:
+        return guess(self._mtp, self._sample, streams_BHD, place)
+
+    def _capture_all(self) -> None:
+        stream = torch.cuda.Stream(self._device)
+        # The largest first: the others then fit into the memory that it has left in the pool.
+        for size in reversed(self.sizes):
+            for count in reversed(self.drafts):
+                inputs = self._inputs(size, 1 + count, self._max_len)
+                torch.cuda.synchronize(self._device)
+                with torch.cuda.stream(stream):
+                    self._captured[size, 1 + count] = self._capture(inputs)
+        torch.cuda.synchronize(self._device)
+        # What the warm-up chose is nobody's.
+        self._carried.zero_()
+        self._advanced.zero_()
+
+    @torch.inference_mode()
+    def _capture(self, inputs: StepInputs) -> _Step:
+        for _ in range(WARM_UP_STEPS):
+            step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
+            self._draft(step, Inline())
+        torch.cuda.synchronize(self._device)
+        verifying, drafting = Recorder(False, self._pool), Recorder(False, self._pool)
+        logits, streams = verifying.record(self._verify, inputs)
+        step = _Step(inputs, None, None, logits, streams)
+        drafting.record(self._draft, step)
+        return replace(step, verifying=verifying.whole, drafting=drafting.whole)
+
+
+def guess(layer: MtpLayer, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
+    """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
+    return sample(layer.compute_logits(streams_BHD, place), SamplingBatch()).ids_S
+
+
+def _first_rows(table: PageTable, size: int) -> PageTable:
+    return PageTable(table.pages[:size], table.first[:size], table.rows_per_page)

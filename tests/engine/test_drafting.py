@@ -1,0 +1,576 @@
+"""Drafting changes no token: random schedules with drafts of 0 to 3 tokens, and what is undone."""
+
+import contextlib
+import json
+import random
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.engine.drafting import DraftLoop
+from finwhale.engine.engine import Engine
+from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.scheduler import Chunk, Scheduler
+from finwhale.engine.speculative import Forward
+from finwhale.errors import FinwhaleError
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+from .test_async import play
+
+BLOCK = 256
+
+
+class Oracle:
+    """In place of the MTP layer's guesses: what will come, or anything, by the toss of a coin.
+
+    With random weights the layer is almost never right, and nothing would ever be accepted.
+    """
+
+    def __init__(self, engine: Engine, right: float, seed: int = 0) -> None:
+        self.engine, self.right = engine, right
+        self.draw = random.Random(seed)
+        self.known: dict[str, list[int]] = {}
+        drafter = engine.runner.drafter
+        assert drafter is not None
+        self.real = drafter.propose
+        drafter.propose = self.propose  # type: ignore[method-assign]
+
+    def learn(self, results: Sequence[RequestOutput]) -> None:
+        for result in results:
+            for output in result.outputs:
+                key = f"{result.request_id}/{output.index}"
+                self.known[key] = [*result.prompt_token_ids, *output.token_ids]
+
+    def propose(
+        self, forward: Forward, chunks: Sequence[Chunk], chosen: Tensor | None
+    ) -> Tensor | None:
+        drafts = self.real(forward, chunks, chosen)
+        if drafts is None or chosen is None:
+            return drafts
+        out = drafts.clone()
+        vocab = self.engine.model_config.vocab_size
+        at, column = 0, 0
+        for chunk in chunks:
+            mine = chosen[at : at + chunk.num_logits].tolist()
+            at += chunk.num_logits
+            if not chunk.propose:
+                continue
+            accepted = 0
+            while accepted < len(chunk.drafts) and mine[accepted] == chunk.drafts[accepted]:
+                accepted += 1
+            text = self.known.get(chunk.sequence.key, [])
+            for step in range(chunk.propose):
+                place = chunk.known + accepted + 1 + step
+                if self.draw.random() < self.right and place < len(text):
+                    out[step, column] = text[place]
+                elif self.draw.random() < 0.7:
+                    out[step, column] = self.draw.randrange(vocab)
+            column += 1
+        return out
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
+    """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
+    wanted = play(new_llm(**options).engine, seed)
+    for draft_tokens in (1, 2, 3):
+        engine = new_llm(**options, draft_tokens=draft_tokens).engine
+        oracle = Oracle(engine, right=0.75, seed=seed)
+        oracle.learn(wanted)
+        assert play(engine, seed) == wanted
+        accepted = engine._meter.drafts_accepted[:draft_tokens]
+        assert all(n > 5 for n in accepted), accepted
+
+
+def test_as_many_as_pay(new_llm: Callable[..., LLM]) -> None:
+    """The number changes from step to step, and no token does."""
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
+    wanted = play(new_llm(**options).engine, 3)
+    engine = new_llm(**options, draft_tokens="auto").engine
+    Oracle(engine, right=0.75).learn(wanted)
+    numbers = set()
+    schedule = engine.scheduler.schedule
+
+    def watched() -> list[Chunk]:
+        numbers.add(engine.scheduler.draft_tokens)
+        return schedule()
+
+    engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    assert play(engine, 3) == wanted
+    assert len(numbers) >= 3
+
+
+def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:
+    """A stop string, a stop token and the number of tokens end a run of drafts in its middle."""
+    plain, drafting = new_llm(), new_llm(draft_tokens=3)
+    oracle = Oracle(drafting.engine, right=1.0)
+    base = {"temperature": 0, "ignore_eos": True}
+    free = plain.generate([[9, 8, 7]], SamplingParams(max_tokens=24, **base))[0].outputs[0]
+    for count in range(1, 12):
+        for params in (
+            SamplingParams(max_tokens=count, **base),
+            SamplingParams(max_tokens=24, stop_token_ids=[free.token_ids[count]], **base),
+            SamplingParams(max_tokens=24, stop=[free.text[count : count + 2]], **base),
+        ):
+            wanted = plain.generate([[9, 8, 7]], params)[0].outputs
+            engine = drafting.engine
+            oracle.known = {"one/0": [9, 8, 7, *free.token_ids]}
+            result = engine.add_request("one", [9, 8, 7], params)
+            while engine.has_work:
+                engine.step()
+                engine.check_integrity()
+            assert result.outputs == wanted
+    assert drafting.engine.metrics().mean_accepted_length > 2.5
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_step_that_breaks_off_loses_nothing(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """In the forward, or while the drafts are made: called again, the same step runs."""
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=20, n=2, presence_penalty=0.5)
+    wanted = new_llm().generate([[9, 8, 7]], params)[0].outputs
+    engine = new_llm(draft_tokens=2).engine
+    oracle = Oracle(engine, right=0.8)
+    oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
+    drafter, count = engine.runner.drafter, 0
+    assert drafter is not None
+    for owner, name in ((drafter, "propose"), (engine.runner, "read")):
+        run_it = getattr(owner, name)
+
+        def breaking(*args: Any, run_it: Any = run_it) -> Any:
+            nonlocal count
+            count += 1
+            if count % 3 == 0:
+                raise error("stop")
+            return run_it(*args)
+
+        monkeypatch.setattr(owner, name, breaking)
+    result = engine.add_request("one", [9, 8, 7], params)
+    while engine.has_work:
+        with contextlib.suppress(error):
+            engine.step()
+        engine.check_integrity()
+    assert result.outputs == wanted
+
+
+def test_a_row_without_numbers_ends_one_request(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an accepted draft: the tokens before it stay."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    plain = new_llm().generate([[9, 8, 7], [6, 5]], params)
+    engine = new_llm(draft_tokens=3).engine
+    oracle = Oracle(engine, right=1.0)
+    oracle.learn(plain)
+    for place, result in enumerate(plain):
+        oracle.known[f"{place}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
+    read = engine.runner.read
+
+    def spoilt(chunks: Sequence[Chunk]) -> Forward:
+        forward, at = read(chunks), 0
+        logits = forward.logits.clone()
+        for chunk in chunks:
+            for end in range(chunk.known, chunk.known + chunk.num_logits):
+                if chunk.sequence.request_id == "0" and end == 8:
+                    logits[at, 17] = torch.nan
+                at += 1
+        return replace(forward, logits=logits)
+
+    monkeypatch.setattr(engine.runner, "read", spoilt)
+    bad, good = (
+        engine.add_request(str(i), result.prompt_token_ids, params)
+        for i, result in enumerate(plain)
+    )
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert bad.error is not None and "not finite" in bad.error
+    assert bad.outputs[0].token_ids == plain[0].outputs[0].token_ids[:5]
+    assert good.error is None and good.outputs == plain[1].outputs
+
+
+def test_the_metrics_add_up(new_llm: Callable[..., LLM]) -> None:
+    engine = new_llm(draft_tokens=2).engine
+    plain = new_llm().generate([[9, 8, 7]], SamplingParams(temperature=0, max_tokens=40))[0]
+    oracle = Oracle(engine, right=0.7)
+    oracle.known = {"one/0": [9, 8, 7, *plain.outputs[0].token_ids]}
+    result = engine.add_request("one", [9, 8, 7], SamplingParams(temperature=0, max_tokens=40))
+    while engine.has_work:
+        engine.step()
+    found = engine.metrics()
+    first, second = found.drafts_accepted[:2]
+    assert 0 < second < first < found.drafts_proposed[0] == found.verifications
+    # The first token comes with the prompt; some steps at the ends of states have no drafts.
+    plain_steps = found.steps - 1 - found.verifications
+    tokens = len(result.outputs[0].token_ids)
+    assert tokens == found.output_tokens == 1 + plain_steps + found.verifications + first + second
+    assert found.mean_accepted_length == 1 + (first + second) / found.verifications
+    assert found.time_between_tokens.count == tokens - 1
+    assert found.time_of_verification.count == found.steps - 1
+    assert 0 < found.time_of_draft.count <= found.steps - 1
+
+
+@pytest.mark.parametrize("value", [-1, 4, True, 1.0, "all", None])
+def test_other_numbers_are_refused(value: Any) -> None:
+    with pytest.raises(FinwhaleError, match=r"draft_tokens must be 0 to 3 or .auto., got"):
+        LLM(draft_tokens=value)
+
+
+def test_without_an_mtp_layer(tmp_path: Path) -> None:
+    config = tiny_config(0)
+    layers = config["num_hidden_layers"]
+    heads = {
+        "no MTP layer": {"num_nextn_predict_layers": 0},
+        "DSpark": {
+            "num_nextn_predict_layers": 3,
+            "compress_ratios": [*config["compress_ratios"][:layers], 0, 0, 0],
+        },
+    }
+    for why, changes in heads.items():
+        path = tmp_path / why[:2]
+        path.mkdir()
+        raw = config | {"compress_ratios": config["compress_ratios"][:layers]} | changes
+        (path / "config.json").write_text(json.dumps(raw))
+        llm = LLM(path, load_format="dummy", device="cpu", dtype="float32")
+        assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
+        with pytest.raises(FinwhaleError, match=f"draft_tokens: .*{why}.*use 0$"):
+            LLM(path, load_format="dummy", device="cpu", dtype="float32", draft_tokens=1)
+
+
+# --- The distribution -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature, top_k, top_p", [(1.0, 0, 1.0), (1.6, 9, 0.9)])
+def test_the_distribution_is_the_model_s(
+    new_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> None:
+    """10,000 pairs of tokens behind drafts that are often right, against the probabilities.
+
+    The "model" is a table: the logits of twelve tokens after each last token, so that the whole
+    distribution of two tokens is known. Seeds are drawn by the engine's own rule.
+    """
+    engine = new_llm(draft_tokens=2, max_num_seqs=64, max_num_batched_tokens=2048).engine
+    vocab, width = engine.model_config.vocab_size, 12
+    table = torch.full((vocab, vocab), -torch.inf)
+    generator = torch.Generator().manual_seed(8)
+    table[:, :width] = 1.5 * torch.randn(vocab, width, generator=generator)
+    drafter = engine.runner.drafter
+    assert drafter is not None
+
+    def tabled(chunks: Sequence[Chunk]) -> Forward:
+        last = [t for c in chunks if c.completes for t in c.ids[-c.num_logits :]]
+        return Forward(engine.runner.batches.build(chunks), torch.empty(0), table[last])
+
+    def likeliest(
+        forward: Forward, chunks: Sequence[Chunk], chosen: Tensor | None
+    ) -> Tensor | None:
+        """Of each row's token the likeliest next, and the next after it: as an MTP layer would."""
+        assert chosen is not None
+        proposing = [c for c in chunks if c.propose]
+        if not proposing:
+            return None
+        out, at, column = torch.zeros(2, len(proposing), dtype=torch.int64), 0, 0
+        for chunk in chunks:
+            mine = chosen[at : at + chunk.num_logits].tolist()
+            at += chunk.num_logits
+            if chunk.propose:
+                accepted = 0
+                while accepted < len(chunk.drafts) and mine[accepted] == chunk.drafts[accepted]:
+                    accepted += 1
+                out[0, column] = table[mine[accepted]].argmax()
+                out[1, column] = table[int(out[0, column])].argmax()
+                column += 1
+        return out
+
+    monkeypatch.setattr(engine.runner, "read", tabled)
+    monkeypatch.setattr(drafter, "propose", likeliest)
+    draws = 10_000
+    params = SamplingParams(
+        n=1000, seed=3, temperature=temperature, top_k=top_k, top_p=top_p, max_tokens=4,
+        ignore_eos=True,
+    )  # fmt: skip
+    results = [
+        engine.add_request(str(i), [20], replace(params, seed=i)) for i in range(draws // 1000)
+    ]
+    while engine.has_work:
+        engine.step()
+    counts = torch.zeros(width, width)
+    for result in results:
+        for output in result.outputs:
+            # The first token comes with the prompt; the next two are drafts, or follow one.
+            counts[output.token_ids[1], output.token_ids[2]] += 1
+    found = engine.metrics()
+    assert found.drafts_accepted[0] > 0.2 * draws and found.drafts_accepted[1] > 0.05 * draws
+
+    def chances(logits: Tensor) -> Tensor:
+        """As SamplingParams says: temperature, top_k, then top_p."""
+        p = (logits[:width].double() / temperature).softmax(0)
+        if top_k:
+            p[p < p.topk(top_k).values[-1]] = 0
+        p /= p.sum()
+        order = p.argsort(descending=True)
+        before = p[order].cumsum(0) - p[order]
+        p[order[before >= top_p]] = 0
+        return p / p.sum()
+
+    step = torch.stack([chances(table[token]) for token in range(width)])
+    first = chances(table[20])
+    wanted = draws * ((first @ step)[:, None] * step)
+    assert counts[wanted == 0].sum() == 0
+    # Cells of fewer than five are taken together.
+    small = (wanted < 5) & (wanted > 0)
+    expected = torch.cat([wanted[wanted >= 5], wanted[small].sum()[None]])
+    seen = torch.cat([counts[wanted >= 5], counts[small].sum()[None]])
+    keep = expected > 0
+    chi_square = ((seen - expected)[keep] ** 2 / expected[keep]).sum().item()
+    freedom = int(keep.sum()) - 1
+    # Wilson and Hilferty 1931: normal; 3.3 is one in two thousand.
+    normal = ((chi_square / freedom) ** (1 / 3) - 1 + 2 / (9 * freedom)) / (
+        2 / (9 * freedom)
+    ) ** 0.5
+    assert normal < 3.3, (chi_square, freedom)
+
+
+# --- Bitwise, over schedules with shared prefixes and preemption ----------------------------------
+
+
+class Machine:
+    """One model: an engine that drafts, and the same weights read as a whole."""
+
+    def __init__(self, path: Path, activations: Any, reference: bool) -> None:
+        options: dict[str, Any] = {
+            "device": "cpu",
+            "activations": activations,
+            "reference": reference,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 2048,
+        }
+        self.engine = LLM(path, **options, draft_tokens=3).engine
+        self.read = type(self.engine.runner).read.__get__(self.engine.runner)
+        drafter = self.engine.runner.drafter
+        assert drafter is not None
+        self.propose = drafter.propose
+        self.stepper = Stepper(LLM(path, **options).engine)
+        self.rows: dict[tuple[str, int], list[tuple[list[int], Tensor]]] = {}
+
+    def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
+        """The engine with a new scheduler that has so many blocks and states, and no more."""
+        engine, groups = self.engine, self.engine.runner.groups
+        # A test that failed may have left something behind.
+        for left in (engine._requests, engine._streams, engine._flying, engine.sampler._requests):
+            left.clear()  # type: ignore[attr-defined]
+        num_pages = {}
+        for group in groups:
+            num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
+            if group.keep is not None:
+                more = states * pages_at_block_end(group)
+                num_pages[group.name] = windowed_pages(group, seqs, step, True, True) + more
+        engine.scheduler = Scheduler(
+            PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
+        )
+        engine._drafting = DraftLoop(
+            engine.runner, engine.scheduler, engine.sampler, engine._meter, drafts
+        )
+        self.rows = {}
+        engine.runner.read = self.record  # type: ignore[method-assign]
+        drafter = engine.runner.drafter
+        assert drafter is not None
+        drafter.propose = self.propose  # type: ignore[method-assign]
+        return engine
+
+    def record(self, chunks: Sequence[Chunk]) -> Forward:
+        """Note every row of logits with the text that it came after, drafts included."""
+        forward: Forward = self.read(chunks)
+        at = 0
+        for chunk in chunks:
+            if chunk.completes:
+                whole = [*chunk.sequence.token_ids, *chunk.drafts]
+                for end in range(chunk.known, chunk.end + 1):
+                    row = forward.logits[at].clone()
+                    self.rows.setdefault((chunk.sequence.key, end), []).append((whole[:end], row))
+                    at += 1
+        return forward
+
+    def check(self, result: RequestOutput) -> int:
+        """Every logit after a text that became output is that of the text read as a whole.
+
+        Returns:
+            How many rows were of drafts that were wrong.
+        """
+        wrong = 0
+        for output in result.outputs:
+            tokens = [*result.prompt_token_ids, *output.token_ids]
+            first = len(result.prompt_token_ids)
+            wanted = self.stepper.logits(self.stepper.read(tokens[:-1])[first - 1 :])
+            for end in range(first, len(tokens)):
+                rows = self.rows[f"{result.request_id}/{output.index}", end]
+                right = [row for text, row in rows if text == tokens[:end]]
+                wrong += len(rows) - len(right)
+                assert right
+                for row in right:
+                    assert torch.equal(row, wanted[end - first]), (result.request_id, end)
+        return wrong
+
+
+# Seed, window, activations, whether the operators are the references.
+MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
+def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    seed, window, activations, reference = request.param
+    config = tiny_config(seed) | {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "o_groups": 2,
+        "head_dim": 48,
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "compress_ratios": [128, 4, 4, 0],
+        "index_topk": 16,
+        "sliding_window": window,
+        "max_position_embeddings": 2048,
+    }
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "model"
+        write_plain_checkpoint(path, config, random_weights(config, seed))
+        yield Machine(path, activations, reference)
+    torch.set_num_threads(threads)
+
+
+def text(length: int, salt: object = 0) -> list[int]:
+    draw = random.Random(f"{length} {salt}")
+    return [draw.randrange(2, 300) for _ in range(length)]
+
+
+def run(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+
+
+def assert_idle(engine: Engine) -> None:
+    engine.check_integrity()
+    assert not engine.has_work
+    engine.reset_prefix_cache()
+    for pool in engine.scheduler.pages.pools.values():
+        assert pool.num_free == pool.num_pages - 1
+
+
+@pytest.mark.parametrize("drafts, edge", [(1, 128), (2, 256), (3, 4), (3, 256)])
+def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
+    """Drafts that are right, wrong or partly right over the ends of entries, states and blocks.
+
+    Then the same text goes on from what was kept of it.
+    """
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [text(edge - before, drafts) for before in range(1, 4)] + [text(edge + 1)]
+    engine = machine.begin(blocks=20, states=20, seqs=4, step=600, drafts=0)
+    plain = [engine.add_request(f"{i}", p, params) for i, p in enumerate(prompts)]
+    run(engine)
+    for right in (0.4, 1.0):
+        engine = machine.begin(blocks=20, states=20, seqs=4, step=600, drafts=drafts)
+        oracle = Oracle(engine, right, seed=edge)
+        oracle.learn(plain)
+        results = [engine.add_request(f"{i}", p, params) for i, p in enumerate(prompts)]
+        run(engine)
+        assert [r.outputs for r in results] == [r.outputs for r in plain]
+        wrong = sum(machine.check(result) for result in results)
+        assert right == 1.0 or wrong > 0
+        for i, result in enumerate(results):
+            longer = [*result.prompt_token_ids, *result.outputs[0].token_ids, 7, 8, 9]
+            again = engine.add_request(f"again {i}", longer, params)
+            run(engine)
+            assert again.num_cached_tokens == (len(longer) - 4) // BLOCK * BLOCK
+            machine.check(again)
+        assert_idle(engine)
+
+
+@settings(max_examples=max(3, settings().max_examples // 32))
+@given(data=st.data())
+def test_random_schedules(machine: Machine, data: st.DataObject) -> None:
+    """Arrivals, aborts, preemption, common beginnings, evictions; first without drafts."""
+    crowded = data.draw(st.booleans(), "crowded")
+    blocks = data.draw(st.integers(2, 3 if crowded else 5), "blocks")
+    sizes: dict[str, int] = {
+        "blocks": blocks,
+        "states": data.draw(st.sampled_from([0, 1, 4]), "states"),
+        "seqs": 4 if crowded else data.draw(st.integers(1, 4), "sequences"),
+        "step": data.draw(st.sampled_from([300, 3, 70, 130, 520]), "tokens a step"),
+    }
+    seed = data.draw(st.integers(0, 2**32), "draws")
+    drafts = data.draw(st.integers(1, 3), "drafts")
+    engine = machine.begin(**sizes, drafts=0)
+    plain = arrivals(engine, seed, crowded, BLOCK * blocks - 1, aborts=False)
+    assert_idle(engine)
+    engine = machine.begin(**sizes, drafts=drafts)
+    before = list(engine._meter.drafts_accepted)
+    oracle = Oracle(engine, data.draw(st.sampled_from([0.5, 0.9]), "right"), seed)
+    oracle.learn(plain)
+    results = arrivals(engine, seed, crowded, BLOCK * blocks - 1, aborts=True)
+    wanted = {result.request_id: result for result in plain}
+    for result in results:
+        assert result.outputs == wanted[result.request_id].outputs and result.error is None
+        machine.check(result)
+    event(f"preempted: {engine.scheduler.counts.preemptions > 0}")
+    event(f"found: {engine.scheduler.counts.cached_tokens > 0}")
+    event(f"accepted: {engine._meter.drafts_accepted[drafts - 1] > before[drafts - 1]}")
+    assert_idle(engine)
+
+
+def arrivals(
+    engine: Engine, seed: int, crowded: bool, longest: int, *, aborts: bool
+) -> list[RequestOutput]:
+    """The same requests for one seed, run to their ends, except for some that are given up."""
+    draw, chance = random.Random(seed), random.Random(seed + 1)
+    trunks = [text(longest, salt) for salt in range(2)]
+    rate = 1.0 if crowded else draw.choice((0.1, 1.0))
+    cuts = (236,) if crowded else (0, 128, 256, 256, 512)
+    ends = (5, 9) if crowded else (1, 5, 140)
+    results: list[RequestOutput] = []
+    left = draw.randint(3, 6)
+    while left or engine.has_work:
+        if left and (chance.random() < rate or not engine.has_work):
+            left -= 1
+            cut = draw.choice(cuts) + draw.choice((0, 1, -1, 4, -4, -40))
+            prompt = draw.choice(trunks)[: max(0, cut)]
+            prompt = (prompt + text(draw.choice(ends), left))[: longest - 2]
+            params = SamplingParams(
+                n=draw.choice((1, 1, 2)),
+                temperature=draw.choice((0.0, 0.8)),
+                seed=left,
+                presence_penalty=draw.choice((0.0, 0.4)),
+                max_tokens=min(draw.choice((2, 20, 50)), longest - len(prompt)),
+                ignore_eos=True,
+            )
+            priority = draw.choice((0, 0, 1))
+            name = f"r{left}"
+            results.append(engine.add_request(name, prompt, params, priority=priority))
+        engine.step()
+        engine.check_integrity()
+        if aborts and chance.random() < 0.01 and results:
+            gone = results.pop(chance.randrange(len(results)))
+            engine.abort(gone.request_id)
+            engine.check_integrity()
+    return results

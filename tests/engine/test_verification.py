@@ -1,0 +1,235 @@
+"""Drafting steps on the device, ahead of the host: run uncaptured on the CPU, no token changes."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.bench.drafting import Forced
+from finwhale.engine.engine import Engine
+from finwhale.engine.verification import Verifications, verification_sizes
+from finwhale.models.deepseek_v4.streams import SideStreams
+
+from .test_async import play, slow
+
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
+
+
+def on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Verifications:
+    """As on a GPU, but for the capture: one step ahead, and nothing is there before it is due."""
+    steps = engine.runner.new_verifications(engine.config, None)
+    engine.runner.verifications = steps
+    engine.steps_ahead = 1
+    slow(engine, monkeypatch)
+    return steps
+
+
+class Oracle:
+    """In place of the layer's guesses on the device: what will come, or anything."""
+
+    def __init__(
+        self, steps: Verifications, results: Sequence[RequestOutput], right: float, vocab: int
+    ) -> None:
+        self.steps, self.right, self.vocab = steps, right, vocab
+        self.draw = random.Random(1)
+        self.real = steps.draft
+        self.ahead = self.count = 0
+        self.texts = [
+            [*result.prompt_token_ids, *output.token_ids]
+            for result in results
+            for output in result.outputs
+        ]
+        steps.draft = self.draft  # type: ignore[method-assign]
+        self.fill = steps._static.fill
+        steps._static.fill = self.watch  # type: ignore[method-assign]
+
+    def watch(self, chunks: Any, *, decode: bool) -> None:
+        self.keys = [chunk.sequence for chunk in chunks]
+        self.count += 1
+        self.ahead += chunks[0].floats
+        self.fill(chunks, decode=decode)
+
+    @torch.inference_mode()
+    def draft(self, chosen: Tensor) -> Tensor:
+        drafts = self.real(chosen)
+        steps, count, width = self.steps, *drafts.shape
+        assert steps._step is not None
+        positions = steps._step.inputs.tokens.positions.view(-1, width + 1)
+        for row in range(count):
+            place = int(positions[row, 0] + steps._advanced[row]) + 2
+            prompt = self.keys[row].token_ids[: self.keys[row].num_prompt]
+            texts = [text for text in self.texts if text[: len(prompt)] == prompt]
+            for k in range(width):
+                if self.draw.random() < self.right and texts:
+                    text = texts[self.keys[row].index % len(texts)]
+                    if place + k < len(text):
+                        drafts[row, k] = text[place + k]
+                elif self.draw.random() < 0.7:
+                    drafts[row, k] = self.draw.randrange(self.vocab)
+        steps._carried[:count, 1 : 1 + width] = drafts
+        return drafts
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3, "auto"])
+def test_no_token_changes(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: Any
+) -> None:
+    """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
+    seed = 5
+    wanted = play(new_llm(**OPTIONS).engine, seed)
+    engine = new_llm(**OPTIONS, draft_tokens=draft_tokens).engine
+    steps = on_the_device(engine, monkeypatch)
+    oracle = Oracle(steps, wanted, 0.8, engine.model_config.vocab_size)
+    assert play(engine, seed) == wanted
+    # Most steps read some prompt besides: those do not run ahead.
+    assert oracle.count >= 10 and oracle.ahead > 0
+    assert engine.metrics().drafts_accepted[0] > 10
+
+
+@pytest.mark.parametrize("draft_tokens, right", [(1, 1.0), (2, 0.6), (3, 0.9)])
+def test_over_edges_of_pages_and_blocks(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: int, right: float
+) -> None:
+    """Long texts that draw, ahead of the host nearly always; to the model's last token."""
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 400, "max_model_len": 300}
+    base = SamplingParams(temperature=0.8, seed=2, ignore_eos=True, max_tokens=None)
+    prompts = [[7 + i % 50 for i in range(n)] for n in (100, 118, 230)]
+    params = [base, replace(base, temperature=0), replace(base, logprobs=2)]
+
+    def whole(engine: Engine) -> list[RequestOutput]:
+        results = [
+            engine.add_request(str(i), prompt, one)
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        return results
+
+    wanted = whole(new_llm(**options).engine)
+    engine = new_llm(**options, draft_tokens=draft_tokens).engine
+    oracle = Oracle(
+        on_the_device(engine, monkeypatch), wanted, right, engine.model_config.vocab_size
+    )
+    assert whole(engine) == wanted
+    # The last tokens before the end of the context have no room for drafts.
+    assert oracle.ahead > 0.7 * oracle.count
+    assert engine.metrics().time_of_draft.count > 0.8 * oracle.count
+
+
+def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is left has the tokens that it has without the others."""
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6], [11]], params)
+    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    Oracle(on_the_device(engine, monkeypatch), wanted, 0.9, engine.model_config.vocab_size)
+    results = [
+        engine.add_request(str(i), result.prompt_token_ids, params)
+        for i, result in enumerate(wanted)
+    ]
+    for _ in range(5):
+        engine.step()
+    engine.abort("1")
+    engine.check_integrity()
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
+    assert not engine._flying
+    for pool in engine.scheduler.pages.pools.values():
+        engine.reset_prefix_cache()
+        assert pool.num_free == pool.num_pages - 1
+
+
+@pytest.mark.parametrize("name", ["verify", "further", "draft"])
+def test_a_step_that_breaks_off_loses_nothing(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=40, ignore_eos=True)
+    wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6]], params)
+    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    steps = on_the_device(engine, monkeypatch)
+    Oracle(steps, wanted, 0.8, engine.model_config.vocab_size)
+    run, count = getattr(steps, name), 0
+
+    def breaking(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = run(*args)
+        if count % 3 == 0:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(steps, name, breaking)
+    results = [
+        engine.add_request(str(i), result.prompt_token_ids, params)
+        for i, result in enumerate(wanted)
+    ]
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            engine.check_integrity()
+    assert [r.outputs for r in results] == [w.outputs for w in wanted]
+    assert count > 5
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, 1])
+def test_forced_acceptance(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """What `finwhale bench offline --accept` measures has the acceptance that it says."""
+    engine = new_llm(**OPTIONS, draft_tokens=1).engine
+    on_the_device(engine, monkeypatch)
+    engine.sampler.choose_with(Forced(engine, rate))
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert all(len(result.outputs[0].token_ids) == 60 for result in results)
+    found = engine.metrics()
+    assert found.drafts_accepted[0] == pytest.approx(rate * found.drafts_proposed[0], abs=4)
+
+
+def test_one_set_of_side_streams(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The MTP layer runs on the model's three streams: none are made for it, none by drafting."""
+    made: list[SideStreams] = []
+    begin = SideStreams.__init__
+
+    def counting(self: SideStreams, device: torch.device) -> None:
+        made.append(self)
+        begin(self, device)
+
+    monkeypatch.setattr(SideStreams, "__init__", counting)
+    engine = new_llm(**OPTIONS, draft_tokens=3).engine
+    on_the_device(engine, monkeypatch)
+    model = engine.runner.model
+    assert made == [model.side_streams] and SideStreams.NUM == 3 and model.mtp is not None
+    for layer in (*model.layers, *model.mtp.layers):
+        assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
+
+
+def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
+    """Rows behind a step's sequences have no position, whatever earlier steps left."""
+    engine = new_llm(**OPTIONS, draft_tokens=2).engine
+    steps = engine.runner.new_verifications(engine.config, None)
+    steps._static.fill([], decode=True)
+    steps._advanced[:-1] = 2
+    inputs = steps._inputs(4, 3, 300)
+    steps._take_over(inputs)
+    assert (inputs.tokens.positions == -1).all()
+
+
+def test_sizes() -> None:
+    for most in (1, 3, 64, 100, 1024):
+        sizes = verification_sizes(most)
+        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    assert torch.tensor(verification_sizes(128)).sum() < 4 * 128

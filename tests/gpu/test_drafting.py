@@ -1,0 +1,121 @@
+"""Drafting on a GPU: no token changes, captured or not, where bits do not depend on the step."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from finwhale import LLM, SamplingParams
+from finwhale.bench.drafting import Forced
+from finwhale.chat.grammar import regex_guide
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.config import DraftTokens, EngineConfig
+from finwhale.engine.engine import Engine
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+
+PROMPTS = ["Once upon a time", "The whale", "A", "In the morning the baker"] * 2
+FREE: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, **FREE),
+    SamplingParams(temperature=0.9, seed=4, logprobs=2, **FREE),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, n=2, **FREE),
+]
+HISTORIC = [
+    SamplingParams(temperature=0.9, seed=4, presence_penalty=0.4, **FREE),
+    SamplingParams(temperature=0, guide=regex_guide(r"[a-z ]{1,60}!"), max_tokens=80),
+]
+
+
+def load(draft_tokens: DraftTokens, *, enforce_eager: bool, **options: Any) -> LLM:
+    return LLM(
+        device="cuda",
+        batch_invariant=True,
+        enforce_eager=enforce_eager,
+        max_num_seqs=8,
+        max_model_len=1024,
+        cache_memory_bytes=2**28,
+        draft_tokens=draft_tokens,
+        **options,
+    )
+
+
+def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
+    llm.engine.reset_prefix_cache()
+    found = llm.generate(PROMPTS, [params[i % len(params)] for i in range(len(PROMPTS))])
+    llm.engine.check_integrity()
+    return [output.token_ids for result in found for output in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> dict[int, list[list[int]]]:
+    llm = load(0, enforce_eager=False)
+    return {len(params): tokens(llm, params) for params in (PARAMS, HISTORIC)}
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3, "auto"])
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_no_token_changes(
+    wanted: dict[int, list[list[int]]], draft_tokens: DraftTokens, enforce_eager: bool
+) -> None:
+    """On the device from step to step, and over the host where a choice needs the tokens."""
+    llm = load(draft_tokens, enforce_eager=enforce_eager)
+    assert llm.engine.runner.verifications is not None
+    for params in (PARAMS, HISTORIC):
+        assert tokens(llm, params) == wanted[len(params)]
+    metrics = llm.engine.metrics()
+    assert metrics.drafts_accepted[0] > 100
+    assert metrics.time_of_verification.count > 0
+
+
+def test_steps_are_launched_ahead() -> None:
+    """Nearly all of them, where all decode: the host waits for none to launch the next."""
+    llm = load(1, enforce_eager=False)
+    steps = llm.engine.runner.verifications
+    assert steps is not None
+    floats: list[bool] = []
+    fill = steps._static.fill
+
+    def watched(chunks: Any, *, decode: bool) -> None:
+        floats.append(chunks[0].floats)
+        fill(chunks, decode=decode)
+
+    steps._static.fill = watched  # type: ignore[method-assign]
+    llm.generate(PROMPTS[:4], SamplingParams(temperature=0, **FREE))
+    assert sum(floats) > 0.9 * len(floats) > 50
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["captured", "eager"])
+def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """Eight layers of Flash with random weights, and the MTP layer."""
+    model = ModelConfig.preset("flash").with_layers(8)
+    config = EngineConfig(
+        device="cuda",
+        batch_invariant=True,
+        enforce_eager=request.param,
+        max_num_seqs=4,
+        max_model_len=2048,
+        max_num_batched_tokens=1024,
+        cache_memory_bytes=2**31,
+        draft_tokens=2,
+    )
+    yield Engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+
+
+@pytest.mark.parametrize("rate", [0, 0.5, 1])
+def test_forced_acceptance(flash: Engine, rate: float) -> None:
+    """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
+    flash.sampler.choose_with(Forced(flash, rate))
+    params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    before = flash.metrics()
+    results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]
+    while flash.has_work:
+        flash.step()
+    flash.check_integrity()
+    flash.reset_prefix_cache()
+    assert all(len(result.outputs[0].token_ids) == 300 for result in results)
+    found = flash.metrics()
+    proposed = found.drafts_proposed[0] - before.drafts_proposed[0]
+    accepted = found.drafts_accepted[0] - before.drafts_accepted[0]
+    assert accepted / proposed == pytest.approx(rate, abs=0.05)
