@@ -225,7 +225,7 @@ def test_a_damaged_graph_is_compiled_again(
     def compiling(self: GraphStore, wanted: Traceable, path: Path) -> None:
         compiled_mode.keep(path, b"code of " + wanted.name.encode())
 
-    def loading(path: Path) -> Any:
+    def loading(path: Path, device: torch.device) -> Any:
         return path.read_bytes()
 
     monkeypatch.setattr(GraphStore, "_compile", compiling)

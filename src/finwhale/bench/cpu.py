@@ -52,8 +52,10 @@ class Contender(Protocol):
 class Finwhale:
     """Finwhale in float32."""
 
-    def __init__(self, path: Path, activations: Activations, longest: int) -> None:
-        self.name = f"finwhale {activations}"
+    def __init__(
+        self, path: Path, activations: Activations, longest: int, compile: bool = False
+    ) -> None:
+        self.name = f"finwhale {activations}{' compiled' if compile else ''}"
         self._llm = LLM(
             path,
             device="cpu",
@@ -61,6 +63,7 @@ class Finwhale:
             activations=activations,
             max_num_seqs=max(BATCHES),
             max_num_batched_tokens=longest * max(BATCHES),
+            compile=compile,
         )
         self._requests: list[Any] = []
 
@@ -306,14 +309,20 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         model = load_transformers(Path(directory) / "plain")
     exact = Finwhale(checkpoint.path, "exact", longest)
     trained = Finwhale(checkpoint.path, "as-trained", longest)
+    compiled = []
+    if args.compile:
+        modes: tuple[Activations, ...] = ("exact", "as-trained")
+        compiled = [Finwhale(checkpoint.path, mode, longest, compile=True) for mode in modes]
     results = []
     for batch in args.batches:
         best = transformers_at_its_best(model, work, batch)
-        times, tokens = measure_decode([best, exact, trained], work, batch)
+        times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
         result["same_tokens"] = agreement(tokens, exact.name, best.name)
         console.print(f"the same {work.steps + 1} tokens: {result['same_tokens']:.0%} of sequences")
+        if compiled:
+            result["same_tokens_compiled"] = agreement(tokens, compiled[0].name, exact.name)
         results.append(result)
     if work.prefill:
         best = Transformers(model, "eager", torch.get_num_threads())
@@ -344,6 +353,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=_count, default=64, help="tokens to decode a round")
     parser.add_argument("--rounds", type=_count, default=5, help="times to repeat everything")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens to prefill; 0: none")
+    parser.add_argument("--compile", action="store_true", help="the compiled mode's decode as well")
     parser.add_argument("--batches", type=_count, nargs="+", default=list(BATCHES))
     parser.add_argument(
         "--threads", type=_count, help="torch threads; left out: torch's own choice"

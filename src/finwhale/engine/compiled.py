@@ -6,6 +6,7 @@ GPU, and the shapes of what the graph takes. One that is damaged is compiled aga
 
 import fcntl
 import hashlib
+import importlib
 import logging
 import os
 import platform
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -101,14 +102,18 @@ class GraphStore:
                 if not _is_whole(path):
                     self._compile(wanted, path)
                     self.num_compiled += 1
-            self._loaded[key] = _load(path)
+            self._loaded[key] = _load(path, self._device)
         return self._loaded[key]
 
     def _compile(self, wanted: Traceable, path: Path) -> None:
         begin = time.perf_counter()
         dynamic = torch.export.Dim.DYNAMIC
         shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
-        options = {"cpp.threads": 1} if self._device.type == "cpu" else {}
+        options = {}
+        if self._device.type == "cpu":
+            options = {"cpp.threads": 1}
+        else:
+            _find_cuda_headers()
         partial = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about itself
@@ -141,10 +146,24 @@ class _Module(nn.Module):
         return self._fn(flat)
 
 
-def _load(path: Path) -> Graph:
-    """Neither traces nor compiles; the operators that it calls must be registered."""
-    package = torch._inductor.aoti_load_package(str(path), run_single_threaded=True)
-    return cast(Graph, package.loader.boxed_run)
+def _load(path: Path, device: torch.device) -> Graph:
+    """Neither traces nor compiles; the operators that it calls must be registered.
+
+    By torch's loader itself: torch._inductor, which wraps it, takes seconds to import.
+    """
+    index = device.index or 0 if device.type == "cuda" else -1
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+    return cast(Graph, loader.boxed_run)
+
+
+def _find_cuda_headers() -> None:
+    """Have compilers find CUDA's headers where pip put them, if they are nowhere else."""
+    cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
+    home = cpp_extension.CUDA_HOME
+    if home is None or not (Path(home) / "include" / "cuda.h").exists():
+        packages = Path(torch.__file__).parents[1]
+        for header in packages.glob("nvidia/cu*/include/cuda.h"):
+            cpp_extension.CUDA_HOME = str(header.parents[1])
 
 
 def keep(path: Path, code: bytes) -> None:
