@@ -213,8 +213,9 @@ def test_what_a_graph_depends_on_names_it(
     """Rounding is in the code; the sizes of caches and batches are not."""
     kept = str(tmp_path)
     exact = signatures(new_llm, cache_dir=kept)
-    # Entries: first with a window, C4, C128; the MTP layer enters as the first layer does.
-    assert len(exact) == 3 + 2
+    # Entries: first with a window, C4, C128; the MTP layer enters as the first layer does. The
+    # indexer's choice. Two ways to route.
+    assert len(exact) == 3 + 1 + 2
     assert signatures(new_llm, cache_dir=kept, max_num_seqs=3, max_model_len=256) == exact
     assert not signatures(new_llm, cache_dir=kept, activations="as-trained") & exact
 

@@ -60,8 +60,10 @@ def compile_layers(
     def compiled(layer: nn.Module, first: bool) -> CompiledLayer:
         assert isinstance(layer, DecoderLayer)
         tracer = LayerTracer(model.config, traced, layer, model.tables, cache, step, first=first)
-        graphs = store.graph(tracer.enter()), store.graph(tracer.leave())
-        return CompiledLayer(tracer, *graphs, MAX_TOKENS[device.type])
+        select = tracer.select()
+        chosen = None if select is None else store.graph(select)
+        enter, leave = store.graph(tracer.enter()), store.graph(tracer.leave())
+        return CompiledLayer(tracer, enter, chosen, leave, MAX_TOKENS[device.type])
 
     def all_of(layers: nn.ModuleList) -> nn.ModuleList:
         return nn.ModuleList(compiled(layer, i == 0) for i, layer in enumerate(layers))

@@ -1,4 +1,4 @@
-"""Decoder layers compiled ahead of time: two graphs a layer, one artefact for layers of one kind.
+"""Decoder layers compiled ahead of time: graphs that layers of one kind share.
 
     (x, post_mix, res_mix, residual) -> [enter] -> compress, select, attend -> [leave] -> experts
 
@@ -7,7 +7,8 @@ from DecoderLayer's own methods, with weights and caches as arguments, so that l
 in their values alone share it. It is compiled by AOTInductor: loading one traces and compiles
 nothing.
 
-Where every operator can be plain torch (a CPU), attention and the experts are in the second graph.
+Where every operator can be plain torch (a CPU), attention and the experts are in the second graph,
+and the indexer's choice is a graph of its own.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
+from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState, LayerWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.ops.attention import Window
+from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.compiled import TracedTable
 from finwhale.ops.compiled.step import StepTensors
 from finwhale.ops.moe import ExpertWeight
@@ -31,6 +33,7 @@ from finwhale.ops.moe import ExpertWeight
 T = TypeVar("T")
 # Of sizes that stay open in a graph; different, so that none is taken for another.
 SAMPLE_TOKENS, SAMPLE_SEQUENCES, SAMPLE_PAGES, SAMPLE_ENTRIES, SAMPLE_ROWS = 6, 4, 3, 5, 16
+C4_RATIO = 4
 NO_EXPERTS = ExpertWeight(torch.empty(0), torch.empty(0))
 
 
@@ -107,7 +110,7 @@ def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
 
 
 class LayerTracer:
-    """The two graphs of one decoder layer.
+    """The graphs of one decoder layer.
 
     Args:
         table: the operators to trace.
@@ -128,6 +131,7 @@ class LayerTracer:
         self.table = table
         self.layer = layer
         self.rotary = layer.attn.rotary(tables)
+        self.cache = cache
         self.pool = cache.pool("window", layer.attn.layer)
         self.step = step
         self.first = first
@@ -165,6 +169,42 @@ class LayerTracer:
 
         arguments = [*state, *step, Argument(self.pool, (0,)), *_fixed(weights)]
         return Traceable(f"enter {self.entered}", fn, arguments, self._constants(weights))
+
+    def select(self) -> Traceable | None:
+        """[queries, entries' input, positions, rotation, slots, counts, key pool] -> the slots of
+        the entries that the indexer chooses; None where another way is taken.
+        """
+        layer, entries = self.layer, self.layer.attn.entries
+        if not self.table.whole or not isinstance(entries, C4Entries):
+            return None
+        index, ints = layer.attn.layer, torch.int64
+
+        def fn(flat: list[Tensor]) -> tuple[Tensor, ...]:
+            q_NX, projected, positions, rotation, slots, counts, key_pool = flat
+            tokens, table, rotary = self.step.back([positions, rotation, positions])
+            tokens = replace(tokens, max_len=C4_RATIO)
+            self.step.back_entries([slots, counts], tokens, table)
+            inputs = StepInputs(token_ids=positions, tokens=tokens, tables={"c4": table})
+            cache = PagedCache({"c4": {index: key_pool}, "index_keys": {index: key_pool}})
+            traced = self._layer(layer.weights).attn
+            chosen = traced.choose(q_NX, projected, inputs, rotary, cache)
+            assert isinstance(chosen, Selected)
+            return (chosen.slots,)
+
+        w = layer.weights.attn
+        assert isinstance(w.compressor, C4Weights)
+        key_pool = self.cache.pool("index_keys", index)
+        slots = Argument(self._empty(2 * entries.topk, dtype=ints).sample, (0, 1))
+        arguments = [
+            self._empty(w.wq_b.weight.shape[0]),
+            self._empty(w.compressor.proj.weight.shape[0], dtype=torch.float32),
+            self._empty(dtype=ints),
+            self._empty(*self.rotary.shape[1:], dtype=torch.float32),
+            slots,
+            self._empty(dtype=ints),
+            Argument(key_pool[:SAMPLE_ROWS], (0,)),
+        ]
+        return Traceable("select", fn, arguments, self._constants(()))
 
     def leave(self) -> Traceable:
         """Attention's output [N,A,C], or what gives it; mixes, residual, positions, token ids,
@@ -282,7 +322,14 @@ class CompiledLayer(nn.Module):
         max_tokens: steps of more run the layer itself, operator by operator.
     """
 
-    def __init__(self, tracer: LayerTracer, enter: Graph, leave: Graph, max_tokens: int) -> None:
+    def __init__(
+        self,
+        tracer: LayerTracer,
+        enter: Graph,
+        select: Graph | None,
+        leave: Graph,
+        max_tokens: int,
+    ) -> None:
         super().__init__()
         self.layer = tracer.layer
         self.max_tokens = max_tokens
@@ -293,6 +340,10 @@ class CompiledLayer(nn.Module):
         self._graphs = enter, entered, leave, _tensors(tracer.left_weights)
         self._query_width = attn.heads * attn.head_dim
         self._window = tracer.pool, attn.window
+        self._select: tuple[Graph, int, Tensor, Tensor] | None = None
+        if select is not None and isinstance(attn.entries, C4Entries):
+            pools = tracer.cache.pool("c4", attn.layer), tracer.cache.pool("index_keys", attn.layer)
+            self._select = select, attn.entries.topk, *pools
 
     def forward(
         self,
@@ -325,8 +376,14 @@ class CompiledLayer(nn.Module):
             compressor.write(projected, inputs, rotary, cache)
         mixes = [post, res, residual, tokens.positions, inputs.token_ids]
         if whole:
-            entries = None
-            if compressor is not None:
+            entries: Selected | Complete | None = None
+            if self._select is not None and projected is not None:
+                select, topk, entry_pool, key_pool = self._select
+                places = step.flat_entries(tokens, inputs.tables["c4"], topk)
+                given = [q_NX, projected, tokens.positions, tokens.rotation(rotary)]
+                (slots,) = select([*given, *places, key_pool])
+                entries = Selected(entry_pool, slots, inputs.tables["c4"].rows_per_page)
+            elif compressor is not None:
                 entries = attn.choose(q_NX, projected, inputs, rotary, cache)
             pool, size = self._window
             rows = step.flat_rows(tokens, Window(pool, table, size), entries)

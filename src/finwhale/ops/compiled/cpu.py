@@ -1,7 +1,8 @@
 """Operators of the CPU's table as plain torch that a compiler fuses: float32, any number of rows.
 
 The same arithmetic as the references, written so that a graph's shapes stay symbolic and nothing is
-a call of its own that need not be one. Products with packed weights stay custom operators.
+a call of its own that need not be one: torch would share even a small product between threads, and
+wait for them. Products with packed weights stay custom operators.
 
 Legend as in the families' packages.
 """
@@ -20,7 +21,7 @@ from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
-from finwhale.ops.slots import window_slots, write_slots
+from finwhale.ops.slots import index_step, window_slots, write_slots
 
 # Outputs that lie side by side in memory: two vectors of float32.
 COLUMNS = 32
@@ -56,6 +57,7 @@ def traced(registered: Ops) -> Ops:
         grouped_linear=grouped_linear,
         prepare_qkv=prepare_qkv,
         route_by_score=route_by_score,
+        select_entries=select_entries,
         sparse_attention=sparse_attention,
         route_by_hash=route_by_hash,
         experts=experts,
@@ -256,9 +258,41 @@ def sparse_attention(
         (window.pool[slots_NW.clamp(min=0)], entries.pool[entries.slots.clamp(min=0)]), 1
     )
     missing_NK = torch.cat((slots_NW < 0, entries.slots < 0), 1)
-    scores = torch.bmm(q, rows_NKC.transpose(1, 2)).masked_fill(missing_NK[:, None], -torch.inf)
+    scores = (q[:, :, None] * rows_NKC[:, None]).sum(-1)
+    scores = scores.masked_fill(missing_NK[:, None], -torch.inf)
     maximum = torch.maximum(scores.amax(-1), sink_A)
     weights = (scores - maximum[:, :, None]).exp()
     total = (sink_A - maximum).exp() + weights.sum(-1)
-    out = torch.bmm(weights, rows_NKC) / total[:, :, None]
+    out = (weights[..., None] * rows_NKC[:, None]).sum(2) / total[:, :, None]
     out_NAC.copy_(apply_rope(out, rotation_NR, inverse=True))
+
+
+def select_entries(
+    q_NIC: Tensor,
+    weights_NI: Tensor,
+    key_pool: Tensor,
+    rotary_LR: Tensor,
+    tokens: Tokens,
+    table: PageTable,
+    topk: int,
+    scale: float,
+    round_query: bool,
+) -> Tensor:
+    """The best first, not in order of position; where a token's entries lie, and how many it sees,
+    come from the step's memo: at least topk slots a token.
+    """
+    step = index_step(tokens, table)
+    q = apply_rope(q_NIC, tokens.rotation(rotary_LR))
+    q = round_e4m3(q, ACTIVATION_GROUP) if round_query else q
+    keys_NEC = key_pool[step.entry_slots.clamp(min=0)]
+    relu = (q[:, :, None] * keys_NEC[:, None]).sum(-1).relu()
+    scores = (relu * (weights_NI * scale)[:, :, None]).sum(1)
+    entries = torch.arange(scores.shape[1])
+    # As in indexer.ref: of equal scores the lowest entry; -0 counts as 0.
+    bits = scores.masked_fill(entries >= step.num_entries[:, None], -torch.inf) + 0.0
+    order = bits.view(torch.int32).to(torch.int64)
+    order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)
+    keys = (order << 32) | (0xFFFFFFFF - entries)
+    chosen = 0xFFFFFFFF - (keys.topk(topk, 1).values & 0xFFFFFFFF)
+    slots = step.entry_slots.gather(1, chosen)
+    return slots.masked_fill(chosen >= step.num_entries[:, None], -1).int()

@@ -3,11 +3,19 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.slots import complete_slots, window_slots, write_slots
+from finwhale.ops.slots import (
+    IndexStep,
+    complete_slots,
+    index_step,
+    padded,
+    window_slots,
+    write_slots,
+)
 
 # Complete entries are read in whole multiples of this many.
 ENTRY_STEP = 32
@@ -31,7 +39,13 @@ class StepTensors:
         if self.packed:
             places = [tokens.positions, tokens.sequence, tokens.query_start]
             return [*places, table.pages, table.first, rotary_LR]
-        return [tokens.positions, tokens.rotation(rotary_LR), write_slots(tokens, table)]
+        # One list for all layers of a step that rotate alike.
+        key = ("flat", id(rotary_LR))
+        found: list[Tensor] | None = tokens.memo.get(key)
+        if found is None:
+            rotation = tokens.rotation(rotary_LR)
+            found = tokens.memo[key] = [tokens.positions, rotation, write_slots(tokens, table)]
+        return found
 
     def back(self, tensors: list[Tensor]) -> tuple[Tokens, PageTable, Tensor]:
         """Tokens, the window's table and the rotary table of what `flat` gave."""
@@ -53,6 +67,24 @@ class StepTensors:
         """The rows that attention reads, where it is in the graph."""
         seen = window_slots(tokens, window.table, window.size)
         return [window.pool, seen, *_entries(tokens, window, entries)]
+
+    def flat_entries(self, tokens: Tokens, table: PageTable, topk: int) -> list[Tensor]:
+        """What the choice of entries reads: where each token's lie [N,E], how many it sees [N]."""
+        key = ("entries", table, topk)
+        found: list[Tensor] | None = tokens.memo.get(key)
+        if found is None:
+            step = index_step(tokens, table)
+            slots = step.entry_slots.index_select(0, tokens.sequence)
+            least = padded(topk)
+            if slots.shape[1] < least:
+                slots = F.pad(slots, (0, least - slots.shape[1]), value=-1)
+            found = tokens.memo[key] = [slots, step.num_entries]
+        return found
+
+    def back_entries(self, tensors: list[Tensor], tokens: Tokens, table: PageTable) -> None:
+        """Into the memo, what `flat_entries` gave: a sequence for each token."""
+        slots, counts = tensors
+        tokens.memo["index", table] = IndexStep((), (), slots, counts)
 
     def back_rows(
         self, tensors: list[Tensor], tokens: Tokens, table: PageTable, size: int
