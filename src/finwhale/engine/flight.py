@@ -38,16 +38,16 @@ class Stream:
 
     def read(self, detokenizer: Detokenizer, token_id: int) -> bool:
         """Add a token's text to the output; whether a stop string ends it here."""
-        text, stop = detokenizer.next(token_id), self.stop
+        text, stop, output = detokenizer.next(token_id), self.stop, self.output
         if self.stop_after is not None:
             if token_id == self.stop_after:
                 self.stop_after = None
         elif stop is not None:
             text = stop.feed(text)
         # The only reference to a text: the interpreter appends in place, however long it is.
-        whole, self.output.text = self.output.text, ""
+        whole, output.text = output.text, ""
         whole += text
-        self.output.text = whole
+        output.text = whole
         return stop is not None and stop.matched is not None
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 import secrets
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from finwhale.ops.sampling import (
     Sample,
     SamplingBatch,
 )
-from finwhale.ops.sampling.draws import derive_seed, uniforms
+from finwhale.ops.sampling.draws import derive_seed, draws, states, uniforms
 from finwhale.request import SamplingParams
 
 NOT_FINITE = "the model's logits for this token are not finite (NaN or infinity)"
@@ -206,9 +206,8 @@ class Sampler:
         if self._fixed.filters is not None and further_B is not None:
             uniform_R = _draws_further(rows, further_B)
         elif self._fixed.filters is not None:
-            drawing = [rows[place] for place in self._fixed.drawing]
-            draws = uniforms([row.seed for row in drawing], [row.step for row in drawing])
-            (uniform_R,) = send(device, draws)
+            steps = [rows[place].step for place in self._fixed.drawing]
+            (uniform_R,) = send(device, draws(self._fixed.states, steps))
         return SamplingBatch(
             filters=self._fixed.filters,
             uniform_R=uniform_R,
@@ -440,10 +439,12 @@ class _Fixed:
 
     Attributes:
         drawing: the rows that `filters` are of.
+        states: of their seeds.
         historic: some rows have penalties or a grammar.
     """
 
     drawing: Sequence[int] = ()
+    states: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     historic: bool = False
     filters: Filters | None = None
     bias: Bias | None = None
@@ -459,8 +460,10 @@ def _fix(requests: Sequence[_Request], device: torch.device) -> _Fixed:
         LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
         for num, rows in sorted(wanted.items())
     )
+    drawing = [row for row, request in enumerate(requests) if not request.greedy]
     return _Fixed(
-        [row for row, request in enumerate(requests) if not request.greedy],
+        drawing,
+        states([requests[row].seed for row in drawing]),
         any(request.seen is not None or request.matcher is not None for request in requests),
         _filters(requests, device),
         _bias(requests, device),

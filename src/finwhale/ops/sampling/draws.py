@@ -22,7 +22,16 @@ def uniforms(seeds: Sequence[int], steps: Sequence[int]) -> NDArray[np.float64]:
         seeds: any integers; equal modulo 2^64 is equal.
         steps: 0 or more, as many as seeds.
     """
-    state = _finalise(np.array([seed & _MASK for seed in seeds], dtype=np.uint64) + _GOLDEN)
+    return draws(states(seeds), steps)
+
+
+def states(seeds: Sequence[int]) -> NDArray[np.uint64]:
+    """What `draws` takes for seeds, for many steps."""
+    return _finalise(np.array([seed & _MASK for seed in seeds], dtype=np.uint64) + _GOLDEN)
+
+
+def draws(state: NDArray[np.uint64], steps: Sequence[int]) -> NDArray[np.float64]:
+    """`uniforms` of the seeds that `state` was made of."""
     counter = np.array(steps, dtype=np.uint64) + np.uint64(1)
     bits = _finalise(state + counter * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
