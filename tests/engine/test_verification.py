@@ -204,9 +204,9 @@ def test_one_set_of_side_streams(
     made: list[SideStreams] = []
     begin = SideStreams.__init__
 
-    def counting(self: SideStreams, device: torch.device) -> None:
+    def counting(self: SideStreams, device: torch.device, wanted: bool = True) -> None:
         made.append(self)
-        begin(self, device)
+        begin(self, device, wanted)
 
     monkeypatch.setattr(SideStreams, "__init__", counting)
     engine = new_llm(**OPTIONS, draft_tokens=3).engine

@@ -306,7 +306,9 @@ def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
         checkpoint = Checkpoint.open(args.model)
         config = ModelConfig.from_dict(checkpoint.config)
         specs = weight_specs(config)
-        return config, WeightSource(checkpoint, specs, ignored=ignored_prefixes(config))
+        device = choose_device(args.device)[1]
+        ignored = ignored_prefixes(config)
+        return config, WeightSource(checkpoint, specs, ignored=ignored, device=device)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
     config = ModelConfig.preset(args.config)

@@ -84,6 +84,9 @@ class StubRunner:
         self._valid = torch.ones(config.max_num_seqs, dtype=torch.bool)
         self._step = 0
 
+    def use_device(self) -> None:
+        pass
+
     def logits(self, chunks: Sequence[Chunk]) -> Tensor:
         if are_decodes(chunks):
             self.static.fill(chunks, decode=True)

@@ -30,6 +30,7 @@ from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.engine.phases import process_start, whole_start
+from finwhale.engine.runner import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.request import SamplingParams
@@ -45,7 +46,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         checkpoint = Checkpoint.open(DEMO_PATH)
         config = ModelConfig.from_dict(checkpoint.config)
         ignored = ignored_prefixes(config)
-        weights: Any = WeightSource(checkpoint, weight_specs(config), ignored=ignored)
+        device = choose_device(args.device)[1]
+        weights: Any = WeightSource(
+            checkpoint, weight_specs(config), ignored=ignored, device=device
+        )
     else:
         config, weights = source(args)
     engine = Engine(
@@ -119,9 +123,9 @@ class Mixed:
         while self.engine.has_work:
             self.engine.step()
         name = self._name()
-        params = self._params(max_tokens=1, n=1)
+        prompt, params = self._prompt(self.length), self._params(max_tokens=1, n=1)
         begin = time.perf_counter()
-        self.engine.add_request(name, self._prompt(self.length), params)
+        self.engine.add_request(name, prompt, params)
         while self.engine.has_work:
             self.engine.step()
         return 1e3 * (time.perf_counter() - begin)

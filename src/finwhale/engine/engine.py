@@ -230,6 +230,7 @@ class Engine:
         """
         with self._lock, self._watchdog:
             self._check_usable()
+            self.runner.use_device()
             try:
                 while len(self._flying) <= self.steps_ahead and self._launch():
                     pass

@@ -60,8 +60,10 @@ def _kinds(vocab_size: int) -> Iterator[SamplingParams]:
 
 def _run(engine: "Engine", requests: list[tuple[int, SamplingParams]]) -> None:
     vocab_size = engine.model_config.vocab_size
+    # Nothing is found instead of read.
+    engine.reset_prefix_cache()
     for number, (length, params) in enumerate(requests):
-        # No prompt begins like another: nothing is found instead of read.
+        # No prompt begins like another.
         prompt = [(7 * i + 13 * number + 1) % vocab_size for i in range(length)]
         engine.add_request(f"rehearsal-{number}", prompt, params)
     while engine.has_work:

@@ -70,6 +70,7 @@ class ModelRunner:
         self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
     ) -> None:
         self.platform, self.device = choose_device(config.device)
+        self.use_device()
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self._round = config.activations == "as-trained"
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
@@ -157,6 +158,11 @@ class ModelRunner:
                 f"the model does not fit {self.device}: {str(error).splitlines()[0]}"
             ) from error
         self.batches = BatchBuilder(self.groups, self.device, self.sampled)
+
+    def use_device(self) -> None:
+        """Make the device the current one of this thread: kernels are launched there."""
+        if self.device.index:
+            torch.cuda.set_device(self.device)
 
     def _build(self, weights: ModelWeights, max_positions: int) -> DeepseekV4:
         return DeepseekV4(

@@ -31,6 +31,9 @@ GROWTH = 1.1
 REMAINDERS = (0, 1, 5, 13)
 # Steps of up to so many tokens share a token's keys between programs, by how many keys it has.
 SHARED_UP_TO = 64
+# Where any number of tokens may run without a graph, those of them that meet all contexts: they
+# differ in the heads of a program and in whether there are enough programs for every share.
+ALL_CONTEXTS = (1, 2, 3, 4, 9, 17, 33, 65)
 # The context of all larger ones but one, which has all contexts: there they change nothing else.
 ORDINARY_CONTEXT = 16384
 # Keys of a share: beyond so many tokens of context there are enough for the most shares.
@@ -145,6 +148,8 @@ class Walk:
     def _lengths(self, num_tokens: int, every: bool) -> list[int]:
         """Contexts of a step: where its kernels depend on them all, else an ordinary one."""
         longest = self.largest.max_len
+        if self.eager or self.drafts:
+            every &= num_tokens in ALL_CONTEXTS
         if every:
             return contexts(longest, shared=num_tokens <= SHARED_UP_TO and self.eager)
         if num_tokens <= SHARED_UP_TO:

@@ -16,9 +16,9 @@ import torch
 def serve(requests: TextIO, answers: TextIO) -> None:
     first = json.loads(requests.readline())
     os.environ["DG_JIT_CACHE_DIR"] = first["cache"]
-    products = importlib.import_module("finwhale.ops.builds.products")
     device = torch.device("cuda", first["device"])
     torch.cuda.set_device(device)
+    products = importlib.import_module("finwhale.ops.builds.products")
     for line in requests:
         job = json.loads(line)
         answer: dict[str, Any] = {}

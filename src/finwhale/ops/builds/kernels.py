@@ -14,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts, default_directory
+from finwhale.errors import ResourceError
 from finwhale.ops.builds import Built
 from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, Variant, collect, load
@@ -38,7 +39,8 @@ class KernelBuilds:
     """Builds (ops/builds) on one GPU.
 
     Raises:
-        ResourceError: the cache directory cannot be used, or holds what is damaged and stays.
+        ResourceError: the cache directory cannot be used, or holds what is damaged and stays;
+            also in `prepare`, where it cannot be written and something is missing.
     """
 
     def __init__(self, platform: Platform, device_index: int, directory: str | None) -> None:
@@ -64,7 +66,13 @@ class KernelBuilds:
 
     def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
         if self._artefacts.is_complete(configuration):
+            self._close_pool()
             return self._loaded(walk)
+        if not self._artefacts.writable:
+            raise ResourceError(
+                f"{self._artefacts.path} cannot be written and does not hold all kernels: give "
+                "another cache directory, or fill this one with finwhale warmup"
+            )
         with self._artefacts.filling():
             if self._artefacts.is_complete(configuration):
                 # Another process has made everything meanwhile.
@@ -87,6 +95,9 @@ class KernelBuilds:
         with self._collecting():
             variants = collect(walk)
         found = time.perf_counter()
+        if not variants:
+            self._close_pool()
+            return 0
         pool, self._pool = self._pool or self._new_pool(), None
         finish = [pool.start(_job(variant) for variant in sorted(variants, key=_effort))]
         gemms = self._new_gemm_pool()
@@ -130,6 +141,8 @@ class KernelBuilds:
     def _new_gemm_pool(self) -> Pool | None:
         if self._products is None or not self._products.jobs():
             return None
+        # What loading has left to torch.
+        torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device_index)
         size = min(GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
         if size < 1:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS = 16
+PATIENCE_S = 900
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; "
 
 
@@ -71,9 +73,14 @@ class Pool:
             thread.start()
 
         def finish() -> list[str]:
+            end = time.monotonic() + PATIENCE_S
             for thread in threads:
-                thread.join()
+                thread.join(max(0.0, end - time.monotonic()))
+            if any(thread.is_alive() for thread in threads):
+                errors.append(f"compiling took longer than {PATIENCE_S} s and was given up")
             self.close()
+            for _ in range(waiting.qsize()):
+                errors.append("there was no compiling process left")
             return errors
 
         return finish

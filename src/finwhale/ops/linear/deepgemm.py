@@ -7,6 +7,8 @@ the same bits. So a token's bits depend neither on the others nor, from 2 on, on
 DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
 """
 
+from functools import cache
+
 import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
@@ -20,8 +22,14 @@ __all__ = ["grouped_linear", "linear", "swiglu_mlp"]
 
 MANY_TOKENS = 256
 
-# Its kernels start while ours before them end: worth 1 us each. Only a setting: nothing starts.
-deep_gemm.set_pdl(True)
+
+@cache
+def _begin() -> None:
+    """Its kernels start while ours before them end: worth 1 us each.
+
+    The first setting makes a context of the GPU: not before a product is asked for.
+    """
+    deep_gemm.set_pdl(True)
 
 
 def _suits(x: Tensor, weight: Tensor, scale: Tensor | None, out_dtype: torch.dtype | None) -> bool:
@@ -45,6 +53,7 @@ def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens
     if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
         return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale)
     out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
+    _begin()
     deep_gemm.fp8_gemm_nt(x, (weight, scale), out, disable_ue8m0_cast=True)
     return out[:num_tokens]
 
@@ -65,6 +74,7 @@ def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
     shape = (rows, groups, w.weight.shape[1])
     out = torch.empty(shape, dtype=torch.bfloat16, device=x_NGK.device)
     x = quantise(x_NGK, num_rows=rows)
+    _begin()
     deep_gemm.fp8_einsum("bhr,hdr->bhd", x, (w.weight, w.scale), out)
     return out[:num_tokens]
 
