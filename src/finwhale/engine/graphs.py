@@ -43,6 +43,19 @@ def are_decodes(chunks: Items[Chunk]) -> bool:
     return not [c for c in chunks if c.end - c.start != 1 or c.end != len(c.sequence.token_ids)]
 
 
+class GraphMemory:
+    """What captured graphs share: what one frees another has only on the same stream.
+
+    Attributes:
+        pool: torch's handle.
+        stream: all are captured on it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream(device)
+
+
 class Recorder:
     """Records what a forward launches: Segments that break (prefill) or go on (decode)."""
 
@@ -105,7 +118,7 @@ class Graphs:
         static: the inputs of every graph.
         sizes: numbers of tokens to capture, ascending.
         decode: capture decodes, a sequence a token; else steps with prefills.
-        pool: memory that all graphs share (torch.cuda.graph_pool_handle()).
+        memory: what all graphs share.
     """
 
     def __init__(
@@ -116,13 +129,12 @@ class Graphs:
         sizes: Items[int],
         decode: bool,
         device: torch.device,
-        pool: Any,
+        memory: GraphMemory,
     ) -> None:
         self.sizes = list(sizes)
         self.static = static
         self.decode = decode
         self._captured: dict[int, _Captured] = {}
-        stream = torch.cuda.Stream(device)
 
         def whole(inputs: StepInputs, segments: Segments) -> Tensor:
             static.gather_ids(len(inputs.token_ids))
@@ -132,11 +144,14 @@ class Graphs:
         for size in reversed(self.sizes):
             inputs = static.inputs(size, decode=decode)
             torch.cuda.synchronize(device)
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(memory.stream):
                 for _ in range(WARM_UP_STEPS):
                     whole(inputs, Inline())
                 torch.cuda.synchronize(device)
-                recorder = Recorder(not decode, pool)
+                if size == self.sizes[-1]:
+                    # A capture cannot have what the warm-up left to torch.
+                    torch.cuda.empty_cache()
+                recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
             self._captured[size] = _Captured(inputs, recorder.parts, out)
         torch.cuda.synchronize(device)

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from finwhale.artefacts import default_directory
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.compiled import compile_layers
-from finwhale.engine.graphs import PREFILL_SIZES, Graphs, decode_sizes
+from finwhale.engine.graphs import PREFILL_SIZES, GraphMemory, Graphs, decode_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.phases import Phases
@@ -265,7 +264,7 @@ class ModelRunner:
         largest = self._largest(config, self.max_model_len)
         if not largest.decode_graphs:
             return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        pool = torch.cuda.graph_pool_handle()
+        memory = GraphMemory(self.device)
         static = StaticInputs(
             max(largest.decode_graphs + largest.prefill_graphs),
             config.max_num_seqs,
@@ -280,10 +279,10 @@ class ModelRunner:
                 sizes=largest.prefill_graphs,
                 decode=False,
                 device=self.device,
-                pool=pool,
+                memory=memory,
             )
         if self.drafter is not None:
-            self.verifications = self.new_verifications(config, pool)
+            self.verifications = self.new_verifications(config, memory)
             return torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         self.graphs = Graphs(
             logits,
@@ -291,12 +290,12 @@ class ModelRunner:
             sizes=largest.decode_graphs,
             decode=True,
             device=self.device,
-            pool=pool,
+            memory=memory,
         )
         return static.sampled
 
-    def new_verifications(self, config: EngineConfig, pool: Any) -> Verifications:
-        """The decodes of a drafting engine, captured into `pool`; None: launched from the host."""
+    def new_verifications(self, config: EngineConfig, memory: GraphMemory | None) -> Verifications:
+        """The decodes of a drafting engine, captured; without memory, launched from the host."""
         largest = self._largest(config, self.max_model_len)
         return Verifications(
             self.model,
@@ -307,7 +306,7 @@ class ModelRunner:
             sizes=largest.decode_graphs or (config.max_num_seqs,),
             max_len=self.max_model_len,
             device=self.device,
-            pool=pool,
+            memory=memory,
         )
 
     def _plan(self, config: EngineConfig, model: DeepseekV4 | None, longest: int) -> CachePlan:

@@ -57,9 +57,10 @@ class Instant:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_to(self, later: "Instant") -> float:
-        """Both must have been reached: the host has waited for something that came after."""
+        """Waits for the later one, which is seldom not there yet."""
         if self._event is None or later._event is None:
             return later.time - self.time
+        later._event.synchronize()
         milliseconds: float = self._event.elapsed_time(later._event)
         return milliseconds / 1000
 

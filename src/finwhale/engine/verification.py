@@ -13,13 +13,12 @@ streams, D hidden, V vocabulary, R rows there are.
 import bisect
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.graphs import WARM_UP_STEPS, Recorder
+from finwhale.engine.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.scheduler import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
@@ -64,8 +63,7 @@ class Verifications:
         drafts: the K that there are.
         sizes: batch sizes, ascending; the last is the most that `fits`.
         max_len: no sequence is longer, drafts included.
-        pool: memory of captured graphs (torch.cuda.graph_pool_handle()); None: every step is
-            launched from the host.
+        memory: what captured graphs share; None: every step is launched from the host.
 
     Attributes:
         ids: [B,W] int64: what the last step reads, its drafts behind the known tokens; None: the
@@ -83,11 +81,11 @@ class Verifications:
         sizes: Items[int],
         max_len: int,
         device: torch.device,
-        pool: Any = None,
+        memory: GraphMemory | None = None,
     ) -> None:
         assert model.mtp is not None
         self._model, self._mtp, self._cache, self._sample = model, model.mtp, cache, sample
-        self._device, self._pool, self._max_len = device, pool, max_len
+        self._device, self._memory, self._max_len = device, memory, max_len
         self.sizes, self.drafts = list(sizes), sorted(drafts)
         rows, width = self.sizes[-1], 1 + self.drafts[-1]
         self._no_row = rows
@@ -106,8 +104,8 @@ class Verifications:
         self._captured: dict[tuple[int, int], _Step] = {}
         self._step: _Step | None = None
         self._count = 0
-        if pool is not None:
-            self._capture_all()
+        if memory is not None:
+            self._capture_all(memory)
 
     @property
     def ids(self) -> Tensor | None:
@@ -134,13 +132,14 @@ class Verifications:
         """Read the chunks: logits [count * W, V] float32, valid until the next step."""
         width = 1 + len(chunks[0].drafts)
         self._count = len(chunks)
-        if self._pool is not None:
+        if self._memory is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
         else:
             size = len(chunks)
         self._static.fill(chunks, decode=False)
         self._link(chunks, size)
-        if self._pool is None:
+        if self._memory is None:
+            self._step = None  # its logits make room
             further = (width - 1) * chunks[0].floats
             max_len = min(self._max_len, further + max(c.end for c in chunks))
             inputs = self._inputs(size, width, max_len)
@@ -248,27 +247,30 @@ class Verifications:
     def _guess(self, streams_BHD: Tensor, place: int) -> Tensor:
         return guess(self._mtp, self._sample, streams_BHD, place)
 
-    def _capture_all(self) -> None:
-        stream = torch.cuda.Stream(self._device)
+    def _capture_all(self, memory: GraphMemory) -> None:
         # The largest first: the others then fit into the memory that it has left in the pool.
         for size in reversed(self.sizes):
             for count in reversed(self.drafts):
                 inputs = self._inputs(size, 1 + count, self._max_len)
                 torch.cuda.synchronize(self._device)
-                with torch.cuda.stream(stream):
-                    self._captured[size, 1 + count] = self._capture(inputs)
+                with torch.cuda.stream(memory.stream):
+                    self._captured[size, 1 + count] = self._capture(inputs, memory)
         torch.cuda.synchronize(self._device)
         # What the warm-up chose is nobody's.
         self._carried.zero_()
         self._advanced.zero_()
 
     @torch.inference_mode()
-    def _capture(self, inputs: StepInputs) -> _Step:
+    def _capture(self, inputs: StepInputs, memory: GraphMemory) -> _Step:
         for _ in range(WARM_UP_STEPS):
             step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
             self._draft(step, Inline())
+        del step
         torch.cuda.synchronize(self._device)
-        verifying, drafting = Recorder(False, self._pool), Recorder(False, self._pool)
+        if not self._captured:
+            # A capture cannot have what the warm-up left to torch.
+            torch.cuda.empty_cache()
+        verifying, drafting = Recorder(False, memory.pool), Recorder(False, memory.pool)
         logits, streams = verifying.record(self._verify, inputs)
         step = _Step(inputs, None, None, logits, streams)
         drafting.record(self._draft, step)
