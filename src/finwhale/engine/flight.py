@@ -118,9 +118,9 @@ class Flight:
     def drop_ended(self) -> list[int] | None:
         """Leave out the streams that have ended; the rows of the others, None: all are left."""
         streams = self.rows.streams
-        if not [stream for stream in streams if stream.ended]:
-            return None
         left = [row for row, stream in enumerate(streams) if not stream.ended]
+        if len(left) == len(streams):
+            return None
         self.rows = Rows([streams[row] for row in left])
         self.places = [self.places[row] for row in left]
         return left

@@ -151,10 +151,8 @@ class Meter:
         """A step is done: one token of each sequence came now."""
         self.steps += 1
         self.output_tokens += len(clocks)
-        # Most had their last token in the same step: few different times, and often one.
-        lasts = [clock.last for clock in clocks]
-        alike = len(set(lasts)) == 1
-        for last, times in [(lasts[0], len(lasts))] if alike else Counter(lasts).items():
+        # Most had their last token in the same step: few different times.
+        for last, times in Counter([clock.last for clock in clocks]).items():
             if last:
                 self.time_between_tokens.add(now - last, times)
             else:

@@ -55,6 +55,14 @@ class SampledToken:
     error: str | None = None
 
 
+class _PlainTokens(dict[int, SampledToken]):
+    """Tokens without log-probabilities, made once: there are many in every step."""
+
+    def __missing__(self, token_id: int) -> SampledToken:
+        token = self[token_id] = SampledToken(token_id)
+        return token
+
+
 class Sampler:
     """Chooses tokens for the running requests.
 
@@ -66,8 +74,7 @@ class Sampler:
         """`sample` is the platform's operator."""
         self._sample = sample
         self._receiver: Receiver | None = None
-        # Tokens without log-probabilities, made once: there are many in every step.
-        self._plain: dict[int, SampledToken] = {}
+        self._plain = _PlainTokens()
         self._requests: dict[Hashable, _Request] = {}
         self._fixed_keys: tuple[Hashable, ...] | None = None
         self._fixed_device: torch.device | None = None
@@ -234,9 +241,7 @@ class Sampler:
         ids_S, valid_S, *logprobs_S = parts
         ids, valid = ids_S.tolist(), valid_S.tolist()
         if not logprobs_S and all(valid):
-            known = [self._plain.get(i) for i in ids]
-            if None not in known:
-                return known  # type: ignore[return-value]
+            return [self._plain[i] for i in ids]
         logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
         tokens: list[SampledToken] = []
         for place, row in enumerate(sampling.rows):
@@ -246,10 +251,7 @@ class Sampler:
             if logprobs is not None and row.request.params.logprobs is not None:
                 tokens.append(SampledToken(ids[place], logprobs.of(place, ids[place])))
                 continue
-            token = self._plain.get(ids[place])
-            if token is None:
-                token = self._plain[ids[place]] = SampledToken(ids[place])
-            tokens.append(token)
+            tokens.append(self._plain[ids[place]])
         return tokens
 
     def commit_runs(
