@@ -7,7 +7,6 @@ references show what the activations' dtype alone costs.
 
 import argparse
 import gc
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -191,8 +190,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    record = stamp(("torch",))
-    record["command"] = shlex.join(["finwhale", "bench", "accuracy", *argv])
+    record = stamp("accuracy", argv, ("torch",))
     record |= run(args)
     table = Table(title=f"{args.config}, {args.layers} layers, {args.tokens} tokens")
     for column in ("", BFLOAT16, TABLE):

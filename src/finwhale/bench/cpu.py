@@ -8,7 +8,6 @@ sampling, text); a step of transformers is its forward and an argmax.
 
 import argparse
 import importlib
-import shlex
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -369,8 +368,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 100
-    record = stamp(("torch", "transformers"))
-    record["command"] = shlex.join(["finwhale", "bench", "cpu", *argv])
+    record = stamp("cpu", argv, ("torch", "transformers"))
     record |= run(args, console)
     if args.record:
         append_record(args.record, record)

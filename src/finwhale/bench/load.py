@@ -9,7 +9,6 @@ cache. Folding experts for the kernels, which comes after, is timed apart.
 import argparse
 import gc
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -195,8 +194,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    record = stamp(("torch",))
-    record["command"] = shlex.join(["finwhale", "bench", "load", *argv])
+    record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
         record |= run(args, Path(args.model or args.directory or temporary), console)
     if args.record:

@@ -13,7 +13,6 @@ device's rate in FP8.
 import argparse
 import gc
 import random
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -485,8 +484,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 120
-    record = stamp(("torch",))
-    record["command"] = shlex.join(["finwhale", "bench", "offline", *argv])
+    record = stamp("offline", argv, ("torch",))
     record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
     if args.record:
         append_record(args.record, record)

@@ -9,7 +9,6 @@ and bit for bit whatever else is in the batch.
 
 import argparse
 import importlib
-import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -509,9 +508,8 @@ def main(argv: Sequence[str]) -> int:
             if not args.operators or work.operator in args.operators
         ]
         lines = run_timing(chosen, ops, args.batches, args.context)
-    record = stamp(("torch", "triton")) | {
+    record = stamp("ops", argv, ("torch", "triton")) | {
         "benchmark": "ops",
-        "command": shlex.join(["finwhale", "bench", "ops", *argv]),
         "config": args.config,
         "table": args.table,
         "read_bytes_per_s": READ_RATE,

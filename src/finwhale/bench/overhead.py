@@ -9,7 +9,6 @@ takes on a machine that does nothing else; the time on the clock stands beside i
 
 import argparse
 import gc
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,8 +165,7 @@ def main(argv: Sequence[str]) -> int:
     table.add_column("", no_wrap=True)
     for column in ("running", "median", "p10", "p90", "max", "clock", "allowed"):
         table.add_column(column, justify="right")
-    record = stamp(("torch",))
-    record["command"] = shlex.join(["finwhale", "bench", "overhead", *argv])
+    record = stamp("overhead", argv, ("torch",))
     record |= {"benchmark": "overhead", "context": args.context, "results": []}
     too_slow = False
     for name, params in PARAMS.items():

@@ -7,7 +7,6 @@ same one comes again and is planned up to its first step.
 import argparse
 import gc
 import random
-import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -108,8 +107,7 @@ def main(argv: Sequence[str]) -> int:
     table = Table(title="a prompt that was read before, nanoseconds a token", title_justify="left")
     for column in ("tokens", "found", "keys", "until planned", "p90", "allowed"):
         table.add_column(column, justify="right")
-    record = stamp(()) | {"benchmark": "prefix", "results": []}
-    record["command"] = shlex.join(["finwhale", "bench", "prefix", *argv])
+    record = stamp("prefix", argv, ()) | {"benchmark": "prefix", "results": []}
     too_slow = False
     for num_tokens in args.tokens:
         result = measure(num_tokens, args.repeats)

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 from collections.abc import Sequence
@@ -18,8 +19,12 @@ import finwhale
 RESULTS = Path("bench/results")
 
 
-def stamp(packages: Sequence[str]) -> dict[str, Any]:
-    """When, where and with which versions a measurement was made."""
+def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
+    """When, where, with which versions and by which command a measurement was made.
+
+    Args:
+        what: of `finwhale bench`; argv: its arguments.
+    """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -34,6 +39,7 @@ def stamp(packages: Sequence[str]) -> dict[str, Any]:
         },
         "versions": {"python": platform.python_version(), "finwhale": finwhale.__version__}
         | {name: importlib.metadata.version(name) for name in packages},
+        "command": shlex.join(["finwhale", "bench", what, *argv]),
     }
 
 

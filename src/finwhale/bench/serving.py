@@ -11,7 +11,6 @@ import json
 import math
 import os
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -258,8 +257,7 @@ def main(argv: Sequence[str]) -> int:
     described |= {"api_key": bool(load.api_key), "request_rate": str(load.request_rate)}
     record = {
         "benchmark": "serving",
-        "command": shlex.join(["finwhale", "bench", "serving", *argv]),
-        **stamp(["aiohttp"]),
+        **stamp("serving", argv, ("aiohttp",)),
         "load": described,
         **found,
     }

@@ -9,7 +9,6 @@ were compiled or loaded after "ready" are counted, and there should be none.
 import argparse
 import json
 import random
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -247,8 +246,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     if not console.is_terminal:
         console.width = 160
-    record = stamp(("torch",))
-    record["command"] = shlex.join(["finwhale", "bench", "start", *argv])
+    record = stamp("start", argv, ("torch",))
     results = starts(args, [a for a in argv if a != "--verbose"], console)
     show(console, results)
     record |= {

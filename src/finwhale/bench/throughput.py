@@ -8,7 +8,6 @@ step's tokens to those of the next in which the same request has any.
 
 import argparse
 import random
-import shlex
 import statistics
 import time
 from collections.abc import Sequence
@@ -189,8 +188,7 @@ def main(argv: Sequence[str]) -> int:
     late = dict(engine.metrics().late_compilations)
     console.print(f"started in {start_s} s; compiled since: {late}")
     if args.record:
-        record = stamp(("torch",))
-        record["command"] = shlex.join(["finwhale", "bench", "throughput", *argv])
+        record = stamp("throughput", argv, ("torch",))
         record |= {
             "benchmark": "throughput",
             "config": args.model or args.config,
