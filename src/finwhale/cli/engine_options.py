@@ -27,22 +27,11 @@ NAMES = (
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument(
-        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
-    )
-    group.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations and cache")
-    group.add_argument(
-        "--activations",
-        choices=("as-trained", "exact"),
-        help="round activations to FP8 as the model was trained, or not at all",
-    )
+    add_run_options(group)
     group.add_argument(
         "--load-format",
         choices=("auto", "dummy"),
         help="dummy: random weights from config.json alone",
-    )
-    group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
     group.add_argument(
@@ -74,12 +63,27 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enforce-eager", action="store_true", default=None, help="no captured graphs"
     )
-    add_compile_option(group)
-    add_draft_option(group)
-    add_cache_option(group)
 
 
-def add_compile_option(parser: argparse._ActionsContainer) -> None:
+def add_run_options(parser: argparse._ActionsContainer) -> None:
+    """Of every command that runs a model."""
+    parser.add_argument(
+        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of activations and cache (default: bfloat16 on a GPU, float32 on a CPU)",
+    )
+    parser.add_argument(
+        "--activations",
+        choices=("as-trained", "exact"),
+        help="round activations to FP8 as the model was trained, or not at all "
+        "(default: as-trained)",
+    )
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
+    )
     parser.add_argument(
         "--compile",
         action="store_true",
@@ -87,24 +91,18 @@ def add_compile_option(parser: argparse._ActionsContainer) -> None:
         help="run decoder layers compiled ahead of time: the first start takes minutes for it, "
         "later ones load what it kept",
     )
-
-
-def add_cache_option(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument(
-        "--cache-dir",
-        metavar="DIR",
-        help="where compiled kernels are kept for the next start (default: finwhale in "
-        "$XDG_CACHE_HOME or ~/.cache)",
-    )
-
-
-def add_draft_option(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--draft-tokens",
         type=_draft_tokens,
         metavar="N|auto|0",
         help="tokens that the MTP layer drafts for each step, at most 3, or as many as pay; the "
         "text stays the same (default: 0)",
+    )
+    parser.add_argument(
+        "--cache-dir",
+        metavar="DIR",
+        help="where compiled kernels are kept for the next start (default: finwhale in "
+        "$XDG_CACHE_HOME or ~/.cache)",
     )
 
 

@@ -9,12 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 import finwhale
-from finwhale.cli.engine_options import (
-    add_cache_option,
-    add_compile_option,
-    add_draft_option,
-    cache_directory,
-)
+from finwhale.cli.engine_options import add_run_options, cache_directory
 from finwhale.request import SamplingParams
 
 DIM, PLAIN = "\033[2m", "\033[0m"  # what a terminal shows faintly, and as usual again
@@ -25,27 +20,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model", metavar="PATH", help="directory of a checkpoint (default: the demo model)"
     )
-    group.add_argument(
-        "--device", help='"cpu", "cuda" or "cuda:N" (default: a GPU if there is one)'
-    )
-    group.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        help="of activations and cache (default: bfloat16 on a GPU, float32 on a CPU)",
-    )
-    group.add_argument(
-        "--activations",
-        choices=("as-trained", "exact"),
-        default="as-trained",
-        help="round activations to FP8 as the model was trained, or not at all "
-        "(default: %(default)s)",
-    )
-    group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
-    )
-    add_compile_option(group)
-    add_cache_option(group)
-    add_draft_option(group)
+    add_run_options(group)
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -138,7 +113,7 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             args.model,
             device=args.device,
             dtype=args.dtype,
-            activations=args.activations,
+            activations=args.activations or "as-trained",
             max_model_len=args.max_model_len,
             max_num_seqs=1,
             compile=bool(args.compile),
