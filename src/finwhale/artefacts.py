@@ -54,6 +54,32 @@ def source_digest() -> str:
     return found.hexdigest()[:20]
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """One process at a time; one that is killed lets go."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process, which fills %s", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def checksum(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """In one piece, whoever reads or writes it at the same time."""
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
 class Artefacts:
     """The folder of one combination of device and versions.
 
@@ -94,7 +120,7 @@ class Artefacts:
         if not self.writable:
             return
         self._seal()
-        _write(self._mark(configuration), json.dumps(dict(note), default=str))
+        write_whole(self._mark(configuration), json.dumps(dict(note), default=str).encode())
 
     def _mark(self, configuration: object) -> Path:
         return self.path / f"complete-{source_digest()}-{digest(configuration)}.json"
@@ -109,12 +135,7 @@ class Artefacts:
         if not self.writable:
             yield
             return
-        with (self.path / "lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                logger.info("waiting for another process, which fills %s", self.path)
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self.path / "lock"):
             yield
 
     # --- Wholeness --------------------------------------------------------------------------------
@@ -139,7 +160,7 @@ class Artefacts:
             seals.pop(self._name(entry), None)
         if bad:
             # What takes their places need not be the same, byte for byte.
-            _write(self.path / SEALS, json.dumps(seals))
+            write_whole(self.path / SEALS, json.dumps(seals).encode())
         return len(bad)
 
     def _entries(self) -> Iterator[Path]:
@@ -152,7 +173,10 @@ class Artefacts:
         try:
             sealed = seals.get(self._name(entry))
             if sealed is not None:
-                return all(_checksum(entry / name) == wanted for name, wanted in sealed.items())
+                return all(
+                    checksum((entry / name).read_bytes()) == wanted
+                    for name, wanted in sealed.items()
+                )
             return all(_looks_whole(path) for path in _checked_files(entry)) and _has_parts(entry)
         except (OSError, ValueError):
             return False
@@ -190,18 +214,14 @@ class Artefacts:
         for entry in self._entries():
             name, parts = self._name(entry), _checked_files(entry)
             if parts:
-                whole[name] = seals.get(name) or {p.name: _checksum(p) for p in parts}
-        _write(self.path / SEALS, json.dumps(whole))
+                whole[name] = seals.get(name) or {p.name: checksum(p.read_bytes()) for p in parts}
+        write_whole(self.path / SEALS, json.dumps(whole).encode())
 
 
 def _checked_files(entry: Path) -> list[Path]:
     with os.scandir(entry) as found:
         names = [f.path for f in found if f.is_file() and f.name.endswith(CHECKED)]
     return [Path(name) for name in sorted(names)]
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _has_parts(entry: Path) -> bool:
@@ -227,13 +247,3 @@ def _looks_whole(path: Path) -> bool:
     sections: int = struct.unpack_from("<Q", header, 40)[0]
     size, count = struct.unpack_from("<HH", header, 58)
     return bool(sections + size * count <= path.stat().st_size)
-
-
-def _write(path: Path, text: str) -> None:
-    """In one piece, whoever reads or writes it at the same time."""
-    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    with temporary.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

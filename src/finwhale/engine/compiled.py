@@ -4,7 +4,6 @@ A file is known by everything its code depends on: this package's source, torch,
 GPU, and the shapes of what the graph takes. One that is damaged is compiled again.
 """
 
-import fcntl
 import hashlib
 import importlib
 import logging
@@ -12,8 +11,6 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -21,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from finwhale.artefacts import source_digest
+from finwhale.artefacts import checksum, locked, source_digest, write_whole
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, LayerTracer, Traceable
@@ -100,7 +97,7 @@ class GraphStore:
         key = hashlib.sha256(depends.encode()).hexdigest()[:24]
         if key not in self._loaded:
             path = self.directory / f"{key}.pt2"
-            with _lock(path.with_suffix(".lock")):
+            with locked(path.with_suffix(".lock")):
                 if not _is_whole(path):
                     self._compile(wanted, path)
                     self.num_compiled += 1
@@ -170,10 +167,8 @@ def _find_cuda_headers() -> None:
 
 def keep(path: Path, code: bytes) -> None:
     """Write a graph and its checksum; what a killed process leaves is not taken for it."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_bytes(code)
-    path.with_suffix(".sum").write_text(hashlib.sha256(code).hexdigest())
-    partial.replace(path)
+    write_whole(path, code)
+    write_whole(path.with_suffix(".sum"), checksum(code).encode())
 
 
 def _is_whole(path: Path) -> bool:
@@ -181,21 +176,12 @@ def _is_whole(path: Path) -> bool:
     if not path.exists():
         return False
     try:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
-        if path.with_suffix(".sum").read_text() == found:
+        if path.with_suffix(".sum").read_text() == checksum(path.read_bytes()):
             return True
     except OSError:
         pass
     logger.warning("%s is damaged, and compiled again", path)
     return False
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; one that is killed lets go."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @cache

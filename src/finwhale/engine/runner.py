@@ -141,7 +141,7 @@ class ModelRunner:
             self.drafter: Drafter | None = None
             self.verifications: Verifications | None = None
             if config.draft_tokens and self.model.mtp is not None:
-                self.drafter = Drafter(self.model.mtp, self.cache, self.device)
+                self.drafter = Drafter(self.model.mtp, self.cache, self.ops.sample, self.device)
                 if self.ops.packed and config.enforce_eager:
                     self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None

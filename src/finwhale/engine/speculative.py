@@ -29,6 +29,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import MtpLayer
 from finwhale.models.deepseek_v4.step import Inline, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.sampling import Sample, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,10 @@ def check_can_draft(config: ModelConfig) -> None:
 class Drafter:
     """Makes drafts with the MTP layer."""
 
-    def __init__(self, layer: MtpLayer, cache: PagedCache, device: torch.device) -> None:
-        self._layer = layer
+    def __init__(
+        self, layer: MtpLayer, cache: PagedCache, sample: Sample, device: torch.device
+    ) -> None:
+        self._layer, self._sample = layer, sample
         self._cache = cache
         self._device = device
         self._segments = Inline()
@@ -126,8 +129,7 @@ class Drafter:
         return out
 
     def _guess(self, streams_BHD: Tensor, step: int) -> Tensor:
-        """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
-        return self._layer.compute_logits(streams_BHD, step).argmax(-1)
+        return guess(self._layer, self._sample, streams_BHD, step)
 
     def _last_rows(self, chunks: Items[Chunk], rows_M: Tensor, chosen_M: Tensor) -> Tensor:
         """[B]: among the step's tokens, the last that is right, of each chunk with drafts."""
@@ -148,6 +150,11 @@ class Drafter:
         places = (first_B[:, None] + steps).clamp_(max=len(chosen_M) - 1)
         right = chosen_M[places] == expected_BK
         return rows_M.index_select(0, first_B + right.cumprod(1).sum(1))
+
+
+def guess(layer: MtpLayer, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
+    """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
+    return sample(layer.compute_logits(streams_BHD, place), SamplingBatch()).ids_S
 
 
 def _following(chunks: Items[Chunk]) -> list[int]:

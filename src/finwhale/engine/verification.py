@@ -20,13 +20,14 @@ from torch import Tensor
 
 from finwhale.engine.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.scheduler import Chunk
+from finwhale.engine.speculative import guess
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
-from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import Sample, SamplingBatch
+from finwhale.ops.sampling import Sample
 
 # Tokens of a step that page tables have columns for at least: drafts, and those that may follow.
 ROOM = 32
@@ -275,11 +276,6 @@ class Verifications:
         step = _Step(inputs, None, None, logits, streams)
         drafting.record(self._draft, step)
         return replace(step, verifying=verifying.whole, drafting=drafting.whole)
-
-
-def guess(layer: MtpLayer, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
-    """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
-    return sample(layer.compute_logits(streams_BHD, place), SamplingBatch()).ids_S
 
 
 def _first_rows(table: PageTable, size: int) -> PageTable:
