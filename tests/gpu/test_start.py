@@ -30,10 +30,8 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module", params=["demo", "flash", "eager", "invariant", "few graphs"])
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    # One for all: they share most kernels.
-    cache = str(tmp_path_factory.getbasetemp() / "kernels")
-    options: dict[str, Any] = {"device": "cuda", "max_num_seqs": 24, "cache_dir": cache}
+def engine(request: pytest.FixtureRequest) -> Engine:
+    options: dict[str, Any] = {"device": "cuda", "max_num_seqs": 24}
     if request.param == "demo":
         return LLM(max_model_len=4096, cache_memory_bytes=2**29, **options).engine
     options |= {
@@ -87,7 +85,7 @@ START = """
 import json, sys
 from finwhale import LLM, SamplingParams
 llm = LLM(device="cuda", max_num_seqs=8, max_model_len=1024, cache_memory_bytes=2**28,
-          cache_dir=sys.argv[1])
+          max_num_batched_tokens=128, cache_dir=sys.argv[1])
 out = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=24))
 engine = llm.engine
 print(json.dumps([engine.runner.built.kernels, engine.runner.built.compiled,
@@ -162,7 +160,7 @@ assert not torch.cuda.is_initialized()
 pid = os.fork()
 if pid == 0:
     llm = LLM(device="cuda", max_num_seqs=2, max_model_len=512, cache_memory_bytes=2**28,
-              cache_dir=sys.argv[1])
+              max_num_batched_tokens=64, cache_dir=sys.argv[1])
     out = llm.generate(["Once upon a time"], SamplingParams(max_tokens=5, ignore_eos=True))
     os._exit(0 if len(out[0].outputs[0].token_ids) == 5 else 9)
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -132,13 +132,17 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         }
         unknown = {"module": "finwhale.ops.norm.triton", "name": "nothing", "specialization": "{}"}
         pool = Pool("finwhale.ops.builds.worker", first, 2)
-        errors = pool.start([asdict(v) for v in variants] + [unknown])()
+        answers = pool.start([asdict(v) for v in variants] + [unknown])()
         knobs.cache.dir = str(cache)
         knobs.compilation.store_binary_only = True
         counter = Counter()
         artefacts.mark_complete("this", {})
         load_all(variants)
-        found = {"errors": errors, "loaded": counter.total, "compiled": counter.compiled}
+        found = {
+            "errors": [a["error"] for a in answers if "error" in a],
+            "loaded": counter.total,
+            "compiled": counter.compiled,
+        }
         cubin = next(Path(cache).rglob("*.cubin"))
         cubin.write_bytes(cubin.read_bytes()[:-9] + b"x" * 9)
         found["damaged"] = [artefacts.check(), artefacts.check()]

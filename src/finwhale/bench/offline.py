@@ -299,8 +299,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
 
 
-def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
-    """The configuration that was asked for, and its weights."""
+def source(
+    args: argparse.Namespace, *, draft_head: bool = False
+) -> tuple[ModelConfig, WeightStream]:
+    """The configuration that was asked for, and its weights; random ones for a draft head too only
+    where it is wanted.
+    """
     if args.model is not None:
         checkpoint = Checkpoint.open(args.model)
         config = ModelConfig.from_dict(checkpoint.config)
@@ -311,7 +315,7 @@ def source(args: argparse.Namespace) -> tuple[ModelConfig, WeightStream]:
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
     config = ModelConfig.preset(args.config)
-    if not args.draft_tokens:
+    if not draft_head:
         config = config.without_draft_head()
     if args.layers is not None:
         config = config.with_layers(args.layers)
@@ -397,7 +401,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """The same for decoding with drafts."""
-    config, weights = source(args)
+    config, weights = source(args, draft_head=True)
     # Of every step all drafts may be right; behind them there are rows for the next ones.
     longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
     rows = drafting.measure(

@@ -83,7 +83,7 @@ class Recorder:
             fn(*args, **kwargs)
             return
         self._close()
-        self.parts.append((fn, args, kwargs))
+        self.parts.append((fn, tuple(_without_holding(arg) for arg in args), kwargs))
         self._open()
 
     def _open(self) -> None:
@@ -93,6 +93,31 @@ class Recorder:
     def _close(self) -> None:
         self._graph.capture_end()
         self.parts.append(self._graph)
+
+
+class _Memory:
+    """A tensor's memory, as whoever shares it without owning it describes it to torch."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        last = sum(
+            (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        self.__cuda_array_interface__ = {
+            "shape": ((last + 1) * tensor.itemsize,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _without_holding(value: object) -> object:
+    """The same tensor, whose memory is the pool's again once the forward lets it go: what a layer
+    hands to attention may then lie where the next layer's does. Replays keep the order.
+    """
+    if not isinstance(value, Tensor) or not value.numel():
+        return value
+    data = torch.as_tensor(_Memory(value), device=value.device).view(value.dtype)
+    return data.as_strided(value.shape, value.stride())
 
 
 @dataclass(frozen=True, slots=True)

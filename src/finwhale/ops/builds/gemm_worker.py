@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import time
 from typing import Any, TextIO
 
 import torch
@@ -21,6 +22,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     products = importlib.import_module("finwhale.ops.builds.products")
     for line in requests:
         job = json.loads(line)
+        begin = time.perf_counter()
         answer: dict[str, Any] = {}
         try:
             weight = torch.empty(job["weight"], dtype=torch.float8_e4m3fn, device=device)
@@ -30,6 +32,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             torch.cuda.synchronize(device)
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"[:1000]
+        answer["seconds"] = round(time.perf_counter() - begin, 3)
         print(json.dumps(answer), file=answers, flush=True)
 
 

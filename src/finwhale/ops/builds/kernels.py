@@ -29,7 +29,7 @@ if HAS_DEEPGEMM:
 logger = logging.getLogger(__name__)
 
 # DeepGEMM's compiling processes: each has a context of the GPU and a product's tensors there.
-GEMM_WORKERS = 6
+GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
 # Modules whose kernels take longest to compile: they go first.
 LONG = (".hopper", ".hopper_experts", ".triton_experts", ".triton_decode")
@@ -90,7 +90,7 @@ class KernelBuilds:
         return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
 
     def _build(self, walk: Callable[[], None]) -> int:
-        """Have everything compiled into the cache by other processes; how many variants."""
+        """Have everything compiled into the cache by other processes; how many there were to do."""
         begin = time.perf_counter()
         with self._collecting():
             variants = collect(walk)
@@ -100,20 +100,22 @@ class KernelBuilds:
             return 0
         pool, self._pool = self._pool or self._new_pool(), None
         finish = [pool.start(_job(variant) for variant in sorted(variants, key=_effort))]
-        gemms = self._new_gemm_pool()
+        gemms, before = self._new_gemm_pool(), self._num_products()
         if gemms is not None and self._products is not None:
             finish.append(gemms.start(self._products.jobs()))
-        errors = [error for wait in finish for error in wait()]
-        for error in dict.fromkeys(errors):
+        answers = [answer for wait in finish for answer in wait()]
+        for error in dict.fromkeys(a["error"] for a in answers if "error" in a):
             logger.warning("a kernel was not built ahead: %s", error)
+        compiled: int = sum(answer.get("compiled", False) for answer in answers)
+        compiled += self._num_products() - before
         logger.info(
             "built %d kernels into %s in %.1f s, %.1f s of it to find them",
-            len(variants),
+            compiled,
             self._artefacts.path,
             time.perf_counter() - begin,
             found - begin,
         )
-        return len(variants) - len(errors)
+        return compiled
 
     def _load(self, walk: Callable[[], None]) -> int:
         with self._collecting():
@@ -137,6 +139,9 @@ class KernelBuilds:
             "modules": ["torch", f"finwhale.ops.tables.{self._vendor}"],
         }
         return Pool("finwhale.ops.builds.worker", first, min(MAX_WORKERS, usable_cores()))
+
+    def _num_products(self) -> int:
+        return self._products.num_built() if self._products is not None else 0
 
     def _new_gemm_pool(self) -> Pool | None:
         if self._products is None or not self._products.jobs():

@@ -30,6 +30,9 @@ class Variant:
     specialization: str
 
 
+_NOT_COMPILED = object()
+
+
 @contextmanager
 def watching(visit: Callable[..., Any]) -> Iterator[None]:
     """visit(kernel, run): `run()` compiles or loads the variant and launches nothing."""
@@ -49,17 +52,20 @@ def watching(visit: Callable[..., Any]) -> Iterator[None]:
 
 def collect(walk: Callable[[], None]) -> list[Variant]:
     """The variants that `walk` launches and that this process has not; nothing is compiled."""
-    found: dict[tuple[str, str], Variant] = {}
+    found: list[Variant] = []
+    noted: list[tuple[dict[str, Any], str]] = []
     owner = threading.get_ident()
     before = knobs.runtime.jit_cache_hook
 
     def note(*, key, fn, compile, **more):
         if threading.get_ident() != owner:
             return bool(before and before(key=key, fn=fn, compile=compile, **more))
-        name = fn.jit_function.fn.__qualname__
-        place = (f"{fn.module}.{name}", key)
-        if place not in found:
-            found[place] = Variant(fn.module, name, compile["specialization_data"])
+        kernel = fn.jit_function
+        found.append(Variant(fn.module, kernel.fn.__qualname__, compile["specialization_data"]))
+        # Launches of the same variant find this in the kernel's place, and ask no more.
+        kernels = kernel.device_caches[compile["device"]][0]
+        kernels[key] = _NOT_COMPILED
+        noted.append((kernels, key))
         return True  # what Triton takes for "somebody else compiles it"
 
     knobs.runtime.jit_cache_hook = note
@@ -68,7 +74,9 @@ def collect(walk: Callable[[], None]) -> list[Variant]:
             walk()
     finally:
         knobs.runtime.jit_cache_hook = before
-    return list(found.values())
+        for kernels, key in noted:
+            del kernels[key]
+    return found
 
 
 def load(walk: Callable[[], None]) -> int:

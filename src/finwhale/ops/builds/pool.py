@@ -14,6 +14,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+Answer = dict[str, Any]
+
 MAX_WORKERS = 16
 PATIENCE_S = 900
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; "
@@ -57,31 +59,31 @@ class Pool:
             except BrokenPipeError:
                 logger.warning("a compiling process ended at once (%s)", process.poll())
 
-    def start(self, jobs: Iterable[Mapping[str, Any]]) -> Callable[[], list[str]]:
-        """Begin all jobs; what is returned waits for them, ends the workers, and says what went
-        wrong with those that failed.
+    def start(self, jobs: Iterable[Mapping[str, Any]]) -> Callable[[], list[Answer]]:
+        """Begin all jobs; what is returned waits for them, ends the workers, and gives their
+        answers: with "error" those that failed.
         """
         waiting: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
         for job in jobs:
             waiting.put(job)
-        errors: list[str] = []
+        answers: list[Answer] = []
         threads = [
-            threading.Thread(target=self._feed, args=(process, waiting, errors), daemon=True)
+            threading.Thread(target=self._feed, args=(process, waiting, answers), daemon=True)
             for process in self._processes
         ]
         for thread in threads:
             thread.start()
 
-        def finish() -> list[str]:
+        def finish() -> list[Answer]:
             end = time.monotonic() + PATIENCE_S
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
             if any(thread.is_alive() for thread in threads):
-                errors.append(f"compiling took longer than {PATIENCE_S} s and was given up")
+                answers.append({"error": f"compiling took longer than {PATIENCE_S} s"})
             self.close()
             for _ in range(waiting.qsize()):
-                errors.append("there was no compiling process left")
-            return errors
+                answers.append({"error": "there was no compiling process left"})
+            return answers
 
         return finish
 
@@ -89,7 +91,7 @@ class Pool:
     def _feed(
         process: "subprocess.Popen[str]",
         waiting: "SimpleQueue[Mapping[str, Any]]",
-        errors: list[str],
+        answers: list[Answer],
     ) -> None:
         assert process.stdin is not None and process.stdout is not None
         while True:
@@ -104,11 +106,10 @@ class Pool:
             except OSError:
                 line = ""
             if not line:
-                errors.append(f"a compiling process ended ({process.poll()})")
+                answers.append({"error": f"a compiling process ended ({process.poll()})"})
                 return
-            error = json.loads(line).get("error")
-            if error is not None:
-                errors.append(error)
+            answers.append(json.loads(line))
+            logger.debug("%s: %s", job, answers[-1])
 
     def close(self) -> None:
         """End the workers; what they are at is given up."""

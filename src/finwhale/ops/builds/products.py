@@ -29,6 +29,9 @@ BLOCK_ROWS = 64
 K_GROUP = 128
 # No launch takes so long on the host; loading a kernel does, compiling one takes seconds.
 SLOW_CALL_S = 0.1
+# Numbers of rows that one process takes at a time: beyond OWN_KERNEL_ROWS neighbours often share a
+# kernel.
+JOB_ROWS, OWN_KERNEL_ROWS = 4, 512
 Kind = Literal["gemm", "einsum"]
 VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
 GEMM: Any = deep_gemm.fp8_gemm_nt
@@ -145,13 +148,19 @@ class Products:
         """What was noted for gemm_worker.py, in parts that may run at the same time."""
         found = []
         for (kind, shape), asked in self._asked.items():
-            rows = _wanted(kind, shape, asked.rows)
-            few = [r for r in rows if r <= MANY_TOKENS]
-            for part in (few[::2], few[1::2], [r for r in rows if r > MANY_TOKENS]):
-                if part:
-                    scale = list(asked.scale.shape)
-                    found.append({"kind": kind, "weight": shape, "scale": scale, "rows": part})
+            rows, scale = _wanted(kind, shape, asked.rows), list(asked.scale.shape)
+            few = [r for r in rows if r <= OWN_KERNEL_ROWS]
+            many = rows[len(few) :]
+            parts = [[r] for r in few]
+            parts += [many[i : i + JOB_ROWS] for i in range(0, len(many), JOB_ROWS)]
+            for part in parts:
+                found.append({"kind": kind, "weight": shape, "scale": scale, "rows": part})
+        # The longest first; the short ones at the end fill what time is left.
         return sorted(found, key=lambda job: -len(job["rows"]))
+
+    def num_built(self) -> int:
+        """Kernels in the cache."""
+        return len(list(self.folder.iterdir()))
 
 
 def _wanted(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:

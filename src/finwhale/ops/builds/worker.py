@@ -1,7 +1,8 @@
 """A process that compiles Triton kernels for another one, without a GPU's context of its own.
 
 The first line on stdin says for what and where to; each further line is a variant of a kernel.
-Each is answered by a line: {"seconds": ..} or {"error": ..}. The result is in Triton's cache.
+Each is answered by a line: {"seconds": .., "compiled": ..} or {"error": ..}, where what was in
+Triton's cache is not compiled. The result is there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -33,16 +34,18 @@ class NoDriver:
         return 0
 
 
-def build(module: str, name: str, specialization: str) -> None:
-    """Compile one variant, and what launches it where that is compiled too."""
+def build(module: str, name: str, specialization: str) -> bool:
+    """Compile one variant, and what launches it where that is compiled; whether it had to be."""
     kernel = getattr(importlib.import_module(module), name)
+    found: list[bool] = []
+    knobs.compilation.listener = lambda **told: found.append(told["cache_hit"])
     compiled = kernel.preload(specialization)
-    if driver.active.get_current_target().backend != "cuda":
-        return
-    backend = importlib.import_module("triton.backends.nvidia.driver")
-    if hasattr(backend, "make_launcher"):
-        # Up to Triton 3.6 a launcher is C, one for each signature.
-        backend.CudaLauncher(compiled.src, compiled.metadata)
+    if driver.active.get_current_target().backend == "cuda":
+        backend = importlib.import_module("triton.backends.nvidia.driver")
+        if hasattr(backend, "make_launcher"):
+            # Up to Triton 3.6 a launcher is C, one for each signature.
+            backend.CudaLauncher(compiled.src, compiled.metadata)
+    return not all(found)
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
@@ -56,7 +59,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         begin = time.perf_counter()
         answer: dict[str, Any] = {}
         try:
-            build(**json.loads(line))
+            answer["compiled"] = build(**json.loads(line))
         except Exception as error:
             # Whoever asked compiles it himself then, and sees the whole error.
             answer["error"] = f"{type(error).__name__}: {error}"[:1000]
