@@ -306,10 +306,23 @@ def test_decodes_come_before_prompts() -> None:
     assert sizes(driver.step()) == [("short", 4), ("long", 36)]
     for _ in range(13):
         assert sizes(driver.step()) == [("short", 1), ("long", 10)]
-    # What is left is no longer than a step: three quarters, the decode counted.
-    assert sizes(driver.step()) == [("short", 1), ("long", 29)]
-    assert sizes(driver.step()) == [("short", 1), ("long", 5)]
+    # What is left is no longer than a step: five eighths, the decode counted.
+    assert sizes(driver.step()) == [("short", 1), ("long", 24)]
+    assert sizes(driver.step()) == [("short", 1), ("long", 10)]
     assert sizes(driver.step()) == [("short", 1), ("long", 1)]
+
+
+def test_a_long_prompt_takes_less_of_a_step_as_its_context_grows() -> None:
+    """So that a step takes no longer: at 65,536 tokens a token counts twice."""
+    driver = Driver(make_scheduler(0, 3, budget=4096, blocks=80000), 0, ahead=False)
+    driver.add(make_sequence("short", 4, 5000))
+    driver.add(make_sequence("long", 300_000, 5))
+    driver.step()
+    parts: dict[int, int] = {}
+    while (start := sum(parts.values())) < 280_000:
+        parts[start] = dict(sizes(driver.step()))["long"]
+    for start, part in parts.items():
+        assert 960 < part * (1 + (4092 + start) / 65536) <= 1024
 
 
 def test_a_long_prompt_does_not_hold_up_short_ones() -> None:

@@ -7,15 +7,16 @@ step's tokens to those of the next in which the same request has any.
 """
 
 import argparse
-import random
+import gc
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +51,9 @@ class Intruders:
         seen: a prompt of the load, which others begin with.
     """
 
-    def __init__(self, engine: Engine, draw: random.Random, long: int, seen: list[int]) -> None:
+    def __init__(
+        self, engine: Engine, draw: np.random.Generator, long: int, seen: list[int]
+    ) -> None:
         self._engine, self._draw, self._long, self._seen = engine, draw, long, seen
         self._steps = 0
         self.results: dict[str, list[RequestOutput]] = {"long": [], "prefix": [], "aborted": []}
@@ -58,15 +61,19 @@ class Intruders:
     def step(self) -> None:
         """To be called after each step of the load."""
         self._steps += 1
-        vocab = range(self._engine.model_config.vocab_size)
         if self._steps % LONG_EVERY == 1:
-            self._add("long", self._draw.choices(vocab, k=self._long))
+            self._add("long", self._prompt(self._long))
         if self._steps % PREFIX_EVERY == 2:
-            self._add("prefix", [*self._seen, *self._draw.choices(vocab, k=INTRUDER_TOKENS)])
+            self._add("prefix", [*self._seen, *self._prompt(INTRUDER_TOKENS)])
         if self._steps % ABORT_EVERY == 3:
-            self._add("aborted", self._draw.choices(vocab, k=len(self._seen)))
+            self._add("aborted", self._prompt(len(self._seen)))
         if self._steps % ABORT_EVERY == 9:
             self._engine.abort(self.results["aborted"][-1].request_id)
+
+    def _prompt(self, length: int) -> list[int]:
+        # Quickly made: its time lies between two steps.
+        ids = self._draw.integers(self._engine.model_config.vocab_size, size=length)
+        return cast(list[int], ids.tolist())
 
     def _add(self, kind: str, prompt: list[int]) -> None:
         params = SamplingParams(max_tokens=INTRUDER_TOKENS, temperature=0, ignore_eos=True)
@@ -83,12 +90,12 @@ class Intruders:
 
 
 def serve(
-    engine: Engine, draw: random.Random, load: Load, long_prompt: int | None = None
+    engine: Engine, draw: np.random.Generator, load: Load, long_prompt: int | None = None
 ) -> dict[str, Any]:
     """Run a load to its end; with a long_prompt (tokens), others come meanwhile."""
-    vocab = range(engine.model_config.vocab_size)
     params = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
-    prompts = [draw.choices(vocab, k=load.prompt_tokens) for _ in range(load.requests)]
+    shape = load.requests, load.prompt_tokens
+    prompts = draw.integers(engine.model_config.vocab_size, size=shape).tolist()
     results = [engine.add_request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
     others = None if long_prompt is None else Intruders(engine, draw, long_prompt, prompts[0])
     last: dict[str, float] = {}
@@ -108,13 +115,16 @@ def serve(
     seconds = done[-1] - done[0]
     while engine.has_work:
         engine.step()
-    steps = summary([1e3 * (after - before) for before, after in pairwise(done)])
+    times = [1e3 * (after - before) for before, after in pairwise(done)]
+    steps = summary(times)
+    slowest = sorted(range(len(times)), key=times.__getitem__)[-3:]
     between.sort()
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
         "step_ms": steps,
         "slowest_over_median": round(steps["max"] / steps["median"], 2),
+        "slowest": {number: round(times[number], 3) for number in slowest},
         "between_tokens_ms": {
             name: round(between[min(len(between) - 1, int(len(between) * part))], 3)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
@@ -179,7 +189,10 @@ def main(argv: Sequence[str]) -> int:
         None,
     )
     start_s = round(time.perf_counter() - start, 1)
-    draw = random.Random(0)
+    # As finwhale serve does.
+    gc.collect()
+    gc.freeze()
+    draw = np.random.default_rng(0)
     serve(engine, draw, Load(load.requests, load.prompt_tokens, max(1, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}
     if args.long_prompt:

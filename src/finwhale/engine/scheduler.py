@@ -19,12 +19,14 @@ from finwhale.request import SamplingParams
 # Stands in token_ids for a token that the device is still choosing; never more than one is read.
 PENDING = -1
 # Tokens of a step in which sequences decode, of max_num_batched_tokens. On one H200 (Flash, 8 and
-# 32 layers, 128 sequences) a step takes as long as the decode alone, 11.5 and 44.5 ms, and 0.011
-# and 0.047 ms a prompt token: with three quarters of 2,048 tokens 2.5 times a decode, with all 3.
-MIXED_SHARE = (3, 4)
+# 32 layers, 128 sequences) a step takes as long as the decode alone, 8.7 and 33.3 ms, and 0.0105
+# and 0.045 ms a prompt token: with five eighths of 2,048 tokens 2.5 times a decode, with all 3.5.
+MIXED_SHARE = (5, 8)
 # Tokens of a step for a prompt that needs several steps, while anyone else has something to read or
-# decodes.
+# decodes; fewer as its context grows, which a token at DOUBLE_COST takes twice as long to read.
 LONG_SHARE = (1, 4)
+DOUBLE_COST = 65536
+FEWEST_LONG = 32
 # Admissions that may pass over the longest waiting request because it has a lower priority.
 PATIENCE = 64
 # Blocks that admission leaves free: one of so many.
@@ -264,7 +266,9 @@ class Scheduler:
                 budget -= self._read(admitted, budget - kept, chunks)
         if long:
             turn = min(long, key=_order)
-            self._read(turn, min(budget, kept) if decodes else budget, chunks)
+            least = min(FEWEST_LONG, kept)
+            part = max(least, kept * DOUBLE_COST // (DOUBLE_COST + turn.num_computed))
+            self._read(turn, min(budget, part) if decodes else budget, chunks)
         if self.draft_tokens:
             for chunk in chunks:
                 if chunk.completes and not chunk.propose:

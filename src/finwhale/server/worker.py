@@ -1,6 +1,7 @@
 """The engine's side: takes commands from a pipe, steps, and reports what each step brought."""
 
 import contextlib
+import gc
 import logging
 import signal
 import time
@@ -43,6 +44,9 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
         connection.send(Failed(str(error)))
         return
     phases = whole_start(engine.runner.phases.seconds, began)
+    # What is there now stays: a full collection would look through all of it, in a step's time.
+    gc.collect()
+    gc.freeze()
     EngineLoop(engine, connection, phases).run()
 
 
