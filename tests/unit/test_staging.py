@@ -1,5 +1,6 @@
 """Tensors read by several threads, in pieces: the same as mapped ones, and faults are told."""
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -46,12 +47,13 @@ def test_staged_weights_are_the_mapped_ones(
     """Small pieces: most tensors take several. Large: hundreds of tensors share one."""
     monkeypatch.setattr(
         "finwhale.checkpoint.loading.Staging",
-        lambda directory, device: Staging(directory, device, piece_bytes),
+        lambda directory, device, places: Staging(directory, device, piece_bytes, places),
     )
     assert len(list(path.glob("*.safetensors"))) > 2
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
     count = 0
-    for spec, stored in source(path)._staged():
+    for spec, stored in source(path)._staged({}):
+        assert stored is not None
         wanted = mapped.pop(spec.name)
         assert stored.storage == wanted.storage
         for one, other in ((stored.data, wanted.data), (stored.scale, wanted.scale)):
@@ -63,6 +65,55 @@ def test_staged_weights_are_the_mapped_ones(
     assert count and not mapped
 
 
+@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 14, 1 << 24])
+def test_tensors_go_to_their_places(
+    path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have one; the others are given."""
+    monkeypatch.setattr(
+        "finwhale.checkpoint.loading.Staging",
+        lambda directory, device, places: Staging(directory, device, piece_bytes, places),
+    )
+    mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
+    places = {}
+    for name, stored in mapped.items():
+        if stored.scale is not None and stored.storage == "fp4":
+            places[name] = torch.full((stored.data.nbytes,), 0x55, dtype=torch.uint8)
+            scale_name = weight_specs(CONFIG)[name].scale_name
+            places[scale_name] = torch.full((stored.scale.nbytes,), 0x55, dtype=torch.uint8)
+    assert places
+    given = dict.fromkeys(mapped, 0)
+    for spec, stored in source(path)._staged(places):
+        assert (stored is None) == (spec.name in places)
+        given[spec.name] += 1
+    assert set(given.values()) == {1}
+    for name, stored in mapped.items():
+        if name in places:
+            assert stored.scale is not None
+            scale_name = weight_specs(CONFIG)[name].scale_name
+            for place, wanted in ((name, stored.data), (scale_name, stored.scale)):
+                assert torch.equal(places[place], wanted.view(torch.uint8).view(-1))
+
+
+def test_what_adjoins_is_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what one call leaves, by the next."""
+    calls = []
+    read = os.preadv
+
+    def preadv(number: int, views: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        # Never more than the first two and a bit.
+        return read(number, [*views[:2], *(view[:7] for view in views[2:3])], offset)
+
+    infos = sorted(Checkpoint.open(path).tensors.values(), key=lambda i: (i.file, i.offset))
+    wanted = {i.name: Checkpoint.open(path).read(i.name) for i in infos}
+    monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
+    for info, tensor in Staging(path, CPU).tensors(infos):
+        assert tensor is not None
+        assert torch.equal(tensor.view(torch.uint8), wanted[info.name].view(torch.uint8))
+    assert len(infos) // 3 <= len(calls) < len(infos)
+
+
 def test_stacked_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
     stacked = torch.arange(3 * 4 * 5, dtype=torch.float32).view(3, 4, 5)
     save_file({"model.layers.0.mlp.experts.gate_up_proj": stacked}, tmp_path / "model.safetensors")
@@ -71,7 +122,7 @@ def test_stacked_experts_are_parts_of_one_tensor(tmp_path: Path) -> None:
     found = {
         i.name: t for i, t in Staging(tmp_path, CPU).tensors(list(checkpoint.tensors.values()))
     }
-    assert len(found) == 6
+    assert len(found) == 6 and None not in found.values()
     assert torch.equal(found["layers.0.ffn.experts.2.w1.weight"], stacked[2, :2])
     assert torch.equal(found["layers.0.ffn.experts.1.w3.weight"], stacked[1, 2:])
 
@@ -117,7 +168,7 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
     staged = source(path)
     before = threading.active_count()
     with pytest.raises(CheckpointError, match=rf"{name} in .* holds {fault}"):
-        for _ in staged._staged():
+        for _ in staged._staged({}):
             pass
     assert threading.active_count() == before
 
@@ -128,13 +179,13 @@ def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
     with file.open("r+b") as cut:
         cut.truncate(file.stat().st_size // 2)
     with pytest.raises(CheckpointError, match=r"cannot read .*: it ends before it"):
-        for _ in staged._staged():
+        for _ in staged._staged({}):
             pass
 
 
 def test_who_stops_early_leaves_no_thread(path: Path) -> None:
     before = threading.active_count()
-    weights = source(path)._staged()
+    weights = source(path)._staged({})
     next(iter(weights))
     weights.close()
     assert threading.active_count() == before

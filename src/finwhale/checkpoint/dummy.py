@@ -53,6 +53,10 @@ class DummySource:
         """How each weight is stored: as its spec says."""
         return {name: spec.storage for name, spec in self._specs.items()}
 
+    def into(self, places: Mapping[str, Tensor]) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        """All of them: nothing is read that could go to its place at once."""
+        return iter(self)
+
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         chosen = [s for s in self._specs.values() if self._select is None or self._select(s)]
         total = sum(math.prod(spec.shape) for spec in chosen)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -143,7 +143,7 @@ def inventory_report(
             used.add(spec.scale_name)
             continue
         storages[spec.name] = found
-        if found not in ("fp8_block", "fp4"):
+        if not _has_scale(found):
             continue
         used.add(spec.scale_name)
         if scale is None:
@@ -163,8 +163,8 @@ def inventory_report(
 class WeightSource:
     """The weights of a checkpoint: iterates (spec, stored weight), a file at a time.
 
-    Every selected weight comes exactly once, in file order: memory-mapped on the CPU, or on a GPU,
-    read by several threads. A weight may be stored as its spec says, or plain (bfloat16, float16,
+    Every selected weight comes exactly once: memory-mapped on the CPU, or on a GPU, read by several
+    threads. A weight may be stored as its spec says, or plain (bfloat16, float16,
     float32) where the spec is quantised or of another float dtype, or FP8 where the spec is FP4;
     FP8 scales may be E8M0 or float32. What was found is logged.
 
@@ -206,8 +206,23 @@ class WeightSource:
         return self.inventory.storages
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
+        for spec, stored in self.into({}):
+            assert stored is not None
+            yield spec, stored
+
+    def into(
+        self, places: Mapping[str, Tensor]
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        """The same, where tensors may go to their places at once.
+
+        Args:
+            places: by name, of weights and of their scales: where their bytes belong, uint8
+                [num_bytes] on the device. On a GPU such weights are given as None and are there
+                when all have come.
+        """
         done = 0
-        for spec, stored in self._staged() if self._device.type == "cuda" else self._mapped():
+        cuda = self._device.type == "cuda"
+        for spec, stored in self._staged(places) if cuda else self._mapped():
             yield spec, stored
             done += self._num_bytes(spec)
             if self._progress is not None:
@@ -224,36 +239,41 @@ class WeightSource:
                 reader.close_all()
         assert not waiting, waiting
 
-    def _staged(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """Of each file the scales first, which are kept until their weights come."""
-        scales: dict[str, Tensor] = {}
-        staging = Staging(self._checkpoint.path, self._device)
-        for info, tensor in staging.tensors(self._in_order()):
+    def _staged(
+        self, places: Mapping[str, Tensor]
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        """Of each file what has no place yet, the scales first, which are kept until their weights
+        come; then what has, as it lies in the file.
+        """
+        scales: dict[str, Tensor | None] = {}
+        staging = Staging(self._checkpoint.path, self._device, places=places)
+        for info, tensor in staging.tensors(self._in_order(places)):
             spec = self._chosen.get(info.name)
             if spec is None:
                 scales[info.name] = tensor
-                continue
-            storage = self.inventory.storages[spec.name]
-            scale = scales.pop(spec.scale_name) if storage in ("fp8_block", "fp4") else None
-            yield spec, StoredWeight(tensor, scale, storage)
-        assert not scales, list(scales)
+            elif tensor is None:
+                yield spec, None
+            else:
+                storage = self.inventory.storages[spec.name]
+                scale = scales.pop(spec.scale_name) if _has_scale(storage) else None
+                yield spec, StoredWeight(tensor, scale, storage)
+        assert not any(scale is not None for scale in scales.values()), list(scales)
 
-    def _in_order(self) -> list[TensorInfo]:
+    def _in_order(self, places: Container[str]) -> list[TensorInfo]:
         tensors, order = self._checkpoint.tensors, []
         for _, names in self._checkpoint.shards():
             chosen = [self._chosen[name] for name in names if name in self._chosen]
-            order += [
-                tensors[spec.scale_name]
-                for spec in chosen
-                if self.inventory.storages[spec.name] in ("fp8_block", "fp4")
-            ]
-            order += [tensors[spec.name] for spec in chosen]
+            scales = [s.scale_name for s in chosen if _has_scale(self.inventory.storages[s.name])]
+            files = [*scales, *(spec.name for spec in chosen)]
+            placed = [tensors[name] for name in files if name in places]
+            order += [tensors[name] for name in files if name not in places]
+            order += sorted(placed, key=lambda info: (info.file, info.offset))
         return order
 
     def _read(self, reader: TensorReader, spec: WeightSpec) -> StoredWeight:
         storage = self.inventory.storages[spec.name]
         data = reader.read(spec.name)
-        scale = reader.read(spec.scale_name) if storage in ("fp8_block", "fp4") else None
+        scale = reader.read(spec.scale_name) if _has_scale(storage) else None
         fault = find_nan(data, scale)
         if fault is not None:
             file = self._checkpoint.tensors[spec.name].file
@@ -263,12 +283,16 @@ class WeightSource:
     def _num_bytes(self, spec: WeightSpec) -> int:
         tensors = self._checkpoint.tensors
         num_bytes = tensors[spec.name].num_bytes
-        if self.inventory.storages[spec.name] in ("fp8_block", "fp4"):
+        if _has_scale(self.inventory.storages[spec.name]):
             num_bytes += tensors[spec.scale_name].num_bytes
         return num_bytes
 
 
 # --- One tensor -----------------------------------------------------------------------------------
+
+
+def _has_scale(storage: Storage) -> bool:
+    return storage in ("fp8_block", "fp4")
 
 
 def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:

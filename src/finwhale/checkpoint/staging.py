@@ -1,14 +1,15 @@
 """A checkpoint's tensors to a GPU, as fast as the files can be read.
 
 Threads read tensors from the files into pinned memory and look them through for NaN; one thread
-sends what they have read, in pieces, on a stream of its own; whoever iterates puts the tensors into
-place on the device meanwhile. What is between is bounded: so many pieces in pinned memory, so many
-on the device.
+sends what they have read, in pieces, on a stream of its own. Tensors whose bytes only need a place
+go there at once: nearly all of a checkpoint, in thousands of tensors. The others whoever iterates
+puts into place meanwhile. What is between is bounded: so many pieces in pinned memory, so many on
+the device.
 """
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -23,11 +24,14 @@ from finwhale.checkpoint.formats import find_nan
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
 
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
 # A piece: what is sent at once. Tensors that fit share one, larger ones have several.
 PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
 PINNED_PIECES = 24
+IOV_MAX = 512  # Linux takes 1024
 # Groups of tensors that are on the device, or on their way there, and not yet in place.
 GROUPS_AHEAD = 12
 
@@ -55,17 +59,22 @@ class Group:
         places: where each begins.
         pieces: reads of at most PIECE_BYTES in all, which lie together; unless one alone is
             larger they are whole tensors.
+        placed: these go to places of their own.
     """
 
+    placed: bool = False
     places: dict[str, int] = field(default_factory=dict)
     pieces: list[list[Read]] = field(default_factory=list)
     num_bytes: int = 0
 
 
-def groups_of(infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES) -> Iterator[Group]:
-    """The tensors in their order, small ones together."""
+def groups_of(
+    infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, placed: Container[str] = ()
+) -> Iterator[Group]:
+    """The tensors in their order, small ones together; `placed` ones apart from others."""
     group = Group(pieces=[[]])
     for info in infos:
+        is_placed = info.name in placed
         if info.num_bytes > piece_bytes:
             if group.places:
                 yield group
@@ -75,11 +84,14 @@ def groups_of(infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES) -> It
                 Read(info, start, min(piece_bytes, info.num_bytes - start), start)
                 for start in starts
             ]
-            yield Group({info.name: 0}, [[read] for read in reads], info.num_bytes)
+            pieces = [[read] for read in reads]
+            yield Group(is_placed, {info.name: 0}, pieces, info.num_bytes)
             continue
-        if group.num_bytes + info.num_bytes > piece_bytes:
+        full = group.num_bytes + info.num_bytes > piece_bytes
+        if group.places and (full or group.placed != is_placed):
             yield group
             group = Group(pieces=[[]])
+        group.placed = is_placed
         place = group.num_bytes
         group.places[info.name] = place
         group.pieces[0].append(Read(info, 0, info.num_bytes, place))
@@ -94,26 +106,35 @@ class Staging:
     Args:
         directory: of the files.
         device: a GPU; on a CPU the same runs without pinned memory and streams.
+        places: by name, where a tensor's bytes go: uint8 [num_bytes] on the device.
     """
 
     def __init__(
-        self, directory: Path, device: torch.device, piece_bytes: int = PIECE_BYTES
+        self,
+        directory: Path,
+        device: torch.device,
+        piece_bytes: int = PIECE_BYTES,
+        places: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._directory, self._device, self._piece_bytes = directory, device, piece_bytes
+        self._places = places or {}
         self._cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._cuda else None
         self._stopped = threading.Event()
         self._room = threading.Semaphore(GROUPS_AHEAD)
-        self._ready: Queue[_Arrived | BaseException | None] = Queue()
+        self._ready: Queue[_Arrived | Group | BaseException | None] = Queue()
 
-    def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor]]:
+    def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         """Each tensor on the device, in order: valid until the next is asked for, and longer where
-        it is kept.
+        it is kept. None for one that is on its way to its place: it is there when all have come.
 
         Raises:
             CheckpointError: a file cannot be read, changed, or holds what is not a number.
         """
         by_name = {info.name: info for info in infos}
+        if self._stream is not None:
+            # Places may lie in memory that something on the current stream still uses.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
         sender.start()
         try:
@@ -123,6 +144,10 @@ class Staging:
                     return
                 if isinstance(arrived, BaseException):
                     raise arrived
+                if isinstance(arrived, Group):
+                    for name in arrived.places:
+                        yield by_name[name], None
+                    continue
                 for name, tensor in arrived.tensors(by_name):
                     yield by_name[name], tensor
                 arrived.release()
@@ -131,6 +156,9 @@ class Staging:
             self._stopped.set()
             self._room.release()
             sender.join()
+            if self._stream is not None:
+                # Nothing is written to places that whoever was stopped may give back.
+                self._stream.synchronize()
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
         """The sending thread: what goes wrong is raised in whoever iterates."""
@@ -138,7 +166,8 @@ class Staging:
             with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
                 # Files are closed when no thread reads any more.
                 files = _Files(self._directory, stack)
-                self._pipeline(list(groups_of(infos, self._piece_bytes)), files, pool)
+                groups = list(groups_of(infos, self._piece_bytes, self._places))
+                self._pipeline(groups, files, pool)
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
@@ -159,18 +188,25 @@ class Staging:
             ask()
         number = 0
         for group in groups:
-            self._room.acquire()
+            if not group.placed:
+                self._room.acquire()
             if self._stopped.is_set():
                 return
-            arrived = self._new(group)
+            arrived = None if group.placed else self._new(group)
             for piece in group.pieces:
                 pinned = reading[number].result()
                 number += 1
-                self._copy(pinned, piece, arrived)
+                if arrived is None:
+                    self._place(pinned, piece)
+                else:
+                    self._copy(pinned, piece, arrived)
                 free.put(pinned)
                 ask()
-            arrived.sent(self._stream)
-            self._ready.put(arrived)
+            if arrived is None:
+                self._ready.put(group)
+            else:
+                arrived.sent(self._stream)
+                self._ready.put(arrived)
 
     def _new(self, group: Group) -> "_Arrived":
         size = max(1, group.num_bytes)
@@ -181,12 +217,26 @@ class Staging:
 
     def _copy(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
         begin, end = piece[0].place, piece[-1].place + piece[-1].num_bytes
-        target, source = arrived.memory[begin:end], pinned.memory[: end - begin]
+        self._send(pinned, [(arrived.memory[begin:end], pinned.memory[: end - begin])])
+
+    def _place(self, pinned: "_Pinned", piece: Sequence[Read]) -> None:
+        copies = []
+        for read in piece:
+            target = self._places[read.info.name]
+            if read.num_bytes != read.info.num_bytes:
+                target = target[read.start : read.start + read.num_bytes]
+            start = read.place - piece[0].place
+            copies.append((target, pinned.memory[start : start + read.num_bytes]))
+        self._send(pinned, copies)
+
+    def _send(self, pinned: "_Pinned", copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._stream is None:
-            target.copy_(source)
+            for target, source in copies:
+                target.copy_(source)
             return
         with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
         pinned.event = self._stream.record_event()
 
 
@@ -246,33 +296,48 @@ def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinne
     if pinned.event is not None:
         pinned.event.synchronize()
     first = piece[0].place
-    for read in piece:
-        place = read.place - first
-        target = pinned.bytes[place : place + read.num_bytes]
-        _read(read, files, target)
+    targets = [pinned.bytes[r.place - first : r.place - first + r.num_bytes] for r in piece]
+    begin = 0
+    for end in range(1, len(piece) + 1):
+        # What lies together in the file is read at once.
+        if end == len(piece) or not _adjoin(piece[end - 1], piece[end]):
+            _read(piece[begin:end], files, targets[begin:end])
+            begin = end
+    for read, target in zip(piece, targets, strict=True):
         _check(read.info, target)
     return pinned
 
 
-def _read(read: Read, files: _Files, target: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    info = read.info
-    view, done = memoryview(target.data), 0
-    try:
-        number = files.number(info.file)
-        while done < read.num_bytes:
-            count = os.preadv(number, [view[done:]], info.offset + read.start + done)
-            if not count:
-                raise CheckpointError(
-                    f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
-                )
-            done += count
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot read {info.name} from {info.file}: {error.strerror or error}"
-        ) from error
+def _adjoin(one: Read, other: Read) -> bool:
+    end = one.info.offset + one.start + one.num_bytes
+    return one.info.file == other.info.file and end == other.info.offset + other.start
 
 
-def _check(info: TensorInfo, target: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
+def _read(reads: Sequence[Read], files: _Files, targets: Sequence[Bytes]) -> None:
+    """Reads that adjoin; one call reads at most IOV_MAX of them and 2 GiB."""
+    left = [(r.info, memoryview(t.data)) for r, t in zip(reads, targets, strict=True) if len(t)]
+    offset = reads[0].info.offset + reads[0].start
+    while left:
+        info = left[0][0]
+        try:
+            number = files.number(info.file)
+            count = os.preadv(number, [view for _, view in left[:IOV_MAX]], offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {info.name} from {info.file}: {error.strerror or error}"
+            ) from error
+        if not count:
+            raise CheckpointError(
+                f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
+            )
+        offset += count
+        while left and count >= len(left[0][1]):
+            count -= len(left.pop(0)[1])
+        if count:
+            left[0] = left[0][0], left[0][1][count:]
+
+
+def _check(info: TensorInfo, target: Bytes) -> None:
     """Raises CheckpointError where a value is not finite."""
     if info.dtype in (torch.int8, torch.int64):
         return

@@ -5,7 +5,9 @@ its place, so experts and fused projections are never held twice. Tables that re
 get the stored FP8 and FP4 codes and their scales; the others get values.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -34,7 +36,8 @@ FP8_BLOCK = 128
 
 
 class WeightBuilder:
-    """The model's weights, empty, and `setters`: official name -> copy a weight into its place.
+    """The model's weights, empty, and `setters`: official name -> copy a weight into its place;
+    `places`: name of a weight or scale -> where its bytes go, for those that need nothing else.
 
     On the "meta" device it allocates nothing and `num_bytes` tells what it would.
 
@@ -66,6 +69,7 @@ class WeightBuilder:
         self.packed = ops.packed
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
+        self.places: dict[str, Tensor] = {}
         self.num_bytes = 0
         layers = tuple(
             self._layer(f"layers.{i}", ratio, config.is_hash_layer(i))
@@ -337,20 +341,25 @@ class WeightBuilder:
 
         w13, scale13 = empty(2 * width, hidden)
         w2, scale2 = empty(hidden, width)
+        halves = w13.view(2 * count, -1).unbind(), scale13.view(2 * count, -1).unbind()
+        wholes = w2.view(count, -1).unbind(), scale2.view(count, -1).unbind()
         for e in range(count):
             name = f"{experts}.{e}"
-            self._set_fp4(f"{name}.w1.weight", w13[e, :width], scale13[e, :width])
-            self._set_fp4(f"{name}.w3.weight", w13[e, width:], scale13[e, width:])
-            self._set_fp4(f"{name}.w2.weight", w2[e], scale2[e])
+            self._set_fp4(f"{name}.w1.weight", halves[0][2 * e], halves[1][2 * e])
+            self._set_fp4(f"{name}.w3.weight", halves[0][2 * e + 1], halves[1][2 * e + 1])
+            self._set_fp4(f"{name}.w2.weight", wholes[0][e], wholes[1][e])
         return self.prepare_experts(ExpertWeight(w13, w2, self.round, scale13, scale2))
 
     def _set_fp4(self, name: str, codes: Tensor, exponents: Tensor) -> None:
+        """codes, exponents: where their bytes go, one after the other."""
+
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp4"
-            codes.copy_(stored.data.view(torch.uint8))
-            exponents.copy_(e8m0_bytes(stored.scale))
+            codes.copy_(stored.data.view(torch.uint8).reshape(-1))
+            exponents.copy_(e8m0_bytes(stored.scale).reshape(-1))
 
         self.setters[name] = copy
+        self.places[name], self.places[self.specs[name].scale_name] = codes, exponents
 
     def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
         w1, w3 = w13.chunk(2)
@@ -370,11 +379,17 @@ class WeightBuilder:
 
 
 class WeightStream(Protocol):
-    """The weights as they are read, in any order, and how each is stored."""
+    """The weights as they are read, in any order, and how each is stored.
+
+    `into` gives them where the bytes of some tensors, by name, only need a place: a stream may put
+    these there itself, and gives None for such a weight.
+    """
 
     @property
     def storages(self) -> Mapping[str, Storage]: ...
-    def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]: ...
+    def into(
+        self, places: Mapping[str, Tensor]
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]: ...
 
 
 def load_weights(
@@ -391,23 +406,39 @@ def load_weights(
     Raises:
         CheckpointError: a tensor comes twice, is not the model's, or never comes.
     """
-    builder = WeightBuilder(
-        config,
-        dtype=dtype,
-        device=device,
-        round_activations=round_activations,
-        ops=ops,
-        storages=stream.storages,
-    )
-    waiting = dict(builder.setters)
-    for spec, stored in stream:
-        setter = waiting.pop(spec.name, None)
-        if setter is None:
-            raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
-        setter(stored)
+    with _no_collection():
+        builder = WeightBuilder(
+            config,
+            dtype=dtype,
+            device=device,
+            round_activations=round_activations,
+            ops=ops,
+            storages=stream.storages,
+        )
+        waiting = dict(builder.setters)
+        for spec, stored in stream.into(builder.places):
+            setter = waiting.pop(spec.name, None)
+            if setter is None:
+                raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
+            if stored is not None:
+                setter(stored)
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
     return _finish(builder.weights, ops)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A setter for each tensor is many small objects, none of them garbage: Python would look
+    through all that there is, torch included, again and again.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _finish(weights: ModelWeights, ops: Ops) -> ModelWeights:
