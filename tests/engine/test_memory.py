@@ -1,6 +1,7 @@
 """The memory budget: the largest steps run, touch one page, and are counted."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,16 +56,18 @@ def test_what_counts_as_workspace(
     """The largest step, and for graphs a second time with what each of them gives."""
     runner = new_llm(max_model_len=300).engine.runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
-    peaks = iter([1000, 5000, 70, 900])
+    peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
     plain = Largest(num_tokens=64, num_seqs=4, max_len=300)
     assert steps.workspace_bytes(plain) == 1000
     graphs = Largest(
         num_tokens=64, num_seqs=4, max_len=300, decode_graphs=(1, 4), prefill_graphs=(16,)
     )
+    assert steps.workspace_bytes(graphs) == 5000 + 900 + 3 * GRAPH_BYTES
     config = runner.model.config
-    logits, streams = 5 * config.vocab_size * 4, 16 * config.hc_mult * config.hidden_size * 4
-    assert steps.workspace_bytes(graphs) == 5000 + 900 + logits + streams + 3 * GRAPH_BYTES
+    drafts = replace(graphs, prefill_graphs=(), drafts=(1,))
+    row = config.vocab_size * 4 + config.hc_mult * config.hidden_size * 4
+    assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 
 
 def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

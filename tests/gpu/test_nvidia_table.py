@@ -108,7 +108,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
 def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
     runner = llm.engine.runner
     stepper = Stepper(llm.engine)
-    for lengths in ([1], [9, 30], [128], [200, 1, 50]):
+    for lengths in ([1], [9, 30], [128], [200, 1, 50], [700, 1, 300], [1900, 5]):
         sequences = [stepper.sequence(text(9, n)) for n in lengths]
         chunks = []
         for sequence, length in zip(sequences, lengths, strict=True):

@@ -1,8 +1,8 @@
 """Captured execution: decodes as whole CUDA graphs, small prefills as segments around attention.
 
-One graph a size of a ladder, all in one memory pool. A graph reads its inputs from fixed buffers
-(static_inputs.py), filled by one transfer from pinned memory before each replay, and a second one
-where pages changed. Tokens past the batch are padding: position -1.
+One graph a size of a ladder, all in one memory pool, where one runs at a time. A graph reads its
+inputs from fixed buffers (static_inputs.py), filled by one transfer from pinned memory before each
+replay, and a second one where pages changed. Tokens past the batch are padding: position -1.
 
 Both kinds are one mechanism: the model is run once while its kernels are recorded, and where it
 says `segments.eager` a decode goes on recording (the host has nothing to decide there), a prefill
@@ -28,14 +28,24 @@ T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
 WARM_UP_STEPS = 1  # makes what outlives a step; kernels are there
-# Tokens of a step with prefill: beyond, the kernels take longer than launching them.
-PREFILL_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+# Tokens of a step with prefill: beyond, the kernels take longer than launching them, which takes a
+# host about 2.5 ms a layer.
+PREFILL_SIZES = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
+    *(1280, 1536, 1792, 2048),
+)
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: dense where padding would cost most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def prefill_sizes(max_num_tokens: int) -> list[int]:
+    """Numbers of tokens to capture for steps with prefill: the largest too, unless it is large."""
+    sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
+    return [*sizes, max_num_tokens] if max_num_tokens <= PREFILL_SIZES[-1] else sizes
 
 
 def are_decodes(chunks: Items[Chunk]) -> bool:
@@ -83,7 +93,8 @@ class Recorder:
             fn(*args, **kwargs)
             return
         self._close()
-        self.parts.append((fn, tuple(_without_holding(arg) for arg in args), kwargs))
+        held = (_without_holding(arg) if isinstance(arg, Tensor) else arg for arg in args)
+        self.parts.append((fn, tuple(held), kwargs))
         self._open()
 
     def _open(self) -> None:
@@ -110,14 +121,15 @@ class _Memory:
         }
 
 
-def _without_holding(value: object) -> object:
-    """The same tensor, whose memory is the pool's again once the forward lets it go: what a layer
-    hands to attention may then lie where the next layer's does. Replays keep the order.
+def _without_holding(tensor: Tensor) -> Tensor:
+    """The same, but its memory is the pool's again once the forward lets it go: what a layer hands
+    to attention may then lie where the next layer's does, and a graph's result where another graph
+    works. Replays keep the order.
     """
-    if not isinstance(value, Tensor) or not value.numel():
-        return value
-    data = torch.as_tensor(_Memory(value), device=value.device).view(value.dtype)
-    return data.as_strided(value.shape, value.stride())
+    if not tensor.numel():
+        return tensor
+    data = torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
+    return data.as_strided(tensor.shape, tensor.stride())
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +190,7 @@ class Graphs:
                     torch.cuda.empty_cache()
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
-            self._captured[size] = _Captured(inputs, recorder.parts, out)
+            self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
         torch.cuda.synchronize(device)
 
     def fits(self, chunks: Items[Chunk]) -> bool:

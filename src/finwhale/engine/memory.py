@@ -118,19 +118,18 @@ class LargestSteps:
         workspace = self._peak(lambda: self.run(largest))
         config, graphs = self.model.config, largest.decode_graphs + largest.prefill_graphs
         if graphs:
-            # Graphs have memory of their own: that of the largest, and what each one gives.
+            # Graphs have memory of their own: that of the largest, and what each one keeps.
             workspace += max(
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(graphs), largest)),
             )
-            rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
-            workspace += rows * config.vocab_size * 4
-            streams = config.hc_mult * config.hidden_size * self.model.weights.embed.itemsize
-            workspace += sum(largest.prefill_graphs) * streams
             num_graphs = len(graphs)
             if largest.draft_tokens:
                 # Of each two, one that verifies and one that drafts, which reads the streams.
-                workspace += rows * streams
+                rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
+                embed = self.model.weights.embed
+                streams = config.hc_mult * config.hidden_size * embed.itemsize
+                workspace += rows * (config.vocab_size * 4 + streams)
                 num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
             workspace += num_graphs * GRAPH_BYTES
         return workspace

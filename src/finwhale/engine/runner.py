@@ -13,7 +13,7 @@ from finwhale.artefacts import default_directory
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.compiled import compile_layers
-from finwhale.engine.graphs import PREFILL_SIZES, GraphMemory, Graphs, decode_sizes
+from finwhale.engine.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.phases import Phases
@@ -212,7 +212,7 @@ class ModelRunner:
             sizes = verification_sizes if config.draft_tokens else decode_sizes
             decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
             if config.graph_sizes is None:
-                prefills = tuple(size for size in PREFILL_SIZES if size < most) or (most,)
+                prefills = tuple(prefill_sizes(most))
         return Largest(
             num_tokens=most,
             num_seqs=config.max_num_seqs,
