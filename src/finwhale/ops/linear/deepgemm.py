@@ -1,8 +1,9 @@
 """Linear layers with E4M3 weights by DeepGEMM (Hopper and later), all others by our kernels.
 
-One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
-DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
-the same bits. So a token's bits depend neither on the others nor, from 2 on, on how many they are.
+Up to ROW_TOKENS take `triton.py`'s kernel for them. More are rounded by our kernel in the layout
+that DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which
+give the same bits. So a token's bits depend neither on the others nor, beyond ROW_TOKENS, on how
+many they are.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
 """
@@ -32,12 +33,10 @@ def _begin() -> None:
     deep_gemm.set_pdl(True)
 
 
-def _suits(x: Tensor, weight: Tensor, scale: Tensor | None, out_dtype: torch.dtype | None) -> bool:
+def _suits(p: kernels.Problem) -> bool:
     """Whether DeepGEMM takes it: several tokens, scales, bfloat16 results in rows of 16 bytes."""
-    width = x.shape[-1]
-    many = x.shape[0] > 1 or (x.shape[0] == 1 and width > kernels.MAX_ROW)
-    even = weight.shape[-2] % 8 == 0
-    return many and even and scale is not None and out_dtype in (None, torch.bfloat16)
+    even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
+    return p.scale is not None and len(p.x) > 0 and even and not kernels.by_rows(p)
 
 
 def rows_of(num_tokens: int) -> int:
@@ -59,7 +58,7 @@ def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NK, w.weight, w.scale, w.out_dtype):
+    if w.scale is None or not _suits(kernels.problem(x_NK.unsqueeze(1), w)):
         return kernels.linear(x_NK, w)
     num_tokens = x_NK.shape[0]
     x = quantise(x_NK, num_rows=rows_of(num_tokens))
@@ -67,7 +66,7 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(x_NGK, w.weight, w.scale, w.out_dtype):
+    if w.scale is None or not _suits(kernels.problem(x_NGK, w)):
         return kernels.grouped_linear(x_NGK, w)
     num_tokens, groups, _ = x_NGK.shape
     rows = rows_of(num_tokens)
@@ -81,7 +80,7 @@ def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     """As `triton.swiglu_mlp`; from 2 tokens on gate and up are rounded to bfloat16 in between."""
-    if w.scale13 is None or w.scale2 is None or not _suits(x_ND, w.w13, w.scale13, x_ND.dtype):
+    if w.scale13 is None or w.scale2 is None or not _suits(kernels.gated_problem(x_ND, w, limit)):
         return kernels.swiglu_mlp(x_ND, w, limit)
     num_tokens = x_ND.shape[0]
     rows = rows_of(num_tokens)
