@@ -3,8 +3,7 @@
 import contextlib
 import json
 import random
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from finwhale.engine.scheduler import Chunk, Scheduler
 from finwhale.engine.speculative import Forward
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+from finwhale.testing.tiny import tiny_config
 
 from .test_async import play
 
@@ -353,14 +352,7 @@ def test_the_distribution_is_the_model_s(
 class Machine:
     """One model: an engine that drafts, and the same weights read as a whole."""
 
-    def __init__(self, path: Path, activations: Any, reference: bool) -> None:
-        options: dict[str, Any] = {
-            "device": "cpu",
-            "activations": activations,
-            "reference": reference,
-            "max_num_seqs": 4,
-            "max_num_batched_tokens": 2048,
-        }
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3).engine
         self.read = type(self.engine.runner).read.__get__(self.engine.runner)
         drafter = self.engine.runner.drafter
@@ -428,35 +420,9 @@ class Machine:
         return wrong
 
 
-# Seed, window, activations, whether the operators are the references.
-MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
-def machine(request: pytest.FixtureRequest) -> Iterator[Machine]:
-    seed, window, activations, reference = request.param
-    config = tiny_config(seed) | {
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "o_groups": 2,
-        "head_dim": 48,
-        "num_hidden_layers": 3,
-        "num_hash_layers": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "compress_ratios": [128, 4, 4, 0],
-        "index_topk": 16,
-        "sliding_window": window,
-        "max_position_embeddings": 2048,
-    }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "model"
-        write_plain_checkpoint(path, config, random_weights(config, seed))
-        yield Machine(path, activations, reference)
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def machine(small: tuple[Path, dict[str, Any]]) -> Machine:
+    return Machine(*small)
 
 
 def text(length: int, salt: object = 0) -> list[int]:

@@ -1,10 +1,10 @@
 """Shared prefixes and preemption through a whole engine: no logit changes, not in one bit."""
 
 import random
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.config import Activations
 from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.scheduler import Chunk, Scheduler
 from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
 BLOCK = 256
 
@@ -67,47 +65,11 @@ class Model:
         return self.known[key]
 
 
-# Seed, window, activations, whether the operators are the references.
-MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
-
-
-@pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    seed, window, activations, reference = request.param
-    chosen: Activations = activations
-    config = tiny_config(seed) | {
-        "vocab_size": 300,
-        "hidden_size": 64,
-        "num_attention_heads": 2,
-        "o_groups": 2,
-        "head_dim": 48,
-        "num_hidden_layers": 3,
-        "num_hash_layers": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "compress_ratios": [128, 4, 4, 0],
-        "index_topk": 16,
-        "sliding_window": window,
-        "max_position_embeddings": 2048,
-    }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "model"
-        write_plain_checkpoint(path, config, random_weights(config, seed))
-        llm, other = (
-            LLM(
-                path,
-                device="cpu",
-                activations=chosen,
-                reference=reference,
-                max_num_seqs=4,
-                max_num_batched_tokens=2048,
-            )
-            for _ in range(2)
-        )
-        yield Model(llm.engine, Stepper(other.engine))
-    torch.set_num_threads(threads)
+@pytest.fixture(scope="module")
+def model(small: tuple[Path, dict[str, Any]]) -> Model:
+    path, options = small
+    llm, other = (LLM(path, **options) for _ in range(2))
+    return Model(llm.engine, Stepper(other.engine))
 
 
 class Recorder:

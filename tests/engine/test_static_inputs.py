@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.graphs import decode_sizes
+from finwhale.engine.graphs import decode_sizes, prefill_sizes
 from finwhale.engine.scheduler import PENDING, Chunk
 from finwhale.engine.static_inputs import StaticInputs, with_bounds
 from finwhale.models.deepseek_v4.step import StepInputs
@@ -110,3 +110,10 @@ def test_sizes() -> None:
     for batch in range(1, 301):
         size = next(s for s in sizes if s >= batch)
         assert size - batch < max(8, batch // 2)
+
+
+def test_sizes_of_prefills_reach_the_largest_step_unless_it_is_large() -> None:
+    assert prefill_sizes(1) == [1]
+    assert prefill_sizes(60) == [16, 32, 60]
+    assert prefill_sizes(1500)[-2:] == [1280, 1500]
+    assert prefill_sizes(2048)[-1] == prefill_sizes(8192)[-1] == 2048

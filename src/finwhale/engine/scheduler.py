@@ -23,7 +23,8 @@ PENDING = -1
 # and 0.045 ms a prompt token: with five eighths of 2,048 tokens 2.5 times a decode, with all 3.5.
 MIXED_SHARE = (5, 8)
 # Tokens of a step for a prompt that needs several steps, while anyone else has something to read or
-# decodes; fewer as its context grows, which a token at DOUBLE_COST takes twice as long to read.
+# decodes. They get fewer as its context grows, for one at DOUBLE_COST takes twice as long; but
+# FEWEST_LONG at least.
 LONG_SHARE = (1, 4)
 DOUBLE_COST = 65536
 FEWEST_LONG = 32
