@@ -14,11 +14,10 @@ import os
 import shutil
 import struct
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from finwhale.errors import ResourceError
 
@@ -115,12 +114,24 @@ class Artefacts:
         """Whether all that a configuration of this source can need was built."""
         return self._mark(configuration).exists()
 
-    def mark_complete(self, configuration: object, note: Mapping[str, Any]) -> None:
-        """Say so, with checksums of what is there now."""
+    def mark_complete(self, configuration: object, built: Iterable[str] = ()) -> None:
+        """Say so, with checksums of what is there now.
+
+        Args:
+            built: names of what this configuration needs, for `known`.
+        """
         if not self.writable:
             return
         self._seal()
-        write_whole(self._mark(configuration), json.dumps(dict(note), default=str).encode())
+        write_whole(self._mark(configuration), json.dumps(sorted(built)).encode())
+
+    def known(self) -> set[str]:
+        """What the configurations of this source need that are complete."""
+        found: set[str] = set()
+        for mark in self.path.glob(f"complete-{source_digest()}-*.json"):
+            with suppress(OSError, ValueError):
+                found.update(json.loads(mark.read_bytes()))
+        return found
 
     def _mark(self, configuration: object) -> Path:
         return self.path / f"complete-{source_digest()}-{digest(configuration)}.json"

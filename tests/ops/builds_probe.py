@@ -9,7 +9,7 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,15 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.attention import triton as attention
+from finwhale.ops.builds.kernels import KernelBuilds
 from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
 from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.mhc import triton as mhc
 from finwhale.ops.moe import triton_experts
+from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.tables.nvidia import OPS
+from finwhale.platform import Platform
 
 LARGEST = Largest(
     num_tokens=700,
@@ -136,7 +139,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         knobs.cache.dir = str(cache)
         knobs.compilation.store_binary_only = True
         counter = Counter()
-        artefacts.mark_complete("this", {})
+        artefacts.mark_complete("this")
         load_all(variants)
         found = {
             "errors": [a["error"] for a in answers if "error" in a],
@@ -148,6 +151,34 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         found["damaged"] = [artefacts.check(), artefacts.check()]
         load_all(variants)
         return found | {"compiled after damage": counter.compiled}
+
+
+def build_for_three() -> list[int]:
+    """What is compiled for a configuration, for another that needs the same, and for one more that
+    needs another kernel besides; the second must not start any process.
+    """
+    one, other = torch.zeros(3, 1104), torch.zeros(3, 1111)
+
+    def norms(*inputs: Tensor) -> Callable[[], None]:
+        def walk() -> None:
+            for x in inputs:
+                rms_norm(x, x[0], 1e-6)
+
+        return walk
+
+    def refuse(num_jobs: int = 0) -> Pool:
+        raise AssertionError("a process is started")
+
+    with tempfile.TemporaryDirectory() as directory:
+        builds = KernelBuilds(Platform("nvidia", "sm90"), 0, directory)
+        builds._load = lambda walk: 0  # type: ignore[method-assign]
+        first = builds.prepare("one", norms(one)).compiled
+        new_pool = builds._new_pool
+        builds._new_pool = refuse  # type: ignore[method-assign]
+        builds.expect("two")
+        second = builds.prepare("two", norms(one)).compiled
+        builds._new_pool = new_pool  # type: ignore[method-assign]
+        return [first, second, builds.prepare("three", norms(one, other)).compiled]
 
 
 def load_all(variants: list[Variant]) -> None:
@@ -194,6 +225,7 @@ def main() -> None:
             for line in left_out(experts, topk, 8192)
         ],
         "compiling": compile_twice(cheap),
+        "three configurations": build_for_three(),
     }
     print(json.dumps(report))
 

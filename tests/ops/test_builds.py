@@ -51,3 +51,7 @@ def test_a_damaged_result_is_compiled_again(report: dict[str, Any]) -> None:
     found = report["compiling"]
     assert found["damaged"] == [1, 0]
     assert found["compiled after damage"] == 1
+
+
+def test_what_another_configuration_had_built_is_not_built_again(report: dict[str, Any]) -> None:
+    assert report["three configurations"] == [1, 0, 1]

@@ -71,11 +71,16 @@ def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
 def test_complete_for_one_configuration_and_source(
     cache: Artefacts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.mark_complete({"layers": 8}, {"kernels": 1})
+    cache.mark_complete({"layers": 8}, ["a kernel", "another"])
     assert cache.is_complete({"layers": 8})
     assert not cache.is_complete({"layers": 9})
+    cache.mark_complete({"layers": 9}, ["another", "a third"])
+    assert cache.known() == {"a kernel", "another", "a third"}
+    next(cache.path.glob("complete-*")).write_text("{ cut")
+    assert len(cache.known()) == 2
     monkeypatch.setattr(artefacts, "source_digest", lambda: "another")
     assert not cache.is_complete({"layers": 8})
+    assert not cache.known()
 
 
 def test_the_source_s_digest_changes_with_it() -> None:
@@ -88,7 +93,7 @@ def test_whole_artefacts_stay(
 ) -> None:
     kept = [add_triton(cache, "A"), add_deepgemm(cache, "kernel.a")]
     if sealed:
-        cache.mark_complete("all", {})
+        cache.mark_complete("all")
     assert cache.check() == 0
     assert all(entry.exists() for entry in kept)
     assert not caplog.records
@@ -102,7 +107,7 @@ def test_a_truncated_file(
     """As a full disk or a lost power supply leaves it."""
     whole, entry = add_triton(cache, "A"), add_triton(cache, "B")
     if sealed:
-        cache.mark_complete("all", {})
+        cache.mark_complete("all")
     (entry / file).write_bytes((entry / file).read_bytes()[:-5])
     assert cache.check() == 1
     assert whole.exists() and not entry.exists()
@@ -113,7 +118,7 @@ def test_a_truncated_file(
 
 def test_a_changed_byte_of_what_was_finished(cache: Artefacts) -> None:
     entry = add_deepgemm(cache, "kernel.a")
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     content = bytearray((entry / "kernel.cubin").read_bytes())
     content[-1] ^= 1
     (entry / "kernel.cubin").write_bytes(bytes(content))
@@ -122,12 +127,12 @@ def test_a_changed_byte_of_what_was_finished(cache: Artefacts) -> None:
 
 def test_what_was_built_again_may_differ(cache: Artefacts) -> None:
     entry = add_triton(cache, "A")
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     (entry / "k.cubin").write_bytes(elf(size=300)[:250])
     assert cache.check() == 1
     (add_triton(cache, "A") / "k.cubin").write_bytes(elf(size=400))
     assert cache.check() == 0
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     assert cache.check() == 0
 
 
@@ -139,10 +144,10 @@ def test_a_file_that_is_gone(cache: Artefacts) -> None:
 
 def test_damaged_checksums_are_made_again(cache: Artefacts) -> None:
     add_triton(cache, "A")
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     (cache.path / artefacts.SEALS).write_text("{")
     assert cache.check() == 0
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     assert json.loads((cache.path / artefacts.SEALS).read_text())
 
 
@@ -199,12 +204,12 @@ def test_who_is_killed_while_filling_holds_nobody_up(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_filled_cache_may_be_read_only(tmp_path: Path, cache: Artefacts) -> None:
-    cache.mark_complete("all", {})
+    cache.mark_complete("all")
     cache.path.chmod(0o555)
     try:
         mine = Artefacts(tmp_path, PLATFORM)
         assert not mine.writable and mine.is_complete("all") and mine.check() == 0
         with mine.filling():
-            mine.mark_complete("more", {})
+            mine.mark_complete("more")
     finally:
         cache.path.chmod(0o755)

@@ -13,11 +13,11 @@ import triton
 from triton import knobs
 from triton.runtime import driver
 
-from finwhale.artefacts import Artefacts, default_directory
+from finwhale.artefacts import Artefacts, default_directory, digest
 from finwhale.errors import ResourceError
 from finwhale.ops.builds import Built
 from finwhale.ops.builds.inductor import compiled_graphs
-from finwhale.ops.builds.launches import Counter, Variant, collect, load
+from finwhale.ops.builds.launches import Counter, collect, load
 from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
 from finwhale.ops.tables import optional
 from finwhale.platform import Platform
@@ -61,7 +61,9 @@ class KernelBuilds:
         self._at_ready: dict[str, int] = {}
 
     def expect(self, configuration: object) -> None:
-        if not self._artefacts.is_complete(configuration) and self._pool is None:
+        complete = self._artefacts.is_complete(configuration)
+        # Where others were built, most kernels are there, often all.
+        if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
     def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
@@ -78,9 +80,9 @@ class KernelBuilds:
                 # Another process has made everything meanwhile.
                 self._close_pool()
                 return self._loaded(walk)
-            missing = self._build(walk)
+            missing, names = self._build(walk)
             built = self._loaded(walk)
-            self._artefacts.mark_complete(configuration, {"kernels": built.kernels})
+            self._artefacts.mark_complete(configuration, names)
         return replace(built, compiled=built.compiled + missing)
 
     def _loaded(self, walk: Callable[[], None]) -> Built:
@@ -89,21 +91,30 @@ class KernelBuilds:
         kernels = self._load(walk)
         return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
 
-    def _build(self, walk: Callable[[], None]) -> int:
-        """Have everything compiled into the cache by other processes; how many there were to do."""
+    def _build(self, walk: Callable[[], None]) -> tuple[int, list[str]]:
+        """Have all that is not known compiled into the cache by other processes.
+
+        Returns:
+            How many kernels there were to compile, and the names of all that is needed.
+        """
         begin = time.perf_counter()
         with self._collecting():
-            variants = collect(walk)
+            variants = sorted(map(asdict, collect(walk)), key=_effort)
         found = time.perf_counter()
-        if not variants:
-            self._close_pool()
-            return 0
-        pool, self._pool = self._pool or self._new_pool(), None
-        finish = [pool.start(_job(variant) for variant in sorted(variants, key=_effort))]
-        gemms, before = self._new_gemm_pool(), self._num_products()
-        if gemms is not None and self._products is not None:
-            finish.append(gemms.start(self._products.jobs()))
+        gemms = [] if self._products is None else self._products.jobs()
+        names = [digest(job) for job in (*variants, *gemms)]
+        known, before = self._artefacts.known(), self._num_products()
+        variants = [job for job in variants if digest(job) not in known]
+        gemms = [job for job in gemms if digest(job) not in known]
+        finish = []
+        if variants:
+            pool, self._pool = self._pool or self._new_pool(len(variants)), None
+            finish.append(pool.start(variants))
+        gemm_pool = self._new_gemm_pool(len(gemms)) if gemms else None
+        if gemm_pool is not None:
+            finish.append(gemm_pool.start(gemms))
         answers = [answer for wait in finish for answer in wait()]
+        self._close_pool()
         for error in dict.fromkeys(a["error"] for a in answers if "error" in a):
             logger.warning("a kernel was not built ahead: %s", error)
         compiled: int = sum(answer.get("compiled", False) for answer in answers)
@@ -115,7 +126,7 @@ class KernelBuilds:
             time.perf_counter() - begin,
             found - begin,
         )
-        return compiled
+        return compiled, names
 
     def _load(self, walk: Callable[[], None]) -> int:
         with self._collecting():
@@ -127,7 +138,7 @@ class KernelBuilds:
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._products is None else self._products.collecting()
 
-    def _new_pool(self) -> Pool:
+    def _new_pool(self, num_jobs: int = MAX_WORKERS) -> Pool:
         target = driver.active.get_current_target()
         first = {
             "cache": str(self._artefacts.folder("triton")),
@@ -138,18 +149,18 @@ class KernelBuilds:
             },
             "modules": ["torch", f"finwhale.ops.tables.{self._vendor}"],
         }
-        return Pool("finwhale.ops.builds.worker", first, min(MAX_WORKERS, usable_cores()))
+        return Pool("finwhale.ops.builds.worker", first, min(num_jobs, MAX_WORKERS, usable_cores()))
 
     def _num_products(self) -> int:
         return self._products.num_built() if self._products is not None else 0
 
-    def _new_gemm_pool(self) -> Pool | None:
-        if self._products is None or not self._products.jobs():
+    def _new_gemm_pool(self, num_jobs: int) -> Pool | None:
+        if self._products is None:
             return None
         # What loading has left to torch.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device_index)
-        size = min(GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
+        size = min(num_jobs, GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
         if size < 1:
             return None
         first = {
@@ -176,13 +187,9 @@ class KernelBuilds:
         return totals
 
 
-def _job(variant: Variant) -> dict[str, Any]:
-    return asdict(variant)
-
-
-def _effort(variant: Variant) -> bool:
+def _effort(variant: Mapping[str, Any]) -> bool:
     """Orders those that take longest first."""
-    return not variant.module.endswith(LONG)
+    return not variant["module"].endswith(LONG)
 
 
 def _versions(platform: Platform, device_index: int) -> dict[str, str]:
