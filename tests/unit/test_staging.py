@@ -40,15 +40,17 @@ def source(path: Path) -> WeightSource:
     return WeightSource(Checkpoint.open(path), weight_specs(CONFIG))
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 14, 1 << 24])
-def test_staged_weights_are_the_mapped_ones(
-    path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small pieces: most tensors take several. Large: hundreds of tensors share one."""
+@pytest.fixture(params=[1 << 10, 1 << 14, 1 << 24])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones: most tensors take several. Large: hundreds of tensors share one."""
     monkeypatch.setattr(
         "finwhale.checkpoint.loading.Staging",
-        lambda directory, device, places: Staging(directory, device, piece_bytes, places),
+        lambda directory, device, places: Staging(directory, device, request.param, places),
     )
+
+
+@pytest.mark.usefixtures("pieces")
+def test_staged_weights_are_the_mapped_ones(path: Path) -> None:
     assert len(list(path.glob("*.safetensors"))) > 2
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
     count = 0
@@ -65,15 +67,9 @@ def test_staged_weights_are_the_mapped_ones(
     assert count and not mapped
 
 
-@pytest.mark.parametrize("piece_bytes", [1 << 10, 1 << 14, 1 << 24])
-def test_tensors_go_to_their_places(
-    path: Path, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("pieces")
+def test_tensors_go_to_their_places(path: Path) -> None:
     """Those that have one; the others are given."""
-    monkeypatch.setattr(
-        "finwhale.checkpoint.loading.Staging",
-        lambda directory, device, places: Staging(directory, device, piece_bytes, places),
-    )
     mapped = {spec.name: stored for spec, stored in source(path)._mapped()}
     places = {}
     for name, stored in mapped.items():
