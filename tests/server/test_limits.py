@@ -277,6 +277,17 @@ def test_metrics_of_drafting() -> None:
     assert float(values["finwhale_draft_tokens"]) == 2
 
 
+def test_requests_while_the_model_loads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start()
+    monkeypatch.setattr(server.client, "ready", None)
+    assert request(server, "GET", "/health/live")[0] == 200
+    assert request(server, "GET", "/health/ready")[0] == 503
+    with pytest.raises(openai.InternalServerError, match="still loading") as refused:
+        server.openai().completions.create(model=MODEL, prompt="a")
+    assert refused.value.status_code == 503 and refused.value.code == "loading"
+    assert refused.value.response.headers["retry-after"] == "1"
+
+
 def test_engine_failure_is_told(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     server = start()
     engine = server.engine

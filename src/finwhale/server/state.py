@@ -38,9 +38,12 @@ class ServerState:
 
     @property
     def ready(self) -> Ready:
-        if self.client.ready is None:
-            raise EngineDeadError(self.client.failure or "the model is still loading")
-        return self.client.ready
+        if self.client.ready is not None:
+            return self.client.ready
+        if self.client.failure is not None:
+            raise EngineDeadError(self.client.failure)
+        headers = {"retry-after": str(self.config.retry_after_s)}
+        raise ApiError(503, "the model is still loading", code="loading", headers=headers)
 
     def now(self) -> int:
         """The time in seconds, as answers carry it."""
