@@ -170,6 +170,8 @@ def main(argv: Sequence[str]) -> int:
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/throughput-h200.jsonl"
     )
     args = parser.parse_args(argv)
+    if args.output_tokens < 2:
+        parser.error("--output-tokens: at least two, to have a time between them")
     console = Console()
     if not console.is_terminal:
         console.width = 120
@@ -193,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     gc.collect()
     gc.freeze()
     draw = np.random.default_rng(0)
-    serve(engine, draw, Load(load.requests, load.prompt_tokens, max(1, load.output_tokens // 8)))
+    serve(engine, draw, Load(load.requests, load.prompt_tokens, max(2, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}
     if args.long_prompt:
         rows["among others"] = serve(engine, draw, load, args.long_prompt)
