@@ -170,7 +170,9 @@ class Artefacts:
             self._remove(entry)
             seals.pop(self._name(entry), None)
         if bad:
-            # What takes their places need not be the same, byte for byte.
+            # Nothing is complete; and what takes their places need not be the same, byte for byte.
+            for mark in self.path.glob("complete-*.json"):
+                mark.unlink(missing_ok=True)
             write_whole(self.path / SEALS, json.dumps(seals).encode())
         return len(bad)
 

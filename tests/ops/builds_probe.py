@@ -22,6 +22,7 @@ from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.engine.graphs import prefill_sizes
 from finwhale.engine.memory import Largest, LargestSteps
 from finwhale.engine.walk import Walk, numbers
 from finwhale.models.deepseek_v4.build import load_weights
@@ -46,6 +47,15 @@ LARGEST = Largest(
     max_len=40000,
     decode_graphs=(1, 2, 4, 8),
     prefill_graphs=(16, 48, 64),
+)
+
+# As by default: no step with prompts runs without a graph.
+ALL_CAPTURED = replace(
+    LARGEST,
+    num_tokens=512,
+    num_seqs=1,
+    decode_graphs=(1,),
+    prefill_graphs=tuple(prefill_sizes(512)),
 )
 
 
@@ -213,6 +223,9 @@ def main() -> None:
     walked = collect(Walk(model, groups, OPS, cache, LARGEST, eager=False))
     every = collect(Sample(model, groups, OPS, cache, LARGEST, eager=False))
     missing = names(every) - names(walked)
+    missing |= names(collect(Sample(model, groups, OPS, cache, ALL_CAPTURED, eager=False))) - names(
+        collect(Walk(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
+    )
     cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]
     report = {
         "kernels": sorted({v.name for v in walked}),

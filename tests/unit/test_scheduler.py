@@ -340,6 +340,22 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
     assert [s.key for s in driver.finished] == ["a", "b", "long", "longer"]
 
 
+def test_short_prompts_pass_beside_a_long_one_however_many_decode() -> None:
+    """Where decodes leave no more of a step than a long prompt may take."""
+    driver = Driver(make_scheduler(0, 120, budget=256, blocks=4000), 0, ahead=False)
+    for number in range(100):
+        driver.add(make_sequence(f"{number}", 2, 500))
+    driver.step()
+    driver.add(make_sequence("long", 20_000, 2))
+    driver.step()
+    driver.add(make_sequence("short", 20, 2))
+    read = 0
+    while read < 20:
+        step = dict(sizes(driver.step()))
+        assert step["short"] > 0 and step["long"] > 0
+        read += step["short"]
+
+
 def test_the_first_in_line_is_not_overtaken() -> None:
     """A small request waits behind a large one that does not fit yet, so that it gets its turn."""
     driver = Driver(make_scheduler(0, 4, budget=1000, blocks=3), 0, ahead=False)

@@ -143,7 +143,11 @@ class Staging:
                 if arrived is None:
                     return
                 if isinstance(arrived, BaseException):
-                    raise arrived
+                    try:
+                        raise arrived
+                    finally:
+                        # It knows this frame, which would know it: what waits in it would stay.
+                        del arrived
                 if isinstance(arrived, Group):
                     for name in arrived.places:
                         yield by_name[name], None

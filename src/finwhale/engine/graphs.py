@@ -191,6 +191,7 @@ class Graphs:
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
             self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
+            del out
         torch.cuda.synchronize(device)
 
     def fits(self, chunks: Items[Chunk]) -> bool:

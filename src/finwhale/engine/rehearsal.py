@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from finwhale.engine.engine import Engine
 
 TOKENS = 3
-# Prompts beside the longest chunk: a few tokens, one, more than a captured step has.
+# Prompts beside the one of more than a step: a few tokens, one, some hundred.
 LENGTHS = (20, 1, 600)
 
 

@@ -251,7 +251,9 @@ class Scheduler:
             budget = min(budget - taken, mixed)
         reading = [s for s in reading if s.running]
         long = [s for s in reading if self._is_long(s)]
-        kept = self.long_tokens if long else 0
+        # Never all: short prompts pass.
+        share = max(1, min(self.long_tokens, budget // 2))
+        kept = share if long else 0
         for sequence in reading:
             if sequence not in long:
                 budget -= self._read(sequence, budget - kept, chunks)
@@ -262,7 +264,7 @@ class Scheduler:
                 break
             if self._is_long(admitted):
                 long.append(admitted)
-                kept = self.long_tokens
+                kept = share
             else:
                 budget -= self._read(admitted, budget - kept, chunks)
         if long:

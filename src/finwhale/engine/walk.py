@@ -139,7 +139,9 @@ class Walk:
                 {size * width for size in decodes} | set(numbers(2, largest.num_seqs * width))
             ):
                 yield n, width, [(length, width) for length in self._lengths(n, True)]
-        first = {min(prefills), captured + 1}
+        # The smallest, and the first of those that do not share keys, captured or not.
+        first = {min(prefills), *sorted(n for n in prefills if n > SHARED_UP_TO)[:1]}
+        first.add(captured + 1)
         for n in sorted(prefills):
             lengths = self._lengths(n, n <= SHARED_UP_TO or n in first)
             queries = (1, n) if n in first else (n,)

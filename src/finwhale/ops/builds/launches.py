@@ -1,14 +1,14 @@
 """Triton's launches, seen without being launched, and counted.
 
 Within `watching` the calling thread's launches go to a visitor instead of the GPU; those of other
-threads go on. Triton has no hook for that, so its launch method is wrapped for the while.
+threads go on, or wait. Triton has no hook for that, so its launch method is wrapped for the while.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +34,19 @@ _NOT_COMPILED = object()
 
 
 @contextmanager
-def watching(visit: Callable[..., Any]) -> Iterator[None]:
-    """visit(kernel, run): `run()` compiles or loads the variant and launches nothing."""
+def watching(
+    visit: Callable[..., Any], others: AbstractContextManager[Any] | None = None
+) -> Iterator[None]:
+    """visit(kernel, run): `run()` compiles or loads the variant and launches nothing.
+
+    others: what other threads' launches are in; None: nothing.
+    """
     launch, owner = JITFunction.run, threading.get_ident()
 
     def run(self, *args, grid, warmup, **kwargs):
         if threading.get_ident() != owner:
-            return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
+            with others or nullcontext():
+                return launch(self, *args, grid=grid, warmup=warmup, **kwargs)
         return visit(self, lambda: launch(self, *args, grid=grid, warmup=True, **kwargs))
 
     JITFunction.run = run
@@ -51,10 +57,13 @@ def watching(visit: Callable[..., Any]) -> Iterator[None]:
 
 
 def collect(walk: Callable[[], None]) -> list[Variant]:
-    """The variants that `walk` launches and that this process has not; nothing is compiled."""
+    """The variants that `walk` launches and that this process has not; nothing is compiled.
+
+    Other threads' launches wait meanwhile: it takes a second or two.
+    """
     found: list[Variant] = []
     noted: list[tuple[dict[str, Any], str]] = []
-    owner = threading.get_ident()
+    owner, busy = threading.get_ident(), threading.Lock()
     before = knobs.runtime.jit_cache_hook
 
     def note(*, key, fn, compile, **more):
@@ -68,14 +77,14 @@ def collect(walk: Callable[[], None]) -> list[Variant]:
         noted.append((kernels, key))
         return True  # what Triton takes for "somebody else compiles it"
 
-    knobs.runtime.jit_cache_hook = note
-    try:
-        with watching(lambda kernel, run: run()):
+    with watching(lambda kernel, run: run(), others=busy), busy:
+        knobs.runtime.jit_cache_hook = note
+        try:
             walk()
-    finally:
-        knobs.runtime.jit_cache_hook = before
-        for kernels, key in noted:
-            del kernels[key]
+        finally:
+            knobs.runtime.jit_cache_hook = before
+            for kernels, key in noted:
+                del kernels[key]
     return found
 
 
