@@ -193,6 +193,8 @@ class Graphs:
             self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
             del out
         torch.cuda.synchronize(device)
+        # Nor can anybody else have what the others' warm-ups left, on a stream of their own.
+        torch.cuda.empty_cache()
 
     def fits(self, chunks: Items[Chunk]) -> bool:
         """Whether there is a graph for a step of these chunks."""
