@@ -306,9 +306,9 @@ def test_decodes_come_before_prompts() -> None:
     assert sizes(driver.step()) == [("short", 4), ("long", 36)]
     for _ in range(13):
         assert sizes(driver.step()) == [("short", 1), ("long", 10)]
-    # What is left is no longer than a step: five eighths, the decode counted.
-    assert sizes(driver.step()) == [("short", 1), ("long", 24)]
-    assert sizes(driver.step()) == [("short", 1), ("long", 10)]
+    # What is left is no longer than a step: three quarters, the decode counted.
+    assert sizes(driver.step()) == [("short", 1), ("long", 29)]
+    assert sizes(driver.step()) == [("short", 1), ("long", 5)]
     assert sizes(driver.step()) == [("short", 1), ("long", 1)]
 
 
