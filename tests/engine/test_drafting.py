@@ -24,6 +24,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import tiny_config
 
+from .arrivals import random_arrivals
 from .test_async import play
 
 BLOCK = 256
@@ -510,33 +511,7 @@ def arrivals(
 ) -> list[RequestOutput]:
     """The same requests for one seed, run to their ends, except for some that are given up."""
     draw, chance = random.Random(seed), random.Random(seed + 1)
-    trunks = [text(longest, salt) for salt in range(2)]
-    rate = 1.0 if crowded else draw.choice((0.1, 1.0))
-    cuts = (236,) if crowded else (0, 128, 256, 256, 512)
-    ends = (5, 9) if crowded else (1, 5, 140)
-    results: list[RequestOutput] = []
-    left = draw.randint(3, 6)
-    while left or engine.has_work:
-        if left and (chance.random() < rate or not engine.has_work):
-            left -= 1
-            cut = draw.choice(cuts) + draw.choice((0, 1, -1, 4, -4, -40))
-            prompt = draw.choice(trunks)[: max(0, cut)]
-            prompt = (prompt + text(draw.choice(ends), left))[: longest - 2]
-            params = SamplingParams(
-                n=draw.choice((1, 1, 2)),
-                temperature=draw.choice((0.0, 0.8)),
-                seed=left,
-                presence_penalty=draw.choice((0.0, 0.4)),
-                max_tokens=min(draw.choice((2, 20, 50)), longest - len(prompt)),
-                ignore_eos=True,
-            )
-            priority = draw.choice((0, 0, 1))
-            name = f"r{left}"
-            results.append(engine.add_request(name, prompt, params, priority=priority))
-        engine.step()
-        engine.check_integrity()
-        if aborts and chance.random() < 0.01 and results:
-            gone = results.pop(chance.randrange(len(results)))
-            engine.abort(gone.request_id)
-            engine.check_integrity()
-    return results
+    count = draw.randint(3, 6)
+    return random_arrivals(
+        engine, draw, text, count, longest, crowded=crowded, chance=chance, aborts=aborts
+    )

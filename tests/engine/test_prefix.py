@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.scheduler import Chunk, Scheduler
 from finwhale.testing.stepping import Stepper
+
+from .arrivals import random_arrivals
 
 BLOCK = 256
 
@@ -228,36 +231,15 @@ def test_random_schedules(model: Model, data: st.DataObject) -> None:
     )
     recorder = Recorder(engine)
     draw = random.Random(data.draw(st.integers(0, 2**32), "draws"))
-    longest = BLOCK * blocks - 1
-    trunks = [text(model, longest, salt) for salt in range(2)]
-    rate = 1.0 if crowded else draw.choice((0.1, 1.0))
-    cuts = (236,) if crowded else (0, 128, 256, 256, 512)
-    ends = (5, 9) if crowded else (1, 5, 140)
-    results: list[RequestOutput] = []
-    left = data.draw(st.integers(3, 6), "arrivals")
-    while left or engine.has_work:
-        if left and (draw.random() < rate or not engine.has_work):
-            left -= 1
-            cut = draw.choice(cuts) + draw.choice((0, 1, -1, 4, -4, -40))
-            prompt = draw.choice(trunks)[: max(0, cut)]
-            prompt = (prompt + text(model, draw.choice(ends), left))[: longest - 2]
-            params = SamplingParams(
-                n=draw.choice((1, 1, 2)),
-                temperature=draw.choice((0.0, 0.8)),
-                seed=left,
-                presence_penalty=draw.choice((0.0, 0.4)),
-                max_tokens=min(draw.choice((2, 20, 50)), longest - len(prompt)),
-                ignore_eos=True,
-            )
-            priority = draw.choice((0, 0, 1))
-            name = f"r{left}"
-            results.append(engine.add_request(name, prompt, params, priority=priority))
-        engine.step()
-        engine.check_integrity()
-        if draw.random() < 0.01 and results:
-            gone = results.pop(draw.randrange(len(results)))
-            engine.abort(gone.request_id)
-            engine.check_integrity()
+    results = random_arrivals(
+        engine,
+        draw,
+        partial(text, model),
+        data.draw(st.integers(3, 6), "arrivals"),
+        BLOCK * blocks - 1,
+        crowded=crowded,
+        chance=draw,
+    )
     for result in results:
         assert result.finished and result.error is None
         assert_as_alone(model, recorder, result)

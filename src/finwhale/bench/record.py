@@ -57,6 +57,12 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     }
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The value below which `share` of them lie."""
+    ordered = sorted(values)
+    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+
+
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Add a line to a JSONL file; its folder is made if missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -21,17 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.offline import source
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.loading import WeightSource
-from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.engine.phases import process_start, whole_start
-from finwhale.engine.runner import choose_device
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured
@@ -42,15 +37,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     demo = args.model is None and not args.dummy
     if demo:
-        checkpoint = Checkpoint.open(DEMO_PATH)
-        config = ModelConfig.from_dict(checkpoint.config)
-        ignored = ignored_prefixes(config)
-        device = choose_device(args.device)[1]
-        weights: Any = WeightSource(
-            checkpoint, weight_specs(config), ignored=ignored, device=device
-        )
-    else:
-        config, weights = source(args)
+        args = argparse.Namespace(**vars(args) | {"model": DEMO_PATH})
+    config, weights = source(args)
     engine = Engine(
         EngineConfig(
             device=args.device,
@@ -86,11 +74,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ),
         "late_compilations": dict(engine.metrics().late_compilations),
     }
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
 
 
 class Mixed:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.offline import add_model_arguments, memory, source
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
 from finwhale.config import EngineConfig
 from finwhale.engine.engine import Engine
 from finwhale.request import RequestOutput, SamplingParams
@@ -118,7 +118,6 @@ def serve(
     times = [1e3 * (after - before) for before, after in pairwise(done)]
     steps = summary(times)
     slowest = sorted(range(len(times)), key=times.__getitem__)[-3:]
-    between.sort()
     found: dict[str, Any] = {
         "seconds": round(seconds, 3),
         "output_tokens_per_s": round(load.requests * load.output_tokens / seconds),
@@ -126,7 +125,7 @@ def serve(
         "slowest_over_median": round(steps["max"] / steps["median"], 2),
         "slowest": {number: round(times[number], 3) for number in slowest},
         "between_tokens_ms": {
-            name: round(between[min(len(between) - 1, int(len(between) * part))], 3)
+            name: percentile(between, part)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("max", 1.0))
         },
     }

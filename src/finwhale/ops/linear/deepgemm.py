@@ -58,16 +58,18 @@ def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(kernels.problem(x_NK.unsqueeze(1), w)):
-        return kernels.linear(x_NK, w)
+    p = kernels.problem(x_NK.unsqueeze(1), w)
+    if w.scale is None or not _suits(p):
+        return kernels.run(p).squeeze(1)
     num_tokens = x_NK.shape[0]
     x = quantise(x_NK, num_rows=rows_of(num_tokens))
     return _product(x, w.weight, w.scale, num_tokens)
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if w.scale is None or not _suits(kernels.problem(x_NGK, w)):
-        return kernels.grouped_linear(x_NGK, w)
+    p = kernels.problem(x_NGK, w)
+    if w.scale is None or not _suits(p):
+        return kernels.run(p)
     num_tokens, groups, _ = x_NGK.shape
     rows = rows_of(num_tokens)
     shape = (rows, groups, w.weight.shape[1])
