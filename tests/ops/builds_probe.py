@@ -4,11 +4,13 @@ The nvidia table runs on CPU tensors with a driver that only names SM90, and the
 it is on Hopper is answered with yes; launches are collected, not made. Prints one JSON object.
 """
 
+import contextlib
 import importlib
 import json
 import random
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -163,6 +165,27 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         return found | {"compiled after damage": counter.compiled}
 
 
+def another_thread_waits() -> list[bool]:
+    """Whether its launch is under way while a walk is collected, and afterwards."""
+
+    def launch() -> None:
+        # There is no GPU to launch on.
+        with contextlib.suppress(Exception):
+            rms_norm(torch.zeros(3, 1117), torch.ones(1117), 1e-6)
+
+    other = threading.Thread(target=launch)
+
+    def walk() -> None:
+        other.start()
+        other.join(0.5)
+
+    found = collect(walk)
+    assert not found
+    waited = other.ident is not None and other.is_alive()
+    other.join(60)
+    return [waited, other.is_alive()]
+
+
 def build_for_three() -> list[int]:
     """What is compiled for a configuration, for another that needs the same, and for one more that
     needs another kernel besides; the second must not start any process.
@@ -239,6 +262,7 @@ def main() -> None:
         ],
         "compiling": compile_twice(cheap),
         "three configurations": build_for_three(),
+        "another thread waits": another_thread_waits(),
     }
     print(json.dumps(report))
 

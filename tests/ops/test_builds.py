@@ -55,3 +55,7 @@ def test_a_damaged_result_is_compiled_again(report: dict[str, Any]) -> None:
 
 def test_what_another_configuration_had_built_is_not_built_again(report: dict[str, Any]) -> None:
     assert report["three configurations"] == [1, 0, 1]
+
+
+def test_another_thread_s_launch_waits_while_kernels_are_found(report: dict[str, Any]) -> None:
+    assert report["another thread waits"] == [True, False]

@@ -129,7 +129,9 @@ def test_what_was_built_again_may_differ(cache: Artefacts) -> None:
     entry = add_triton(cache, "A")
     cache.mark_complete("all")
     (entry / "k.cubin").write_bytes(elf(size=300)[:250])
+    assert cache.is_complete("all")
     assert cache.check() == 1
+    assert not cache.is_complete("all")
     (add_triton(cache, "A") / "k.cubin").write_bytes(elf(size=400))
     assert cache.check() == 0
     cache.mark_complete("all")

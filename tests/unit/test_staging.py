@@ -1,7 +1,9 @@
 """Tensors read by several threads, in pieces: the same as mapped ones, and faults are told."""
 
+import gc
 import os
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -167,6 +169,23 @@ def test_nan_is_found_and_named(path: Path, name: str, value: int, fault: str | 
         for _ in staged._staged({}):
             pass
     assert threading.active_count() == before
+
+
+def test_a_damaged_file_keeps_no_place(path: Path) -> None:
+    """Weights that wait for it are free at once: there may be no room for a second try else."""
+    damaged(path, "layers.1.ffn.experts.1.w2.scale", 0xFF)
+    infos = list(Checkpoint.open(path).tensors.values())
+    places = {i.name: torch.empty(i.num_bytes, dtype=torch.uint8) for i in infos}
+    first = weakref.ref(places[infos[0].name])
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(CheckpointError):
+            list(Staging(path, CPU, places=places).tensors(infos))
+        del places
+        assert first() is None
+    finally:
+        gc.enable()
 
 
 def test_a_file_that_was_cut_meanwhile(path: Path) -> None:

@@ -9,6 +9,7 @@ the device.
 
 import os
 import threading
+from collections import deque
 from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -180,17 +181,17 @@ class Staging:
         free: Queue[_Pinned] = Queue()
         for _ in range(PINNED_PIECES):
             free.put(_Pinned(self._piece_bytes, self._cuda))
-        pieces = [piece for group in groups for piece in group.pieces]
-        reading: list[Future[_Pinned]] = []
+        waiting = (piece for group in groups for piece in group.pieces)
+        # None stays: one that failed knows its error, which will know this frame.
+        reading: deque[Future[_Pinned]] = deque()
 
         def ask() -> None:
-            if len(reading) < len(pieces):
-                piece = pieces[len(reading)]
+            piece = next(waiting, None)
+            if piece is not None:
                 reading.append(pool.submit(_read_piece, piece, files, free.get()))
 
         for _ in range(PINNED_PIECES):
             ask()
-        number = 0
         for group in groups:
             if not group.placed:
                 self._room.acquire()
@@ -198,8 +199,7 @@ class Staging:
                 return
             arrived = None if group.placed else self._new(group)
             for piece in group.pieces:
-                pinned = reading[number].result()
-                number += 1
+                pinned = reading.popleft().result()
                 if arrived is None:
                     self._place(pinned, piece)
                 else:
