@@ -91,19 +91,6 @@ def test_against_the_reference(size: tuple[int, ...], with_shared: bool) -> None
     assert_near(found, expected if shared is None else expected + shared.float())
 
 
-def test_pairs_in_blocks_of_their_own_have_the_bits_of_ordered_ones(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """More pairs than experts: some experts have several tokens."""
-    raw, _ = weights_of(3, 128, 128, 3)
-    w = folded(raw)
-    x, ids, weights = pairs_of(4, 128, 3, 2)
-    ids[1, 1] = -1
-    ordered = kernels.experts(x, ids, weights, w, LIMIT)
-    monkeypatch.setattr(kernels, "APART_TOKENS", 4)
-    assert torch.equal(kernels.experts(x, ids, weights, w, LIMIT), ordered)
-
-
 def test_rows_apart_and_no_token() -> None:
     raw, _ = weights_of(3, 128, 128, 3)
     x, ids, weights = pairs_of(2, 128, 3, 2)

@@ -1,7 +1,5 @@
 """The Triton kernels of the linear layers in the interpreter, against float64 and the reference."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -106,34 +104,6 @@ def test_several_blocks_of_rows_a_program_and_several_chunks_of_a_row() -> None:
     found = [kernels._run_rows(p, plan) for plan in plans]
     assert_close(found[1], found[0])
     assert_close(found[2], found[0])
-
-
-@pytest.mark.parametrize("num_tokens", [2, 4])
-def test_rows_times_several_tokens_are_those_of_each(
-    num_tokens: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit: grouped, gated, plain, in several blocks and chunks, rows of tokens apart."""
-    monkeypatch.setattr(kernels, "ROW_TOKENS", 4)
-    inputs = Inputs()
-    w, wide = e4m3_weight(inputs, 2, 256, 384)
-    x = inputs.outliers(num_tokens, 2, 400, dtype=torch.bfloat16)[:, :, :384]
-    found = kernels.grouped_linear(x, w)
-    wanted = [product(x[:, g], wide[g], True) for g in range(2)]
-    assert_close(found, torch.stack(wanted, 1).bfloat16())
-    for n in range(num_tokens):
-        assert torch.equal(found[n : n + 1], kernels.grouped_linear(x[n : n + 1], w))
-    gated, _ = e4m3_weight(inputs, 512, 384)
-    p = kernels.gated_problem(x[:, 0], ExpertWeight(gated.weight, w.weight, True, gated.scale), 0.3)
-    plain = kernels.problem(x, LinearWeight(inputs.normal(2, 100, 384, dtype=torch.bfloat16)))
-    for problem, plan in (
-        (p, kernels.RowPlan(2, 32, 128, 4)),
-        (p, kernels.RowPlan(1, 64, 512, 4)),
-        (plain, kernels.RowPlan(4, 8, 256, 4)),
-    ):
-        together = kernels._run_rows(problem, plan)
-        for n in range(num_tokens):
-            alone = replace(problem, x=problem.x[n : n + 1])
-            assert torch.equal(together[n : n + 1], kernels._run_rows(alone, plan))
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:

@@ -1,9 +1,8 @@
 """Linear layers with E4M3 weights by DeepGEMM (Hopper and later), all others by our kernels.
 
-Up to ROW_TOKENS take `triton.py`'s kernel for them. More are rounded by our kernel in the layout
-that DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which
-give the same bits. So a token's bits depend neither on the others nor, beyond ROW_TOKENS, on how
-many they are.
+One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
+DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
+the same bits. So a token's bits depend neither on the others nor, from 2 on, on how many they are.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
 """

@@ -50,29 +50,10 @@ def _load_token(
 
 
 @triton.jit
-def _load_tokens(
-    source,
-    stride,
-    scales,
-    K: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROUND: tl.constexpr,
-    SCALED: tl.constexpr,
-):
-    """The chunks of one token, then those of the next."""
-    tokens = ()
-    for n in tl.static_range(TOKENS):
-        tokens = tokens + _load_token(source + n * stride, scales, K, BLOCK_K, ROUND, SCALED)
-    return tokens
-
-
-@triton.jit
-def _dot_rows(weights, tokens, FIRST: tl.constexpr, CHUNKS: tl.constexpr):
-    """Rows times the token whose chunks begin at tokens[FIRST]."""
-    total = tl.sum(weights[0].to(tl.float32) * tokens[FIRST][None, :], axis=1)
+def _dot_rows(weights, token, CHUNKS: tl.constexpr):
+    total = tl.sum(weights[0].to(tl.float32) * token[0][None, :], axis=1)
     for i in tl.static_range(1, CHUNKS):
-        total += tl.sum(weights[i].to(tl.float32) * tokens[FIRST + i][None, :], axis=1)
+        total += tl.sum(weights[i].to(tl.float32) * token[i][None, :], axis=1)
     return total
 
 
@@ -83,12 +64,9 @@ def row_kernel(
     scale_ptr,
     out_ptr,
     M,
-    stride_xn,
     stride_xg,
-    stride_on,
     limit,
     K: tl.constexpr,
-    TOKENS: tl.constexpr,
     SCALED: tl.constexpr,
     ROUND: tl.constexpr,
     GATED: tl.constexpr,
@@ -97,7 +75,7 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[n, g, m] of all tokens for BLOCKS times BLOCK_M rows m, which divides 128.
+    """out[g, m] of one token for BLOCKS times BLOCK_M rows m, which divides 128.
 
     GATED: the SwiGLU of gate rows m and up rows M + m.
     """
@@ -117,11 +95,11 @@ def row_kernel(
         tl.extra.cuda.gdc_wait()
     scales = scale_ptr + (g * HALVES * ((M + 127) // 128) + first // 128) * ((K + 127) // 128)
     source = x_ptr + g * stride_xg
-    tokens = _load_tokens(source, stride_xn, scales, K, TOKENS, BLOCK_K, ROUND, SCALED)
-    tokens_up = tokens
+    token = _load_token(source, scales, K, BLOCK_K, ROUND, SCALED)
+    token_up = token
     if GATED and SCALED:
         second = scales + (M // 128) * ((K + 127) // 128)
-        tokens_up = _load_tokens(source, stride_xn, second, K, TOKENS, BLOCK_K, ROUND, SCALED)
+        token_up = _load_token(source, second, K, BLOCK_K, ROUND, SCALED)
     for block in tl.static_range(BLOCKS):
         gate = next_gate
         row = first + block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -131,12 +109,10 @@ def row_kernel(
             next_gate = _load_rows(base, row + BLOCK_M, M, K, BLOCK_K)
             if GATED:
                 next_up = _load_rows(base_up, row + BLOCK_M, M, K, BLOCK_K)
-        for n in tl.static_range(TOKENS):
-            total = _dot_rows(gate, tokens, n * CHUNKS, CHUNKS)
-            if GATED:
-                total = clamped_swiglu(total, _dot_rows(up, tokens_up, n * CHUNKS, CHUNKS), limit)
-            target = out_ptr + n * stride_on + g * M + row
-            tl.store(target, total.to(out_ptr.dtype.element_ty), mask=row < M)
+        total = _dot_rows(gate, token, CHUNKS)
+        if GATED:
+            total = clamped_swiglu(total, _dot_rows(up, token_up, CHUNKS), limit)
+        tl.store(out_ptr + g * M + row, total.to(out_ptr.dtype.element_ty), mask=row < M)
 
 
 @triton.jit

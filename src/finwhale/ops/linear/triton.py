@@ -1,13 +1,13 @@
 """Linear layers as Triton kernels. Legend: N tokens, K input width, M output width, G groups.
 
-1. `row_kernel`, up to ROW_TOKENS: a program takes whole rows of the weight, asks for their bytes
-   before anything else, rounds the tokens meanwhile, and sums in float32 without tensor cores.
+1. `row_kernel`, one token: a program takes whole rows of the weight, asks for their bytes before
+   anything else, rounds the token meanwhile, and sums in float32 without tensor cores.
 2. `tile_kernel` on tensor cores, more tokens: tiles of the weight times BLOCK_N tokens. Up to
    ROUNDED_TOKENS are rounded on the way in, more by a kernel before. Up to SPLIT_TOKENS it is split
    over K into parts, which `sum_kernel` adds in order; beyond, plain weights are torch's.
 
-A token's bits do not depend on the other tokens, and not on how many there are up to ROW_TOKENS, up
-to SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
+A token's bits do not depend on the other tokens, and not on how many there are within 1, within
+2..SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
 
 Kernels start while the one before still ends (`early_launch`) and ask for the weight meanwhile: it
 must not be what that kernel writes. Everything else is read after it has ended.
@@ -29,11 +29,9 @@ from finwhale.ops.linear.quantise import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_PROCESSORS = 132  # of an H100 or H200
-# row_kernel. The tokens up to which it is taken, measured for one; programs that a weight should
-# occupy at least, and at most for several blocks each; rows and bytes of the weight that a program
-# holds at a time; bytes of a row from where rounding the token costs so much that a program takes
-# several blocks, and from where it no longer pays.
-ROW_TOKENS = 1
+# row_kernel. Programs that a weight should occupy at least, and at most for several blocks each;
+# rows and bytes of the weight that a program holds at a time; bytes of a row from where rounding
+# the token costs so much that a program takes several blocks, and from where it no longer pays.
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
@@ -133,19 +131,16 @@ class TilePlan:
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
     out = p.empty()
-    num_tokens, groups, width = p.x.shape
+    _, groups, width = p.x.shape
     row_kernel[(triton.cdiv(p.M, plan.blocks * plan.block_m), groups)](
         p.x,
         p.weight,
         p.weight if p.scale is None else p.scale,
         out,
         p.M,
-        p.x.stride(0),
         p.x.stride(1),
-        out.stride(0),
         0.0 if p.limit is None else p.limit,
         K=width,
-        TOKENS=num_tokens,
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         GATED=p.limit is not None,
@@ -286,9 +281,7 @@ def two_or_more(x: Tensor) -> Tensor:
 
 
 def by_rows(p: Problem) -> bool:
-    # Two gated tokens do not fit the registers.
-    most = ROW_TOKENS if p.limit is None else 1
-    return p.x.shape[0] <= most and (p.scale is None or p.x.shape[2] <= MAX_ROW)
+    return p.x.shape[0] == 1 and (p.scale is None or p.x.shape[2] <= MAX_ROW)
 
 
 def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor) -> Tensor:

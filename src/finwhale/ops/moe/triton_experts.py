@@ -44,9 +44,6 @@ SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
 FEW_PAIRS = 2048
 CHUNK = 512
 NO_ORDER = (None, None, None)
-# Up to so many tokens each pair has a block of its own, and nothing needs to be ordered; an expert
-# of several tokens is read several times. Measured for one token.
-APART_TOKENS = 1
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
@@ -284,8 +281,8 @@ def _round_rows_kernel(
 ):
     """Row n of x, BLOCK groups of it, to rows place[n K ..] of values and columns of scale.
 
-    A place of -1 is none; without place_ptr K is 1 and a row keeps its number. With ids_ptr pair p
-    is at 8 p, in a block of its own: this writes order and blocks too.
+    A place of -1 is none; without place_ptr K is 1 and a row keeps its number. With ids_ptr there
+    is one token, whose pair k is at 8 k, in a block of its own: this writes order and blocks too.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -299,14 +296,13 @@ def _round_rows_kernel(
     for k in tl.static_range(K):
         place = token
         if ids_ptr is not None:
-            pair = token * K + k
-            expert = tl.load(ids_ptr + pair).to(tl.int32)
+            expert = tl.load(ids_ptr + k).to(tl.int32)
             if tl.program_id(1) == 0:
-                tl.store(order_ptr + 8 * pair, pair)
-                tl.store(blocks_ptr + 3 * pair, expert)
-                tl.store(blocks_ptr + 3 * pair + 1, 8 * pair)
-                tl.store(blocks_ptr + 3 * pair + 2, 8 * pair + 1)
-            place = tl.where(expert >= 0, 8 * pair, -1)
+                tl.store(order_ptr + 8 * k, k)
+                tl.store(blocks_ptr + 3 * k, expert)
+                tl.store(blocks_ptr + 3 * k + 1, 8 * k)
+                tl.store(blocks_ptr + 3 * k + 2, 8 * k + 1)
+            place = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
         elif place_ptr is not None:
             place = tl.load(place_ptr + token * K + k).to(tl.int64)
         used = is_group & (place >= 0)
@@ -761,13 +757,10 @@ def _launch(
     num_experts, width, row_bytes = w.w2.shape
     inner, pairs, device = row_bytes * 2, num_tokens * topk, x_ND.device
     block_n = plan.block_n
-    apart = num_tokens <= APART_TOKENS
     padded = triton.cdiv(pairs + 7 * min(pairs, num_experts), 8) * 8
     few = pairs <= FEW_PAIRS
     slots = num_experts + padded // block_n
     slots = min(pairs, slots) if few else slots
-    if apart:
-        padded, slots = 8 * pairs, pairs
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -776,7 +769,7 @@ def _launch(
     order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
     blocks = empty(slots, 3, dtype=i32)
     block_e = triton.next_power_of_2(num_experts + 1)
-    if few and not apart:
+    if num_tokens > 1 and few:
         _order_few_kernel[(num_experts,)](
             ids_NK,
             order,
@@ -840,7 +833,7 @@ def _launch(
         )
         return values, scale
 
-    ordering = (ids_NK, order, blocks) if apart else NO_ORDER
+    ordering = (ids_NK, order, blocks) if num_tokens == 1 else NO_ORDER
     x, x_scale = rounded(x_ND, place, topk, ordering)
     each = empty(pairs, width)
     if plan.hopper:
