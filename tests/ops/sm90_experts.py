@@ -30,7 +30,7 @@ MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (2
 PLANS = (
     kernels.Plan(16, hopper=HopperPlan(1, (1, 4), (1, 4))),
     kernels.Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6))),
-    kernels.Plan(64, hopper=HopperPlan(1, (1, 4), (1, 4))),
+    kernels.Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4))),
     kernels.Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4))),
     kernels.Plan(16, (128, 4, 8), (64, 4, 4)),
 )

@@ -524,10 +524,11 @@ def _descriptors(
 
 
 def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
-    """Registers a thread: at launch (few let several programs share a multiprocessor), and of the
-    second group of warps then; the loader keeps 24, and the first group gets the rest.
+    """Registers a thread: at launch, and of the second group of warps then; the loader keeps 24,
+    and the first group gets the rest: 104 of 64 at launch, with which four programs share a
+    multiprocessor (two with 128: a fifth slower for 30 to 50 pairs an expert).
     """
-    registers, at_launch = (80, 64) if columns <= 32 else (232, 168 if groups == 2 else 128)
+    registers, at_launch = (80, 64) if groups == 1 else (232, 168)
     return {
         "num_warps": 4,
         "maxnreg": at_launch,

@@ -625,7 +625,7 @@ def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
         if each <= 32:
             return Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6)))
         if each <= 64:
-            return Plan(64, hopper=HopperPlan(1, (1, 4), (1, 4)))
+            return Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4)))
         return Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4)))
     return portable_plan(num_pairs, num_experts)
 
