@@ -60,29 +60,35 @@ def find_nan(data: Tensor, scale: Tensor | None) -> str | None:
 
     Looks at e4m3 codes, float32 and E8M0 scales and plain floating values.
     """
-    if scale is not None:
-        if scale.dtype == torch.float32:
-            if not _all_finite(scale):
-                return "a scale that is not finite"
-        elif scale.numel() and int(e8m0_bytes(scale).amax()) == E8M0_NAN:
-            return "the E8M0 scale code 255, which means NaN"
-    if data.dtype == torch.float8_e4m3fn:
-        # 0xFF is the largest byte and 0x7F the largest signed one: two passes, no temporary.
-        if data.numel() and (
-            int(data.view(torch.uint8).amax()) == 0xFF or int(data.view(torch.int8).amax()) == 0x7F
-        ):
-            return "an E4M3 NaN code"
-    elif data.is_floating_point() and not _all_finite(data):
-        return "a value that is not finite"
-    return None
+    if scale is not None and not_finite(scale):
+        return "a scale that is not finite" if scale.dtype == torch.float32 else fault(scale.dtype)
+    return fault(data.dtype) if not_finite(data) else None
 
 
-def _all_finite(values: Tensor) -> bool:
-    """Whether no value is infinite or NaN; aminmax keeps NaN and needs no temporary."""
-    if not values.numel():
-        return True
-    low, high = torch.aminmax(values)
-    return bool(low.isfinite() & high.isfinite())
+def fault(dtype: torch.dtype) -> str:
+    """What is wrong with a tensor of this dtype that is not finite, in words."""
+    return {
+        torch.float8_e8m0fnu: f"the E8M0 scale code {E8M0_NAN}, which means NaN",
+        torch.float8_e4m3fn: "an E4M3 NaN code",
+    }.get(dtype, "a value that is not finite")
+
+
+def not_finite(stored: Tensor) -> Tensor:
+    """Whether any value is infinite or NaN: a bool on its device, for which nothing waits yet.
+
+    stored: as a checkpoint stores it; FP4 codes and integers always are. No temporary as large.
+    """
+    dtype = stored.dtype
+    if not stored.numel() or not dtype.is_floating_point:
+        return torch.zeros((), dtype=torch.bool, device=stored.device)
+    if dtype == torch.float8_e8m0fnu:
+        return e8m0_bytes(stored).amax() == E8M0_NAN
+    if dtype == torch.float8_e4m3fn:
+        # 0xFF is the largest byte and 0x7F the largest signed one.
+        return (stored.view(torch.uint8).amax() == 0xFF) | (stored.view(torch.int8).amax() == 0x7F)
+    # aminmax keeps NaN.
+    low, high = torch.aminmax(stored)
+    return ~(low.isfinite() & high.isfinite())
 
 
 def _power_of_two_scales(amax: Tensor, limit: float) -> Tensor:
@@ -288,5 +294,5 @@ def _row_slices(rows: int, columns: int, multiple: int) -> Iterator[tuple[int, i
 
 
 def _check_finite(amax: Tensor) -> None:
-    if not _all_finite(amax):
+    if not_finite(amax):
         raise CheckpointError("a weight with a value that is not finite cannot be quantised")

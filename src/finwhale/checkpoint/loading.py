@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -198,7 +199,11 @@ class WeightSource:
         _require_complete(checkpoint, specs, self.inventory)
         _log(checkpoint, self.inventory, ignored or {})
         self._chosen = {n: s for n, s in specs.items() if select is None or select(s)}
-        self.total_bytes = sum(self._num_bytes(spec) for spec in self._chosen.values())
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Of the selected weights, scales included."""
+        return sum(map(self._num_bytes, self._chosen.values()))
 
     @property
     def storages(self) -> Mapping[str, Storage]:
@@ -220,13 +225,15 @@ class WeightSource:
                 [num_bytes] on the device. On a GPU such weights are given as None and are there
                 when all have come.
         """
+        weights = self._staged(places) if self._device.type == "cuda" else self._mapped()
+        if self._progress is None:
+            yield from weights
+            return
         done = 0
-        cuda = self._device.type == "cuda"
-        for spec, stored in self._staged(places) if cuda else self._mapped():
+        for spec, stored in weights:
             yield spec, stored
             done += self._num_bytes(spec)
-            if self._progress is not None:
-                self._progress(done, self.total_bytes)
+            self._progress(done, self.total_bytes)
 
     def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         waiting = dict(self._chosen)
@@ -297,7 +304,6 @@ def _has_scale(storage: Storage) -> bool:
 
 def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     """How a tensor stores its spec, or why it does not."""
-    wanted = _wanted(spec)
     if spec.storage == "i64":
         found: Storage | None = "i64" if info.dtype == torch.int64 else None
     elif info.dtype == torch.float8_e4m3fn and spec.storage in ("fp8_block", "fp4"):
@@ -310,7 +316,8 @@ def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     if found == "fp4":
         shape = (*spec.shape[:-1], spec.shape[-1] // 2)
     if found is None or info.shape != shape:
-        return Mismatch(spec.name, f"{_DTYPE_NAMES[info.dtype]} {list(info.shape)}", wanted)
+        have = f"{_DTYPE_NAMES[info.dtype]} {list(info.shape)}"
+        return Mismatch(spec.name, have, _wanted(spec))
     return found
 
 

@@ -1,10 +1,10 @@
 """A checkpoint's tensors to a GPU, as fast as the files can be read.
 
-Threads read tensors from the files into pinned memory and look them through for NaN; one thread
-sends what they have read, in pieces, on a stream of its own. Tensors whose bytes only need a place
-go there at once: nearly all of a checkpoint, in thousands of tensors. The others whoever iterates
-puts into place meanwhile. What is between is bounded: so many pieces in pinned memory, so many on
-the device.
+Threads read tensors from the files into pinned memory; one thread sends what they have read, in
+pieces, on a stream of its own. Tensors whose bytes only need a place go there at once: nearly all
+of a checkpoint, in thousands of tensors. The others whoever iterates puts into place meanwhile.
+What is between is bounded: so many pieces in pinned memory, so many on the device. All are looked
+through for NaN on the device, which takes it a thousandth of the time.
 """
 
 import os
@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from queue import Queue
 
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import find_nan
+from finwhale.checkpoint.formats import E8M0_NAN, fault, not_finite
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.errors import CheckpointError
 
@@ -32,9 +33,10 @@ PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
 PINNED_PIECES = 24
-IOV_MAX = 512  # Linux takes 1024
 # Groups of tensors that are on the device, or on their way there, and not yet in place.
 GROUPS_AHEAD = 12
+# Bytes of placed scales that are looked through at once.
+LOOK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +132,11 @@ class Staging:
         it is kept. None for one that is on its way to its place: it is there when all have come.
 
         Raises:
-            CheckpointError: a file cannot be read, changed, or holds what is not a number.
+            CheckpointError: a file cannot be read or changed; after the last tensor, one holds what
+                is not a number.
         """
         by_name = {info.name: info for info in infos}
+        faults = _Faults()
         if self._stream is not None:
             # Places may lie in memory that something on the current stream still uses.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
@@ -142,7 +146,7 @@ class Staging:
             while True:
                 arrived = self._ready.get()
                 if arrived is None:
-                    return
+                    break
                 if isinstance(arrived, BaseException):
                     try:
                         raise arrived
@@ -154,6 +158,7 @@ class Staging:
                         yield by_name[name], None
                     continue
                 for name, tensor in arrived.tensors(by_name):
+                    faults.look([by_name[name]], not_finite(tensor))
                     yield by_name[name], tensor
                 arrived.release()
                 self._room.release()
@@ -164,6 +169,24 @@ class Staging:
             if self._stream is not None:
                 # Nothing is written to places that whoever was stopped may give back.
                 self._stream.synchronize()
+        self._look_at_places(infos, faults)
+        faults.tell()
+
+    def _look_at_places(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
+        """Scales are thousands of small tensors: many of a size are looked at together."""
+        alike: dict[int, list[TensorInfo]] = {}
+        for info in infos:
+            if info.name not in self._places or info.dtype == torch.int8:
+                continue
+            if info.dtype == torch.float8_e8m0fnu:
+                alike.setdefault(info.num_bytes, []).append(info)
+            else:
+                faults.look([info], not_finite(self._places[info.name].view(info.dtype)))
+        for size, some in alike.items():
+            count = max(1, LOOK_BYTES // max(1, size))
+            for part in (some[i : i + count] for i in range(0, len(some), count)):
+                places = torch.stack([self._places[info.name] for info in part])
+                faults.look(part, places.amax(1) == E8M0_NAN)
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
         """The sending thread: what goes wrong is raised in whoever iterates."""
@@ -171,28 +194,32 @@ class Staging:
             with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
                 # Files are closed when no thread reads any more.
                 files = _Files(self._directory, stack)
-                groups = list(groups_of(infos, self._piece_bytes, self._places))
-                self._pipeline(groups, files, pool)
+                self._pipeline(groups_of(infos, self._piece_bytes, self._places), files, pool)
             self._ready.put(None)
         except BaseException as error:
             self._ready.put(error)
 
-    def _pipeline(self, groups: list[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
-        free: Queue[_Pinned] = Queue()
-        for _ in range(PINNED_PIECES):
-            free.put(_Pinned(self._piece_bytes, self._cuda))
-        waiting = (piece for group in groups for piece in group.pieces)
+    def _pipeline(self, groups: Iterator[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
+        asked: deque[Group] = deque()
         # None stays: one that failed knows its error, which will know this frame.
         reading: deque[Future[_Pinned]] = deque()
 
-        def ask() -> None:
+        def pieces() -> Iterator[list[Read]]:
+            for group in groups:
+                asked.append(group)
+                yield from group.pieces
+
+        waiting = pieces()
+
+        def ask(pinned: _Pinned) -> None:
             piece = next(waiting, None)
             if piece is not None:
-                reading.append(pool.submit(_read_piece, piece, files, free.get()))
+                reading.append(pool.submit(_read_piece, piece, files, pinned))
 
         for _ in range(PINNED_PIECES):
-            ask()
-        for group in groups:
+            ask(_Pinned(self._piece_bytes, self._cuda))
+        while asked:
+            group = asked.popleft()
             if not group.placed:
                 self._room.acquire()
             if self._stopped.is_set():
@@ -204,8 +231,7 @@ class Staging:
                     self._place(pinned, piece)
                 else:
                     self._copy(pinned, piece, arrived)
-                free.put(pinned)
-                ask()
+                ask(pinned)
             if arrived is None:
                 self._ready.put(group)
             else:
@@ -221,26 +247,25 @@ class Staging:
 
     def _copy(self, pinned: "_Pinned", piece: Sequence[Read], arrived: "_Arrived") -> None:
         begin, end = piece[0].place, piece[-1].place + piece[-1].num_bytes
-        self._send(pinned, [(arrived.memory[begin:end], pinned.memory[: end - begin])])
+        self._send(pinned, [arrived.memory[begin:end]], [pinned.memory[: end - begin]])
 
     def _place(self, pinned: "_Pinned", piece: Sequence[Read]) -> None:
-        copies = []
+        targets, sources, first = [], [], piece[0].place
         for read in piece:
             target = self._places[read.info.name]
             if read.num_bytes != read.info.num_bytes:
                 target = target[read.start : read.start + read.num_bytes]
-            start = read.place - piece[0].place
-            copies.append((target, pinned.memory[start : start + read.num_bytes]))
-        self._send(pinned, copies)
+            targets.append(target)
+            start = read.place - first
+            sources.append(pinned.memory[start : start + read.num_bytes])
+        self._send(pinned, targets, sources)
 
-    def _send(self, pinned: "_Pinned", copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _send(self, pinned: "_Pinned", targets: list[Tensor], sources: list[Tensor]) -> None:
         if self._stream is None:
-            for target, source in copies:
-                target.copy_(source)
+            torch._foreach_copy_(targets, sources)
             return
         with torch.cuda.stream(self._stream):
-            for target, source in copies:
-                target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         pinned.event = self._stream.record_event()
 
 
@@ -268,6 +293,27 @@ class _Arrived:
 
     def release(self) -> None:
         del self.memory
+
+
+class _Faults:
+    """Which tensors hold what is not finite; asked for once, when all have come."""
+
+    def __init__(self) -> None:
+        self._infos: list[TensorInfo] = []
+        self._flags: list[Tensor] = []
+
+    def look(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
+        """flags: bool, one for each."""
+        self._infos += infos
+        self._flags.append(flags.reshape(-1))
+
+    def tell(self) -> None:
+        """Raises CheckpointError for the first."""
+        flags = torch.cat(self._flags).tolist() if self._flags else []
+        for info in compress(self._infos, flags):
+            raise CheckpointError(
+                f"{info.name} in {info.file} holds {fault(info.dtype)}; the file is damaged"
+            )
 
 
 class _Pinned:
@@ -300,61 +346,53 @@ def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinne
     if pinned.event is not None:
         pinned.event.synchronize()
     first = piece[0].place
-    targets = [pinned.bytes[r.place - first : r.place - first + r.num_bytes] for r in piece]
     begin = 0
     for end in range(1, len(piece) + 1):
-        # What lies together in the file is read at once.
+        # What lies together, in the file and here, is read at once.
         if end == len(piece) or not _adjoin(piece[end - 1], piece[end]):
-            _read(piece[begin:end], files, targets[begin:end])
+            _read(piece[begin:end], files, pinned.bytes[piece[begin].place - first :])
             begin = end
-    for read, target in zip(piece, targets, strict=True):
-        _check(read.info, target)
     return pinned
 
 
 def _adjoin(one: Read, other: Read) -> bool:
     end = one.info.offset + one.start + one.num_bytes
-    return one.info.file == other.info.file and end == other.info.offset + other.start
+    return (
+        one.info.file == other.info.file
+        and end == other.info.offset + other.start
+        and one.place + one.num_bytes == other.place
+    )
 
 
-def _read(reads: Sequence[Read], files: _Files, targets: Sequence[Bytes]) -> None:
-    """Reads that adjoin; one call reads at most IOV_MAX of them and 2 GiB."""
-    left = [(r.info, memoryview(t.data)) for r, t in zip(reads, targets, strict=True) if len(t)]
+def _read(reads: Sequence[Read], files: _Files, target: Bytes) -> None:
+    """Reads that adjoin, into the beginning of target."""
     offset = reads[0].info.offset + reads[0].start
+    left = memoryview(target.data)[: sum(read.num_bytes for read in reads)]
+    done = 0
     while left:
-        info = left[0][0]
         try:
-            number = files.number(info.file)
-            count = os.preadv(number, [view for _, view in left[:IOV_MAX]], offset)
+            count = os.preadv(files.number(reads[0].info.file), [left], offset + done)
         except OSError as error:
+            info = _at(reads, done)
             raise CheckpointError(
                 f"cannot read {info.name} from {info.file}: {error.strerror or error}"
             ) from error
         if not count:
+            info = _at(reads, done)
             raise CheckpointError(
                 f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
             )
-        offset += count
-        while left and count >= len(left[0][1]):
-            count -= len(left.pop(0)[1])
-        if count:
-            left[0] = left[0][0], left[0][1][count:]
+        done += count
+        left = left[count:]
 
 
-def _check(info: TensorInfo, target: Bytes) -> None:
-    """Raises CheckpointError where a value is not finite."""
-    if info.dtype in (torch.int8, torch.int64):
-        return
-    if info.dtype == torch.float8_e8m0fnu:
-        fault = "the E8M0 scale code 255, which means NaN" if target.max(initial=0) == 255 else None
-    elif info.dtype == torch.float8_e4m3fn:
-        # 0xFF is the largest byte and 0x7F the largest signed one.
-        is_nan = target.max(initial=0) == 0xFF or target.view(np.int8).max(initial=0) == 0x7F
-        fault = "an E4M3 NaN code" if is_nan else None
-    else:
-        fault = find_nan(torch.from_numpy(target).view(info.dtype), None)
-    if fault is not None:
-        raise CheckpointError(f"{info.name} in {info.file} holds {fault}; the file is damaged")
+def _at(reads: Sequence[Read], done: int) -> TensorInfo:
+    """Whose bytes come after the first `done`."""
+    for read in reads:
+        done -= read.num_bytes
+        if done < 0:
+            return read.info
+    return reads[-1].info
 
 
 def num_threads() -> int:
