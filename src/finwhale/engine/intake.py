@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
@@ -24,14 +25,13 @@ def checked_prompt(
     """
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token")
-    ids = []
-    for position, token in enumerate(prompt):
-        number = -1 if isinstance(token, bool) or not hasattr(token, "__index__") else token
-        ids.append(operator.index(number))
-        if not 0 <= ids[-1] < vocab:
-            raise RequestError(
-                f"prompt token {position} is {token!r}: token ids are integers in 0..{vocab - 1}"
-            )
+    ids = list(map(_index, prompt)) if {*map(type, prompt)} != {int} else list(prompt)
+    if min(ids) < 0 or max(ids) >= vocab:
+        position = next(i for i, number in enumerate(ids) if not 0 <= number < vocab)
+        raise RequestError(
+            f"prompt token {position} is {prompt[position]!r}: token ids are integers in "
+            f"0..{vocab - 1}"
+        )
     if len(prompt) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(prompt)} tokens, but prompt and output together have room "
@@ -47,6 +47,13 @@ def checked_prompt(
     if wrong is not None:
         raise RequestError(f"logit_bias: token id {wrong} is not in 0..{vocab - 1}")
     return ids
+
+
+def _index(token: Any) -> int:
+    """A token id as a plain integer; -1: it is none."""
+    if isinstance(token, bool) or not hasattr(token, "__index__"):
+        return -1
+    return operator.index(token)
 
 
 def new_matcher(params: SamplingParams, tokenizer: Tokenizer | None) -> Matcher | None:
