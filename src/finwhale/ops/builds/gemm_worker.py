@@ -40,4 +40,7 @@ if __name__ == "__main__":
     # DeepGEMM and nvcc print: the pipe stays for answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    serve(sys.stdin, out)
+    try:
+        serve(sys.stdin, out)
+    except BrokenPipeError:
+        os._exit(1)  # Whoever asked is gone.
