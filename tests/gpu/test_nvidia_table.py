@@ -4,6 +4,7 @@ Kernels sum in other orders than the CPU's table and round activations to bfloat
 part where the model is undecided; perplexity and most of the greedy tokens must not.
 """
 
+import gc
 import random
 import subprocess
 import sys
@@ -245,6 +246,7 @@ except EngineDeadError as error:
 
 def test_reported_memory_is_what_is_held() -> None:
     """Measured before serving; long prompts, full batches and any sampling add nothing."""
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     llm = LLM(device="cuda", max_num_seqs=16, max_model_len=4096, max_num_batched_tokens=1024)

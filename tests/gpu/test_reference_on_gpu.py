@@ -8,6 +8,7 @@ holds is that most tokens agree closely.
 """
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
@@ -142,8 +143,11 @@ def test_side_streams_are_three_and_shared(tiny: Path, monkeypatch: pytest.Monke
     real = torch.cuda.Stream
 
     def counting(*args: object, **options: object) -> torch.cuda.Stream:
-        made.append(real(*args, **options))  # type: ignore[arg-type]
-        return made[-1]
+        stream = real(*args, **options)  # type: ignore[arg-type]
+        # Loading sends the weights on one of its own, which ends with it.
+        if sys._getframe(1).f_globals["__name__"] != "finwhale.checkpoint.staging":
+            made.append(stream)
+        return stream
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")

@@ -18,6 +18,9 @@ from finwhale.engine.engine import Engine
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "logprobs": 3},
@@ -73,11 +76,13 @@ def test_nothing_is_compiled_after_ready(engine: Engine) -> None:
 
 def test_a_new_kernel_is_counted(engine: Engine) -> None:
     """So that the count can be something else than 0."""
-    from finwhale.ops.norm.triton import rms_norm  # noqa: PLC0415
+
+    @triton.jit
+    def kernel(x_ptr: Any) -> None:
+        tl.store(x_ptr, 1.0)
 
     before = engine.metrics().late_compilations["triton"]
-    odd = torch.zeros(3, 1111, device="cuda", dtype=torch.float16)
-    rms_norm(odd, torch.ones(1111, device="cuda"), 1e-6)
+    kernel[(1,)](torch.zeros(1, device="cuda"))
     assert engine.metrics().late_compilations["triton"] == before + 1
 
 

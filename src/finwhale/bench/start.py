@@ -7,6 +7,7 @@ were compiled or loaded after "ready" are counted, and there should be none.
 """
 
 import argparse
+import gc
 import json
 import random
 import subprocess
@@ -51,6 +52,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         weights,
         Tokenizer.open(DEMO_PATH) if demo else None,
     )
+    # As finwhale serve does.
+    gc.collect()
+    gc.freeze()
     phases = whole_start(engine.runner.phases.seconds, began)
     ready = time.monotonic()
     first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
