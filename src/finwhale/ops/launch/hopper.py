@@ -8,9 +8,30 @@ from triton.experimental.gluon import language as gl
 @gluon.jit
 def start_early(PDL: gl.constexpr):
     """What early_launch asks for: let the next kernel start, then wait for the one before."""
+    start_next(PDL)
+    wait_for_last(PDL)
+
+
+@gluon.jit
+def start_next(PDL: gl.constexpr):
+    """Let the next kernel start."""
     if PDL:
         gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; griddepcontrol.wait; mov.u32 $0, 0;",
+            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@gluon.jit
+def wait_for_last(PDL: gl.constexpr):
+    """Wait until the kernel before has ended and what it wrote is seen."""
+    if PDL:
+        gl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;",
             "=r,~{memory}",
             [],
             dtype=gl.int32,

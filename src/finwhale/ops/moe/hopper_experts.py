@@ -1,9 +1,10 @@
 """The two products of the routed experts on Hopper GPUs, in Gluon.
 
 The legend and the weights' layout are triton_experts.py's. A program has one or two groups of four
-warps, each with 64 rows of weights, and a warp that fills a ring of tiles through the copy engine.
-Weights go from the ring to registers, are decoded there, and enter the tensor cores from there,
-while the next tile is being decoded.
+warps, each with 64 rows of weights, and a warp that fills a ring of tiles through the copy engine,
+weights first: the expert is known while x is still being rounded. Weights go from the ring to
+registers, are decoded there, and enter the tensor cores from there, while the next tile is being
+decoded.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -22,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
-from finwhale.ops.launch.hopper import start_early
+from finwhale.ops.launch.hopper import start_next, wait_for_last
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
 # 32 bits come once for each of the four bytes.
@@ -91,40 +92,68 @@ def _load(
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
-    """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns. Of x
-    come as many boxes of rows as `count` pairs need.
+    """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns.
+
+    Its first weights are asked for while the kernel before still writes x. Of x come as many boxes
+    of rows as `count` pairs need.
     """
-    x_desc, scale_desc, w_desc, steps_desc = descs
-    x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
-    height: gl.constexpr = x_desc.block_type.shape[0]
-    scales: gl.constexpr = scale_desc.block_type.shape[1]
-    size: gl.constexpr = scales * 4 + GROUPS * (64 * 64 + 64 * 4)
+    height: gl.constexpr = descs[0].block_type.shape[0]
+    empty = rings[5]
     boxes = gl.minimum((count + height - 1) // height, COLUMNS // height)
-    slot = 0
-    phase = 1
+    ahead = gl.minimum(blocks, STAGES)
+    for k in range(ahead):
+        _load_weights(descs, rings, k, tile * blocks + k, blocks, boxes, COLUMNS, GROUPS)
+    wait_for_last(PDL)
+    for k in range(ahead):
+        _load_rows(descs, rings, k, k, first, boxes, COLUMNS)
+    slot = ahead % STAGES
+    phase = 1 - ahead // STAGES
+    start = ahead
     for t in range(TILES):
-        for k in range(blocks):
+        for k in range(start, blocks):
             mbarrier.wait(empty.index(slot), phase)
-            ready = full.index(slot)
-            for box in gl.static_range(COLUMNS // height):
-                mbarrier.expect(ready, size + (box + 1) * height * 128, pred=boxes == box + 1)
-            for group in gl.static_range(GROUPS):
-                chunk = (tile + t * GROUPS + group) * blocks + k
-                place = slot * GROUPS + group
-                tma.async_copy_global_to_shared(w_desc, [chunk * 64, 0], ready, w_ring.index(place))
-                tma.async_copy_global_to_shared(
-                    steps_desc, [chunk, 0], ready, steps_ring.index(place)
-                )
-            for box in gl.static_range(COLUMNS // height):
-                rows = x_ring.index(slot).slice(box * height, height, 0)
-                at = [first + box * height, k * 128]
-                tma.async_copy_global_to_shared(x_desc, at, ready, rows, pred=box < boxes)
-            tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
+            chunk = (tile + t * GROUPS) * blocks + k
+            _load_weights(descs, rings, slot, chunk, blocks, boxes, COLUMNS, GROUPS)
+            _load_rows(descs, rings, slot, k, first, boxes, COLUMNS)
             slot += 1
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
+        start = 0
+
+
+@gluon.jit
+def _load_weights(
+    descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
+):
+    """A block of each group's rows; announces what _load_rows brings, too."""
+    x_desc, scale_desc, w_desc, steps_desc = descs
+    _, _, w_ring, steps_ring, full, _ = rings
+    height: gl.constexpr = x_desc.block_type.shape[0]
+    size: gl.constexpr = scale_desc.block_type.shape[1] * 4 + GROUPS * (64 * 64 + 64 * 4)
+    ready = full.index(slot)
+    for box in gl.static_range(COLUMNS // height):
+        mbarrier.expect(ready, size + (box + 1) * height * 128, pred=boxes == box + 1)
+    for group in gl.static_range(GROUPS):
+        place = slot * GROUPS + group
+        at = chunk + group * blocks
+        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(place))
+        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(place))
+
+
+@gluon.jit
+def _load_rows(descs, rings, slot, k, first, boxes, COLUMNS: gl.constexpr):
+    x_desc, scale_desc, _, _ = descs
+    x_ring, scale_ring, _, _, full, _ = rings
+    height: gl.constexpr = x_desc.block_type.shape[0]
+    ready = full.index(slot)
+    for box in gl.static_range(COLUMNS // height):
+        rows = x_ring.index(slot).slice(box * height, height, 0)
+        at = [first + box * height, k * 128]
+        tma.async_copy_global_to_shared(x_desc, at, ready, rows, pred=box < boxes)
+    tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
 
 
 @gluon.jit
@@ -368,6 +397,7 @@ def _run(
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     REGISTERS: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     row = gl.program_id(0) * GROUPS * TILES
     tile = expert * tiles + row
@@ -382,7 +412,7 @@ def _run(
                 (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
                           TILES, STAGES, GROUPS, 1)),
                 (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
-                         GROUPS)),
+                         GROUPS, PDL)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -393,12 +423,30 @@ def _run(
                 (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
                           TILES, STAGES, GROUPS, 0)),
                 (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
-                         GROUPS)),
+                         GROUPS, PDL)),
             ],
             [1],
             [24],
         )
     # fmt: on
+
+
+@gluon.jit
+def _block(blocks_ptr, ids_ptr):
+    """(expert, first pair, end) of this program, which the kernel before does not write: it lets
+    this one start when those before it have ended.
+    """
+    block = gl.program_id(1)
+    if ids_ptr is not None:
+        expert = gl.load(ids_ptr + block).to(gl.int32)
+        first = 8 * block
+        end = first + 1
+    else:
+        entry = blocks_ptr + block * 3
+        expert = gl.load(entry)
+        first = gl.load(entry + 1)
+        end = gl.load(entry + 2)
+    return expert, first, end
 
 
 @gluon.jit
@@ -408,6 +456,7 @@ def _gate_up_kernel(
     w_desc,
     steps_desc,
     blocks_ptr,
+    ids_ptr,
     unit_ptr,
     hidden_ptr,
     D,
@@ -421,11 +470,8 @@ def _gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
-    start_early(PDL)
-    entry = blocks_ptr + gl.program_id(1) * 3
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    end = gl.load(entry + 2)
+    start_next(PDL)
+    expert, first, end = _block(blocks_ptr, ids_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
@@ -443,7 +489,10 @@ def _gate_up_kernel(
             STAGES,
             GROUPS,
             REGISTERS,
+            PDL,
         )
+    else:
+        wait_for_last(PDL)
 
 
 @gluon.jit
@@ -453,6 +502,7 @@ def _down_kernel(
     w_desc,
     steps_desc,
     blocks_ptr,
+    ids_ptr,
     unit_ptr,
     order_ptr,
     weights_ptr,
@@ -467,11 +517,8 @@ def _down_kernel(
     PDL: gl.constexpr,
 ):
     """out[pair] = weight * w2 hidden for a block of pairs."""
-    start_early(PDL)
-    entry = blocks_ptr + gl.program_id(1) * 3
-    expert = gl.load(entry)
-    first = gl.load(entry + 1)
-    end = gl.load(entry + 2)
+    start_next(PDL)
+    expert, first, end = _block(blocks_ptr, ids_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
@@ -489,7 +536,10 @@ def _down_kernel(
             STAGES,
             GROUPS,
             REGISTERS,
+            PDL,
         )
+    else:
+        wait_for_last(PDL)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -544,6 +594,7 @@ def gate_up(
     x: Tensor,
     x_scale: Tensor,
     blocks: Tensor,
+    ids: Tensor | None,
     w13: Tensor,
     steps13: Tensor,
     unit13: Tensor,
@@ -552,12 +603,17 @@ def gate_up(
     columns: int,
     plan: HopperPlan,
 ) -> None:
-    """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8."""
+    """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
+
+    blocks [B,3]: (expert, first row, end), or the pairs' experts instead, where pair p is row 8 p.
+    The kernel before writes neither, and lets this one start when those before it have ended.
+    """
     width, inner = x.shape[1], hidden.shape[1]
     tiles = math.gcd(plan.gate_up[0], inner // 32 // plan.groups)
     _gate_up_kernel[(inner // (32 * plan.groups * tiles), len(blocks))](
         *_descriptors(x, x_scale, w13, steps13, columns),
         blocks,
+        ids,
         unit13,
         hidden,
         width,
@@ -573,6 +629,7 @@ def down(
     hidden_scale: Tensor,
     order: Tensor,
     blocks: Tensor,
+    ids: Tensor | None,
     w2: Tensor,
     steps2: Tensor,
     unit2: Tensor,
@@ -581,12 +638,13 @@ def down(
     columns: int,
     plan: HopperPlan,
 ) -> None:
-    """out bfloat16 [pairs,D] of hidden E4M3 [P,I] and its scales [I/128,P]."""
+    """out bfloat16 [pairs,D] of hidden E4M3 [P,I] and its scales [I/128,P]; as `gate_up`."""
     width, inner = out.shape[1], hidden.shape[1]
     tiles = math.gcd(plan.down[0], width // 64 // plan.groups)
     _down_kernel[(width // (64 * plan.groups * tiles), len(blocks))](
         *_descriptors(hidden, hidden_scale, w2, steps2, columns),
         blocks,
+        ids,
         unit2,
         order,
         weights,
