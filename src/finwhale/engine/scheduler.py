@@ -18,9 +18,9 @@ from finwhale.request import SamplingParams
 
 # Stands in token_ids for a token that the device is still choosing; never more than one is read.
 PENDING = -1
-# Tokens of a step in which sequences decode, of max_num_batched_tokens. On one H200 (Flash, 8 and
-# 32 layers, 128 sequences) a step takes as long as the decode alone, 8.7 and 33.3 ms, and 0.0105
-# and 0.045 ms a prompt token: with three quarters of 2,048 tokens 2.8 times a decode, with all 3.5.
+# Tokens of a step in which sequences decode, of max_num_batched_tokens. On one H200 (Flash, 8
+# layers, 128 sequences) a decode takes 8.2 ms, with three quarters of 2,048 tokens a step takes 20.4,
+# 2.5 times as long, and without decodes 21.8 with all of them.
 MIXED_SHARE = (3, 4)
 # Tokens of a step for a prompt that needs several steps, while anyone else has something to read or
 # decodes. They get fewer as its context grows, for one at DOUBLE_COST takes twice as long; but
