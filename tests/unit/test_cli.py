@@ -365,6 +365,16 @@ def test_warmup_says_how_long_and_what(tiny_path: Path, tmp_path: Path, capsys: 
     assert not cache.exists()  # a CPU keeps nothing
 
 
+def test_what_no_engine_takes_is_told_before_a_server_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("finwhale.cli.serve.serve", lambda *args: pytest.fail("it starts"))
+    assert main(["serve", "--draft-tokens", "9"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == 'finwhale: error: draft_tokens must be 0 to 3 or "auto", got 9\n'
+
+
 def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> None:
     record = tmp_path / "start.jsonl"
     small = "--device cpu --requests 2 --warm 1 --max-num-seqs 2 --max-model-len 256"

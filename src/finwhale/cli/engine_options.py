@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.artefacts import default_directory
-from finwhale.config import DraftTokens
+from finwhale.config import DraftTokens, EngineConfig
 
 NAMES = (
     "device",
@@ -121,6 +121,12 @@ def cache_directory(args: argparse.Namespace, environment: Mapping[str, str]) ->
 
 
 def engine_options(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Keyword arguments of `LLM` for what was given."""
+    """Keyword arguments of `LLM` for what was given.
+
+    Raises:
+        FinwhaleError: a value that no engine takes: told before anything is started for one.
+    """
     found = {name: getattr(args, name) for name in NAMES if getattr(args, name) is not None}
-    return found | {"cache_dir": cache_directory(args, environment)}
+    found["cache_dir"] = cache_directory(args, environment)
+    EngineConfig(**{name: value for name, value in found.items() if name != "load_format"})
+    return found
