@@ -12,7 +12,7 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine import transfer
 from finwhale.engine.engine import Engine
-from finwhale.engine.scheduler import PENDING, Chunk
+from finwhale.engine.sequences import PENDING, Chunk
 
 EOS = 1
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from finwhale.engine.batch import BatchBuilder
 from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import Chunk, Sequence
+from finwhale.engine.sequences import Chunk, Sequence
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

@@ -18,7 +18,8 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.drafting import DraftLoop
 from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
-from finwhale.engine.scheduler import Chunk, Scheduler
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.speculative import Forward
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper

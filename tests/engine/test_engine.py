@@ -12,7 +12,7 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.engine import Engine
 from finwhale.engine.kv_cache import plan_cache
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

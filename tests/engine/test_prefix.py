@@ -16,7 +16,8 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
-from finwhale.engine.scheduler import Chunk, Scheduler
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sequences import Chunk
 from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from finwhale import LLM, SamplingParams
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.static_inputs import with_bounds
 from finwhale.engine.transfer import Arrival
 from finwhale.testing.stepping import Stepper

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import PATIENCE, PENDING, Chunk, Scheduler, Sequence
+from finwhale.engine.scheduler import PATIENCE, Scheduler
+from finwhale.engine.sequences import PENDING, Chunk, Sequence
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

@@ -27,7 +27,7 @@ from finwhale.engine.engine import Engine
 from finwhale.engine.graphs import are_decodes
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.memory import MemoryUse
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.static_inputs import aligned
 from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup

@@ -16,7 +16,8 @@ from finwhale.engine.flight import Flight, Rows, Stream
 from finwhale.engine.metrics import Meter
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import Chunk, Scheduler
+from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.transfer import Instant
 
 Run = tuple[Stream, int, list[SampledToken]]

@@ -26,8 +26,9 @@ from finwhale.engine.pages import PageManager
 from finwhale.engine.rehearsal import rehearse
 from finwhale.engine.runner import ModelRunner
 from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import PENDING, Scheduler, SchedulerCounts
-from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.engine.scheduler import Scheduler, SchedulerCounts
+from finwhale.engine.sequences import PENDING
+from finwhale.engine.sequences import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.engine.watchdog import Watchdog
 from finwhale.errors import EngineDeadError, FinwhaleError

@@ -8,8 +8,8 @@ from torch import Tensor
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.engine.metrics import Clock
 from finwhale.engine.sampler import Sampling
-from finwhale.engine.scheduler import Chunk
-from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.engine.sequences import Chunk
+from finwhale.engine.sequences import Sequence as RunningSequence
 from finwhale.engine.stop import StopChecker
 from finwhale.engine.transfer import Arrival, Instant
 from finwhale.request import CompletionOutput, RequestOutput

@@ -17,7 +17,7 @@ from finwhale.engine.graphs import GraphMemory, Graphs, decode_sizes, prefill_si
 from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.phases import Phases
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.speculative import Drafter, Forward, check_can_draft
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.batch import Batch
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.transfer import send
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.cache_spec import GroupName, PagedCache

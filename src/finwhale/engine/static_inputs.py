@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.pages import BlockTable, BlockTables
-from finwhale.engine.scheduler import PENDING, Chunk
+from finwhale.engine.sequences import PENDING, Chunk
 from finwhale.engine.transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup
 from finwhale.models.deepseek_v4.step import StepInputs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.graphs import WARM_UP_STEPS, GraphMemory, Recorder
-from finwhale.engine.scheduler import Chunk
+from finwhale.engine.sequences import Chunk
 from finwhale.engine.speculative import guess
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.engine.transfer import send

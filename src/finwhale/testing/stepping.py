@@ -8,8 +8,8 @@ from torch import Tensor
 
 from finwhale.engine.engine import Engine
 from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import Chunk
-from finwhale.engine.scheduler import Sequence as RunningSequence
+from finwhale.engine.sequences import Chunk
+from finwhale.engine.sequences import Sequence as RunningSequence
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.request import SamplingParams
 

@@ -7,7 +7,7 @@ import torch
 from finwhale.engine.batch import Batch, BatchBuilder
 from finwhale.engine.pages import PageManager
 from finwhale.engine.prefix import PrefixIndex
-from finwhale.engine.scheduler import Chunk, Sequence
+from finwhale.engine.sequences import Chunk, Sequence
 from finwhale.models.deepseek_v4.cache_spec import GroupName, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
