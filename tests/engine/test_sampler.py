@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale.engine.sampler import NOT_FINITE, SampledToken, Sampler
+from finwhale.engine.choices import NOT_FINITE
+from finwhale.engine.sampler import SampledToken, Sampler
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.sampling.ref import sample
