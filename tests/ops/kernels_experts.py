@@ -91,6 +91,18 @@ def test_against_the_reference(size: tuple[int, ...], with_shared: bool) -> None
     assert_near(found, expected if shared is None else expected + shared.float())
 
 
+def test_one_token_s_experts_lie_elsewhere() -> None:
+    """More of them than there are here."""
+    raw, wanted = weights_of(2, 128, 128, 3)
+    x, _, weights = pairs_of(1, 128, 2, 2)
+    weights = Inputs(3).normal(1, 6).abs()
+    w = folded(raw)
+    for ids in ([[-1, -1, -1, 0, -1, -1]], [[-1, 1, -1, -1, -1, 0]]):
+        found = kernels.experts(x, torch.tensor(ids, dtype=torch.int32), weights, w, LIMIT)
+        expected = ref.experts(x.float(), torch.tensor(ids), weights, wanted, LIMIT)
+        assert_near(found, expected)
+
+
 def test_rows_apart_and_no_token() -> None:
     raw, _ = weights_of(3, 128, 128, 3)
     x, ids, weights = pairs_of(2, 128, 3, 2)
@@ -108,10 +120,13 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.Monk
     w = folded(raw)
     x, ids, weights = pairs_of(40, 128, 3, 2)
     ids[7] = -1
-    monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(kernels, "FEW_PAIRS", 32)
     plan = kernels.Plan(16, (128, 2, 8), (128, 2, 4))
+    monkeypatch.setattr(kernels, "CHUNK", 32)
     together = kernels._launch(x, ids, weights, w, LIMIT, None, plan)
+    monkeypatch.setattr(kernels, "MEDIUM_PAIRS", 32)
+    monkeypatch.setattr(kernels, "LARGE_CHUNK", 64)
+    assert torch.equal(kernels._launch(x, ids, weights, w, LIMIT, None, plan), together)
     assert together[7].count_nonzero() == 0
     for token in (0, 7, 39):
         row = slice(token, token + 1)

@@ -105,15 +105,16 @@ def test_padding_chooses_nothing() -> None:
         assert (ids[[0, 2]] >= 0).all() and (weights[[0, 2]] > 0).all()
 
 
+@pytest.mark.parametrize("medium", (0, 4096))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_many_tokens_take_the_other_kernels(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, medium: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two blocks of tokens and of experts, a rest of D."""
+    monkeypatch.setattr(kernels, "MEDIUM_TOKENS", medium)
     x, gate, bias, table, token_ids = inputs_of((130, 300, 140, 6), dtype)
     gate = gate.to(dtype)
     where = positions(130)
-    monkeypatch.setattr(kernels, "FEW_TOKENS", 100)
     ids, weights = kernels.route_by_score(x, gate, bias, 6, 1.5, where)
     wanted_ids, wanted_weights = ref.route_by_score(x, gate, bias, 6, 1.5, where)
     assert torch.equal(ids, wanted_ids.int())

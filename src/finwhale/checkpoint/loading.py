@@ -179,7 +179,8 @@ class WeightSource:
 
     Raises:
         CheckpointError: on construction, tensors are missing, unexpected, or of another shape or
-            dtype; while iterating, a weight or its scales hold NaN, or a file changed meanwhile.
+            dtype; while iterating, a file changed meanwhile; a weight or its scales hold NaN, on a
+            GPU after the last one.
     """
 
     def __init__(

@@ -109,7 +109,8 @@ class Staging:
     Args:
         directory: of the files.
         device: a GPU; on a CPU the same runs without pinned memory and streams.
-        places: by name, where a tensor's bytes go: uint8 [num_bytes] on the device.
+        places: by name, where a tensor's bytes go: uint8 [num_bytes] on the device, aligned for
+            the tensor's dtype.
     """
 
     def __init__(
@@ -176,7 +177,8 @@ class Staging:
         """Scales are thousands of small tensors: many of a size are looked at together."""
         alike: dict[int, list[TensorInfo]] = {}
         for info in infos:
-            if info.name not in self._places or info.dtype == torch.int8:
+            is_value = info.dtype.is_floating_point and info.num_bytes
+            if info.name not in self._places or not is_value:
                 continue
             if info.dtype == torch.float8_e8m0fnu:
                 alike.setdefault(info.num_bytes, []).append(info)

@@ -25,11 +25,12 @@ def checked_prompt(
     """
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token")
-    ids = list(map(_index, prompt)) if {*map(type, prompt)} != {int} else list(prompt)
+    tokens = list(prompt)
+    ids = list(map(_index, tokens)) if {*map(type, tokens)} != {int} else tokens
     if min(ids) < 0 or max(ids) >= vocab:
         position = next(i for i, number in enumerate(ids) if not 0 <= number < vocab)
         raise RequestError(
-            f"prompt token {position} is {prompt[position]!r}: token ids are integers in "
+            f"prompt token {position} is {tokens[position]!r}: token ids are integers in "
             f"0..{vocab - 1}"
         )
     if len(prompt) >= max_model_len:

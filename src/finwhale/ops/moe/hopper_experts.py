@@ -434,18 +434,18 @@ def _run(
 @gluon.jit
 def _block(blocks_ptr, ids_ptr):
     """(expert, first pair, end) of this program, which the kernel before does not write: it lets
-    this one start when those before it have ended.
+    this one start when those before it have ended. From L2, which all that they wrote has reached.
     """
     block = gl.program_id(1)
     if ids_ptr is not None:
-        expert = gl.load(ids_ptr + block).to(gl.int32)
+        expert = gl.load(ids_ptr + block, cache_modifier=".cg").to(gl.int32)
         first = 8 * block
         end = first + 1
     else:
         entry = blocks_ptr + block * 3
-        expert = gl.load(entry)
-        first = gl.load(entry + 1)
-        end = gl.load(entry + 2)
+        expert = gl.load(entry, cache_modifier=".cg")
+        first = gl.load(entry + 1, cache_modifier=".cg")
+        end = gl.load(entry + 2, cache_modifier=".cg")
     return expert, first, end
 
 
