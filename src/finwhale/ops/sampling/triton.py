@@ -1,10 +1,14 @@
-"""The greedy step as Triton kernels; every other way to choose a token as defined.
+"""Sampling as Triton kernels: the greedy step, and with DRAWS all but log-probabilities.
 
-1. `_best_kernel`, over parts of the vocabulary: the largest logit and its lowest id, one integer.
-2. `_pick_kernel`, a row a program: the best of the parts.
+What changes logits (penalties, bias, allowed tokens) is a kernel each, on a copy. Then
 
-Bytes: the logits once. At 4.39 TB/s, in microseconds for 1, 128, 256 rows of 129280 float32 logits:
-0.1, 15, 30.
+1. `_best_kernel`, over parts of the vocabulary: the largest logit and its lowest id, one integer;
+   for the draw the smallest logit too.
+2. The draw (triton_draw.py), or where every row is greedy `_pick_kernel`, a row a program: the best
+   of the parts.
+
+Bytes of the greedy step: the logits once. At 4.39 TB/s, in microseconds for 1, 128, 256 rows of
+129280 float32 logits: 0.1, 15, 30.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,41 +17,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch
 from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling.triton_draw import MAX_PARTS, Parts, draw, finite, order
 
 BLOCK_V = 1024
-MAX_PARTS = 128
+BLOCK_N = 256
 PROGRAMS = 4096  # rows in flight hide the wait for memory
-PLUS_INFINITY = tl.constexpr(0x7F800000)
-MINUS_INFINITY = tl.constexpr(-0x7F800001)
-
-
-@triton.jit
-def _order(x):
-    """int32 that orders as float32 x does, 0.0 and -0.0 equal; every NaN above all the rest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
+# Whether what is not greedy takes the kernels. They agree with the definition in the interpreter
+# and compile for SM90, and never ran on a GPU.
+DRAWS = False
+# Small tensors that may begin anywhere, and what differs from batch to batch.
+_changes_kernel = triton.jit(
+    do_not_specialize=["N", "stride_w"],
+    do_not_specialize_on_alignment=[
+        *("rows_ptr", "ids_ptr", "values_ptr", "words_ptr"),
+        *("counts_ptr", "repetition_ptr", "frequency_ptr", "presence_ptr"),
+    ],
+)
 
 
 @triton.jit(do_not_specialize=["steps"])
-def _best_kernel(logits_ptr, best_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr):
+def _best_kernel(
+    logits_ptr, best_ptr, low_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr, LOW: tl.constexpr
+):
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, BLOCK_V)
+    offsets = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], -0x80000000, tl.int32)
     ids = tl.full([BLOCK_V], 0x7FFFFFFF, tl.int32)
+    low = tl.full([BLOCK_V], 0x7FFFFFFF, tl.int32)
     for step in tl.range(steps):
-        v = (part * steps + step) * BLOCK_V + place
+        v = (part * steps + step) * BLOCK_V + offsets
         x = tl.load(logits_ptr + row * stride_s + v, mask=v < V, other=float("-inf"))
-        order = _order(x.to(tl.float32))
-        better = (order > best) & (v < V)
-        best = tl.where(better, order, best)
+        place = order(x.to(tl.float32))
+        better = (place > best) & (v < V)
+        best = tl.where(better, place, best)
         ids = tl.where(better, v, ids)
+        if LOW:
+            low = tl.where(finite(place), tl.minimum(low, place), low)
     top = tl.max(best, axis=0)
     lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
     key = (top.to(tl.int64) << 32) | (0x7FFFFFFF - lowest).to(tl.int64)
     tl.store(best_ptr + row * tl.num_programs(0) + part, key)
+    if LOW:
+        tl.store(low_ptr + row * tl.num_programs(0) + part, tl.min(low, axis=0))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -56,9 +70,57 @@ def _pick_kernel(best_ptr, ids_ptr, valid_ptr, parts, BLOCK_P: tl.constexpr):
     part = tl.arange(0, BLOCK_P)
     keys = tl.load(best_ptr + row * parts + part, mask=part < parts, other=-0x8000000000000000)
     key = tl.max(keys, axis=0)
-    top = (key >> 32).to(tl.int32)
     tl.store(ids_ptr + row, 0x7FFFFFFF - (key & 0x7FFFFFFF))
-    tl.store(valid_ptr + row, (top < PLUS_INFINITY) & (top > MINUS_INFINITY))
+    tl.store(valid_ptr + row, finite((key >> 32).to(tl.int32)))
+
+
+@_changes_kernel
+def _penalise_kernel(
+    logits_ptr,
+    rows_ptr,
+    ids_ptr,
+    counts_ptr,
+    repetition_ptr,
+    frequency_ptr,
+    presence_ptr,
+    N,
+    stride_s,
+    BLOCK_N: tl.constexpr,
+):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = n < N
+    at = logits_ptr + tl.load(rows_ptr + n, mask=mask, other=0) * stride_s
+    at += tl.load(ids_ptr + n, mask=mask, other=0)
+    x = tl.load(at, mask=mask, other=0.0)
+    count = tl.load(counts_ptr + n, mask=mask, other=0.0)
+    repetition = tl.load(repetition_ptr + n, mask=mask, other=1.0)
+    x = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
+    x -= tl.load(frequency_ptr + n, mask=mask, other=0.0) * count
+    presence = tl.load(presence_ptr + n, mask=mask, other=0.0)
+    tl.store(at, x - tl.where(count > 0, presence, 0.0), mask=mask)
+
+
+@_changes_kernel
+def _add_kernel(logits_ptr, rows_ptr, ids_ptr, values_ptr, N, stride_s, BLOCK_N: tl.constexpr):
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = n < N
+    at = logits_ptr + tl.load(rows_ptr + n, mask=mask, other=0) * stride_s
+    at += tl.load(ids_ptr + n, mask=mask, other=0)
+    x = tl.load(at, mask=mask, other=0.0)
+    tl.store(at, x + tl.load(values_ptr + n, mask=mask, other=0.0), mask=mask)
+
+
+@_changes_kernel
+def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLOCK_V: tl.constexpr):
+    g = tl.program_id(1).to(tl.int64)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    words = tl.load(words_ptr + g * stride_w + v // 32, mask=v < V, other=0)
+    barred = (v < V) & ((words >> (v % 32)) & 1 == 0)
+    tl.store(
+        logits_ptr + tl.load(rows_ptr + g) * stride_s + v,
+        tl.full([BLOCK_V], float("-inf"), tl.float32),
+        mask=barred,
+    )
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -73,31 +135,98 @@ def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         ids [S] int64; valid [S] bool, False where the row has a NaN, +inf or nothing but -inf.
     """
-    num_rows, vocab_size = logits_SV.shape
-    if logits_SV.stride(1) != 1:
-        raise ValueError(f"a row's logits must lie together, got strides {logits_SV.stride()}")
-    if not 0 < vocab_size < 2**31 - MAX_PARTS * BLOCK_V:
-        raise ValueError(f"greedy takes 1 to 2^31 - 2^17 logits a row, got {vocab_size}")
-    device = logits_SV.device
-    ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
-    valid_S = torch.empty(num_rows, dtype=torch.bool, device=device)
+    num_rows = _check(logits_SV)
+    ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
+    valid_S = torch.empty(num_rows, dtype=torch.bool, device=logits_SV.device)
     if num_rows == 0:
         return ids_S, valid_S
-    blocks = triton.cdiv(vocab_size, BLOCK_V)
-    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows)))
-    parts = triton.cdiv(blocks, steps)
-    best = torch.empty((num_rows, parts), dtype=torch.int64, device=device)
-    _best_kernel[(parts, num_rows)](
-        logits_SV, best, vocab_size, logits_SV.stride(0), steps, BLOCK_V=BLOCK_V, num_warps=4
-    )
+    best_SP = _cut(logits_SV, low=False).best_SP
+    parts = best_SP.shape[1]
     _pick_kernel[(num_rows,)](
-        best, ids_S, valid_S, parts, BLOCK_P=triton.next_power_of_2(parts), num_warps=1
+        best_SP, ids_S, valid_S, parts, BLOCK_P=triton.next_power_of_2(parts), num_warps=1
     )
     return ids_S, valid_S
 
 
+def _check(logits_SV: Tensor) -> int:
+    """How many rows there are."""
+    num_rows, vocab_size = logits_SV.shape
+    if logits_SV.stride(1) != 1:
+        raise ValueError(f"a row's logits must lie together, got strides {logits_SV.stride()}")
+    if not 0 < vocab_size < 2**31 - MAX_PARTS * BLOCK_V:
+        raise ValueError(f"sampling takes 1 to 2^31 - 2^17 logits a row, got {vocab_size}")
+    return num_rows
+
+
+def _cut(logits_SV: Tensor, *, low: bool) -> Parts:
+    """The best of each part; low: and its smallest finite logit."""
+    num_rows, vocab_size = logits_SV.shape
+    blocks = triton.cdiv(vocab_size, BLOCK_V)
+    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows)))
+    shape, device = (num_rows, triton.cdiv(blocks, steps)), logits_SV.device
+    best_SP = torch.empty(shape, dtype=torch.int64, device=device)
+    low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
+    _best_kernel[shape[::-1]](
+        *(logits_SV, best_SP, low_SP, vocab_size, logits_SV.stride(0), steps),
+        BLOCK_V=BLOCK_V,
+        LOW=low,
+        num_warps=4,
+    )
+    return Parts(block=BLOCK_V, steps=steps, best_SP=best_SP, low_SP=low_SP)
+
+
+def _penalise(x_SV: Tensor, p: Penalties) -> None:
+    N = len(p.rows_N)
+    _penalise_kernel[(triton.cdiv(N, BLOCK_N),)](
+        *(x_SV, p.rows_N, p.ids_N, p.counts_N, p.repetition_N, p.frequency_N, p.presence_N),
+        *(N, x_SV.stride(0)),
+        BLOCK_N=BLOCK_N,
+        num_warps=4,
+        enable_fp_fusion=False,  # a product is rounded before it is subtracted
+    )
+
+
+def _add(x_SV: Tensor, b: Bias) -> None:
+    N = len(b.rows_N)
+    _add_kernel[(triton.cdiv(N, BLOCK_N),)](
+        x_SV, b.rows_N, b.ids_N, b.values_N, N, x_SV.stride(0), BLOCK_N=BLOCK_N, num_warps=4
+    )
+
+
+def _restrict(x_SV: Tensor, a: AllowedTokens) -> None:
+    V = x_SV.shape[1]
+    _restrict_kernel[triton.cdiv(V, BLOCK_V), len(a.rows_G)](
+        *(x_SV, a.rows_G, a.words_GW, V, x_SV.stride(0), a.words_GW.stride(0)),
+        BLOCK_V=BLOCK_V,
+        num_warps=4,
+    )
+
+
+def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
+    """The logits after penalties, bias and allowed tokens."""
+    if batch.penalties is None and batch.bias is None and batch.allowed is None:
+        return logits_SV
+    x_SV = logits_SV.clone(memory_format=torch.contiguous_format)
+    if batch.penalties is not None and len(batch.penalties.rows_N):
+        _penalise(x_SV, batch.penalties)
+    if batch.bias is not None and len(batch.bias.rows_N):
+        _add(x_SV, batch.bias)
+    if batch.allowed is not None and len(batch.allowed.rows_G):
+        _restrict(x_SV, batch.allowed)
+    return x_SV
+
+
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     if not batch.plain:
-        return definition.sample(logits_SV, batch)
-    ids_S, valid_S = greedy(logits_SV)
-    return SampledTokens(ids_S=ids_S, valid_S=valid_S)
+        if not DRAWS:
+            return definition.sample(logits_SV, batch)
+        if logits_SV.dtype != torch.float32:
+            raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
+        _check(logits_SV)
+    x_SV = _change(logits_SV, batch)
+    if batch.filters is not None and batch.uniform_R is not None and len(batch.uniform_R):
+        ids_S, valid_S = draw(x_SV, _cut(x_SV, low=True), batch.filters, batch.uniform_R)
+    else:
+        ids_S, valid_S = greedy(x_SV)
+    logprobs = definition.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
+    return SampledTokens(ids_S=ids_S, valid_S=valid_S, logprobs=logprobs)
