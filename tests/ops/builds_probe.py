@@ -38,7 +38,7 @@ from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
 from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.mhc import triton as mhc
-from finwhale.ops.moe import triton_experts
+from finwhale.ops.moe import triton_experts, triton_order
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.tables.nvidia import OPS
 from finwhale.platform import Platform
@@ -121,8 +121,8 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
             block_n = triton_experts.plan(pairs, experts, torch.device("cpu")).block_n
             padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
             slots = experts + padded // block_n
-            if pairs > triton_experts.FEW_PAIRS:
-                found.add((block_n, "many"))
+            if pairs > triton_order.FEW_PAIRS:
+                found.add((block_n, "many", pairs > triton_order.MEDIUM_PAIRS))
                 continue
             sizes = pairs, min(1024, pairs, slots)
             found.add((block_n, *(next_power_of_2(size) for size in sizes)))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertWeight, ref
+from finwhale.ops.moe import ExpertWeight, ref, triton_fold, triton_order
 from finwhale.ops.moe import triton_experts as kernels
 
 from .kernels_support import Inputs
@@ -45,7 +45,7 @@ def weights_of(E: int, D: int, I: int, spread: int) -> tuple[ExpertWeight, Exper
     return ExpertWeight(w13, w2, True, scale13, scale2), wanted
 
 
-def folded(w: ExpertWeight) -> kernels.FoldedExperts:
+def folded(w: ExpertWeight) -> triton_fold.FoldedExperts:
     assert w.scale13 is not None and w.scale2 is not None
     copy = replace(
         w,
@@ -54,7 +54,7 @@ def folded(w: ExpertWeight) -> kernels.FoldedExperts:
         scale13=w.scale13.clone(),
         scale2=w.scale2.clone(),
     )
-    result, changed = kernels.finish(copy)
+    result, changed = triton_fold.finish(copy)
     assert changed == 0
     return result
 
@@ -120,12 +120,12 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.Monk
     w = folded(raw)
     x, ids, weights = pairs_of(40, 128, 3, 2)
     ids[7] = -1
-    monkeypatch.setattr(kernels, "FEW_PAIRS", 32)
+    monkeypatch.setattr(triton_order, "FEW_PAIRS", 32)
     plan = kernels.Plan(16, (128, 2, 8), (128, 2, 4))
-    monkeypatch.setattr(kernels, "CHUNK", 32)
+    monkeypatch.setattr(triton_order, "CHUNK", 32)
     together = kernels._launch(x, ids, weights, w, LIMIT, None, plan)
-    monkeypatch.setattr(kernels, "MEDIUM_PAIRS", 32)
-    monkeypatch.setattr(kernels, "LARGE_CHUNK", 64)
+    monkeypatch.setattr(triton_order, "MEDIUM_PAIRS", 32)
+    monkeypatch.setattr(triton_order, "LARGE_CHUNK", 64)
     assert torch.equal(kernels._launch(x, ids, weights, w, LIMIT, None, plan), together)
     assert together[7].count_nonzero() == 0
     for token in (0, 7, 39):
@@ -141,14 +141,14 @@ def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
     w = ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
     far = (codes[0, 64:, 16:32] & 0x77).long()
     values = (far & 7 > 0).sum() + (far >> 4 > 0).sum()
-    _, changed = kernels.finish(w)
+    _, changed = triton_fold.finish(w)
     assert changed == 2 * values
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
     raw, wanted = weights_of(3, 128, 128, 3)
     with pytest.raises(ValueError, match="FP4"):
-        kernels.finish(wanted)
+        triton_fold.finish(wanted)
     x, ids, weights = pairs_of(2, 128, 3, 2)
     with pytest.raises(ValueError, match="bfloat16"):
         kernels.experts(x.float(), ids, weights, folded(raw), LIMIT)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.ops.moe import ExpertWeight, hopper_experts
+from finwhale.ops.moe import ExpertWeight, hopper_experts, triton_fold, triton_order
 from finwhale.ops.moe import triton_experts as kernels
 from finwhale.ops.moe.hopper_experts import HopperPlan
 
@@ -95,7 +95,7 @@ def u8(*shape: int) -> Tensor:
 def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  # noqa: E741
     w = ExpertWeight(u8(E, 2 * I, D // 2), u8(E, D, I // 2), True)
     w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
-    folded, _ = kernels.finish(w)
+    folded, _ = triton_fold.finish(w)
     ids, weights = meta(N, K, dtype=torch.int32), f32(N, K)
     kernels._launch(meta(N, D), ids, weights, folded, 10.0, meta(N, D), plan)
 
@@ -103,7 +103,7 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  #
 def main() -> None:
     JITFunction.run = compile_launch
     # As on the GPU: no tensor here is on one.
-    for module in (kernels, hopper_experts):
+    for module in (kernels, triton_order, hopper_experts):
         module.early_launch = lambda x, pays=True: {"PDL": pays, "launch_pdl": pays}
     for D, I, E, K in MODELS.values():  # noqa: E741
         for plan in PLANS:

@@ -4,7 +4,7 @@ Threads read tensors from the files into pinned memory; one thread sends what th
 pieces, on a stream of its own. Tensors whose bytes only need a place go there at once: nearly all
 of a checkpoint, in thousands of tensors. The others whoever iterates puts into place meanwhile.
 What is between is bounded: so many pieces in pinned memory, so many on the device. All are looked
-through for NaN on the device, which takes it a thousandth of the time.
+through for NaN on the device: in readers, thousands of short calls would wait for Python's lock.
 """
 
 import os
@@ -185,7 +185,7 @@ class Staging:
             else:
                 faults.look([info], not_finite(self._places[info.name].view(info.dtype)))
         for size, some in alike.items():
-            count = max(1, LOOK_BYTES // max(1, size))
+            count = max(1, LOOK_BYTES // size)
             for part in (some[i : i + count] for i in range(0, len(some), count)):
                 places = torch.stack([self._places[info.name] for info in part])
                 faults.look(part, places.amax(1) == E8M0_NAN)

@@ -3,13 +3,13 @@
 import logging
 
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.moe.triton_experts import finish
+from finwhale.ops.moe.triton_fold import finish
 
 logger = logging.getLogger(__name__)
 
 
 def finish_experts(w: ExpertWeight) -> ExpertWeight:
-    """In place; see triton_experts.finish for what it keeps exactly."""
+    """In place; see triton_fold.finish for what it keeps exactly."""
     folded, changed = finish(w)
     count = int(changed)
     if count:

@@ -1,10 +1,10 @@
 """The two products of the routed experts on Hopper GPUs, in Gluon.
 
-The legend and the weights' layout are triton_experts.py's. A program has one or two groups of four
-warps, each with 64 rows of weights, and a warp that fills a ring of tiles through the copy engine,
-weights first: the expert is known while x is still being rounded. Weights go from the ring to
-registers, are decoded there, and enter the tensor cores from there, while the next tile is being
-decoded.
+The legend is triton_experts.py's, the weights' layout triton_fold.py's. A program has one or two
+groups of four warps, each with 64 rows of weights, and a warp that fills a ring of tiles through
+the copy engine, weights first: the expert is known while x is still being rounded. Weights go from
+the ring to registers, are decoded there, and enter the tensor cores from there, while the next tile
+is being decoded.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -2,19 +2,17 @@
 
 Legend: N tokens, K experts a token, P = N K pairs, E experts, D hidden, I intermediate width.
 
-Launches: `_order_few_kernel`, or two for many pairs, sorts the pairs by expert; one token needs
-no order. `_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with
-its tokens and applies the clamped SwiGLU, which is rounded; `_down_kernel` multiplies w2 and
-applies the routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read
-once for a block of tokens, whatever their number up to the block's size. Nothing depends on the
-host knowing how the tokens spread: blocks without tokens return at once.
+Launches: `order_pairs` sorts the pairs by expert (triton_order.py); one token needs no order.
+`_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with its tokens
+and applies the clamped SwiGLU, which is rounded; `_down_kernel` multiplies w2 and applies the
+routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read once for a block
+of tokens, whatever their number up to the block's size. Nothing depends on the host knowing how the
+tokens spread: blocks without tokens return at once.
 
-A weight enters the tensor cores as E4M3, exactly: `finish` writes a row's exponents as differences
-from the row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0 of what is left out. The
-decoder looks four magnitudes up at once (`prmt`), in a table of eight bytes that the difference
-shifts; for that `finish` also sorts the bits of every 64 bytes. Products are added by the tensor
-core over 128 values, then in float32 with the activations' scale of these 128: the same sums in the
-same order for every N.
+A weight enters the tensor cores as E4M3, exactly (triton_fold.py): the decoder looks four
+magnitudes up at once (`prmt`), in a table of eight bytes that the group's exponent shifts. Products
+are added by the tensor core over 128 values, then in float32 with the activations' scale of these
+128: the same sums in the same order for every N.
 
 Floor: bytes, E' (3 I D / 2 + 3 I D / 32) for E' experts that are hit: at 4.39 TB/s 18 us for one
 token of Flash, 750 for 128; operations, 6 I D a pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
@@ -32,6 +30,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
 from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe.triton_fold import FoldedExperts
+from finwhale.ops.moe.triton_order import order_pairs
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 if torch.version.hip is None:
@@ -39,13 +39,6 @@ if torch.version.hip is None:
     from finwhale.ops.moe.hopper_experts import HopperPlan
 
 GROUP = 128  # activations that share a scale
-SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
-# Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
-FEW_PAIRS = 2048
-# On an H200 16,380 pairs take 31 us in chunks of 256 and 47 in chunks of 512, 24,576 pairs 43 and
-# 50, 49,152 pairs 94 and 84.
-CHUNK, LARGE_CHUNK = 256, 512
-MEDIUM_PAIRS = 32768
 NO_ORDER = (None, None, None)
 
 # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
@@ -65,109 +58,7 @@ or.b32 $1, second, sign;
 OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 17)
 
 
-@dataclass(frozen=True, slots=True)
-class FoldedExperts(ExpertWeight):
-    """FP4 weights after `finish`: every 64 bytes of a row are sorted for the decoder.
-
-    Attributes:
-        scale13, scale2: uint8, of the same shapes: 8 (11 - how far a group's exponent lies below
-            its row's largest).
-        unit13, unit2: float32 [E,2I] and [E,D]: what a row's decoded values are multiplied with.
-    """
-
-    unit13: Tensor | None = None
-    unit2: Tensor | None = None
-
-    def first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w13 with its words of four steps and its units."""
-        assert self.scale13 is not None and self.unit13 is not None
-        return self.w13, self.scale13.view(torch.int32), self.unit13
-
-    def second(self) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.scale2 is not None and self.unit2 is not None
-        return self.w2, self.scale2.view(torch.int32), self.unit2
-
-
 # --- Weights --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _code_times(code, steps_down):
-    """The FP4 code, 0 to 7, nearest to a code's value times 2^-steps_down, ties to even."""
-    exponent = code >> 1
-    mantissa = tl.where(code > 1, 2 + (code & 1), code)
-    value = (mantissa << tl.where(code > 1, exponent - 1, 0)).to(tl.float32) * 0.5
-    value = value * tl.exp2(-steps_down.to(tl.float32))
-    found = (value > 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
-    found += (value > 1.25).to(tl.int32) + (value >= 1.75).to(tl.int32)
-    found += (value > 2.5).to(tl.int32) + (value >= 3.5).to(tl.int32)
-    return found + (value > 5.0).to(tl.int32)
-
-
-@triton.jit
-def _fold_kernel(
-    w_ptr,
-    scale_ptr,
-    folded_ptr,
-    steps_ptr,
-    unit_ptr,
-    changed_ptr,
-    K,
-    rows,
-    PAIRED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    SPREAD: tl.constexpr,
-):
-    """BLOCK_R rows of an expert, K values each; see `finish` for the layout."""
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    group = tl.arange(0, BLOCK_G)
-    is_group = (group < K // 32)[None, :]
-    mask = (group < K // 32)[None, :, None]
-    scale_ptrs = scale_ptr + row[:, None] * (K // 32)
-    row_ptrs = w_ptr + row[:, None, None] * (K // 2)
-    scale = tl.load(scale_ptrs + group[None, :], mask=is_group, other=0).to(tl.int32)
-    target = (group[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
-    raw = tl.load(row_ptrs + target, mask=mask, other=0).to(tl.int32)
-    used = (tl.max(raw & 0x77, axis=2) > 0) & is_group
-    largest = tl.max(tl.where(used, scale, 0), axis=1)
-    below = largest[:, None] - scale
-    steps = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
-    # Byte 64 b + 4 i + t of the row: block b of 128 values, word i, byte t.
-    t = target & 3
-    start = (target & -64) + ((target >> 1) & 30)
-    magnitudes = start + tl.where(t < 2, t, t + 30)
-    signs = start + (t >> 1)
-    shift = 4 * (t & 1) + 3
-    both = tl.load(row_ptrs + magnitudes, mask=mask, other=0).to(tl.int32) & 0x77
-    first = (tl.load(row_ptrs + signs, mask=mask, other=0).to(tl.int32) >> shift) & 1
-    second = (tl.load(row_ptrs + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
-    # Values too small beside their row's largest are rounded to what the table can say.
-    exponent = tl.load(scale_ptrs[:, :, None] + magnitudes // 16, mask=mask, other=0).to(tl.int32)
-    down = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
-    down = tl.where(both > 0, down, 0)
-    low, high = both & 7, both >> 4
-    changed = tl.where(down > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
-    low = tl.where(down > 0, _code_times(low, down), low)
-    high = tl.where(down > 0, _code_times(high, down), high)
-    folded = low | (high << 4) | (first << 7) | (second << 3)
-    if PAIRED:
-        half = rows // 2
-        i = row % half
-        tile = i // 32
-        place = (i % 32) // 8 * 16 + row // half * 8 + i % 8
-    else:
-        tile = row // 64
-        place = row % 64
-    chunk = (tile * (K // 128))[:, None, None] + target // 64
-    folded_ptrs = folded_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
-    tl.store(folded_ptrs, folded.to(tl.uint8), mask=mask)
-    chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
-    step_ptrs = steps_ptr + (chunk * 64 + place[:, None]) * 4 + group[None, :] % 4
-    tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
-    bits = tl.where(largest == 255, 0x7FC00000, tl.maximum(largest - 6, 1) << 23)
-    tl.store(unit_ptr + tile * 64 + place, bits.to(tl.float32, bitcast=True))
-    tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
 
 
 @triton.jit
@@ -312,144 +203,6 @@ def _round_rows_kernel(
         used = is_group & (place >= 0)
         tl.store(values_ptr + place * D + d, values, mask=used[:, None])
         tl.store(scale_ptr + group * stride_scale + place, scale, mask=used)
-
-
-@triton.jit
-def _aligned(count):
-    """Every expert's pairs start at a multiple of 8: what the copy engine wants of their scales."""
-    return (count + 7) // 8 * 8
-
-
-@triton.jit
-def _write_blocks(
-    blocks_ptr,
-    expert,
-    first,
-    count,
-    base,
-    room,
-    BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """Entries base to base + room: (expert, first, end) of up to BLOCK_N pairs, -1 after these."""
-    for start in tl.range(0, room, BLOCK_S):
-        block = start + tl.arange(0, BLOCK_S)
-        entry = blocks_ptr + (base + block) * 3
-        is_used = block * BLOCK_N < count
-        tl.store(entry, tl.where(is_used, expert, -1), mask=block < room)
-        tl.store(entry + 1, first + block * BLOCK_N, mask=block < room)
-        tl.store(entry + 2, first + count + 0 * block, mask=block < room)
-
-
-@triton.jit(do_not_specialize=["P", "slots"])
-def _order_few_kernel(
-    ids_ptr,
-    order_ptr,
-    place_ptr,
-    blocks_ptr,
-    P,
-    E,
-    slots,
-    BLOCK_N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Order one expert's pairs and write its blocks, which are numbered without gaps."""
-    expert = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    pair = tl.arange(0, BLOCK_P)
-    ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
-    counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
-    each = tl.arange(0, BLOCK_E)
-    before = tl.where(each < expert, counts, 0)
-    first = tl.sum(_aligned(before))
-    count = tl.sum(tl.where(each == expert, counts, 0))
-    is_expert = ids == expert
-    rank = first + tl.cumsum(is_expert.to(tl.int32), 0) - 1
-    tl.store(order_ptr + rank, pair, mask=is_expert)
-    tl.store(place_ptr + pair, rank, mask=is_expert)
-    if expert == 0:
-        tl.store(place_ptr + pair, -1, mask=(ids < 0) & (pair < P))
-    base = tl.sum((before + BLOCK_N - 1) // BLOCK_N)
-    room = tl.where(expert == E - 1, slots - base, (count + BLOCK_N - 1) // BLOCK_N)
-    _write_blocks(blocks_ptr, expert, first, count, base, room, BLOCK_N, BLOCK_S)
-
-
-@triton.jit(do_not_specialize=["P"])
-def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
-    """How many pairs of a chunk each expert has: counts [chunks,BLOCK_E]; the last bin is -1's."""
-    chunk = tl.program_id(0)
-    pair = chunk * CHUNK + tl.arange(0, CHUNK)
-    ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
-    counts = tl.histogram(tl.where(ids < 0, BLOCK_E - 1, ids), BLOCK_E)
-    tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
-
-
-@triton.jit(do_not_specialize=["P", "chunks", "slots"])
-def _order_many_kernel(
-    ids_ptr,
-    counts_ptr,
-    bases_ptr,
-    order_ptr,
-    place_ptr,
-    blocks_ptr,
-    P,
-    E,
-    chunks,
-    slots,
-    BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The first programs order a chunk each, the others write an expert's blocks each.
-
-    Expert e's blocks are numbered from first // BLOCK_N + e on, where there is room for them.
-    """
-    program = tl.program_id(0)
-    each = tl.arange(0, BLOCK_E)
-    total = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
-    for start in tl.range(0, chunks, 8):
-        chunk = start + tl.arange(0, 8)
-        counts = tl.load(
-            counts_ptr + chunk[:, None] * BLOCK_E + each[None, :],
-            mask=(chunk < chunks)[:, None],
-            other=0,
-        )
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((chunk < program)[:, None], counts, 0), axis=0)
-    aligned = tl.where(each < E, _aligned(total), 0)
-    first = tl.cumsum(aligned, 0) - aligned
-    if program < chunks:
-        pair = program * CHUNK + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
-        is_used = ids >= 0
-        bases_ptr += program * BLOCK_E
-        tl.store(bases_ptr + each, first + before)
-        tl.debug_barrier()
-        rank = tl.load(bases_ptr + tl.where(is_used, ids, 0))
-        for start in tl.range(0, CHUNK, STEP):
-            other = program * CHUNK + start + tl.arange(0, STEP)
-            other_ids = tl.load(ids_ptr + other, mask=other < P, other=-1).to(tl.int32)
-            same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < pair[:, None])
-            rank += tl.sum(same.to(tl.int32), axis=1)
-        tl.store(order_ptr + rank, pair, mask=is_used)
-        tl.store(place_ptr + pair, tl.where(is_used, rank, -1), mask=pair < P)
-    else:
-        expert = program - chunks
-        is_expert = each == expert
-        start = tl.sum(tl.where(is_expert, first, 0))
-        count = tl.sum(tl.where(is_expert, total, 0))
-        base = start // BLOCK_N + expert
-        end = (start + _aligned(count)) // BLOCK_N + expert + 1
-        room = tl.where(expert == E - 1, slots, end) - base
-        _write_blocks(blocks_ptr, expert, start, count, base, room, BLOCK_N, BLOCK_S)
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -646,64 +399,9 @@ def portable_plan(num_pairs: int, num_experts: int) -> Plan:
     return Plan(128)
 
 
-def finish(w: ExpertWeight) -> tuple[FoldedExperts, Tensor]:
-    """Weights as the checkpoint has them to weights as these kernels read them: once, in place.
-
-    Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
-    contiguous, D and I multiples of 128. Shapes stay; what lies in an expert's memory is tiles of
-    64 rows, in a tile blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
-    [tiles, blocks, 64, 4 groups], so that a program reads memory in order. A tile of w13 has eight
-    rows of w1, then the same eight of w3, and so on. In a word of four bytes the magnitudes of
-    values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 of the block are bits 0-2, 4-6, .. of the
-    word; signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
-
-    A row's groups keep every value exactly while their exponents lie at most 11 below the row's
-    largest (groups of zeros do not count); values further below are rounded to a step of 2^-12 of
-    the largest group's. Returns the weights and how many values were, an int64 on the device.
-    """
-    unit13, changed13 = _fold(w.w13, w.scale13, paired=True)
-    unit2, changed2 = _fold(w.w2, w.scale2, paired=False)
-    folded = FoldedExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
-    return folded, changed13 + changed2
-
-
-def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
-    experts, rows, row_bytes = w.shape
-    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
-        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
-    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 64 or rows % 128:
-        raise ValueError(
-            f"weights must be contiguous, rows and values in a row multiples of 128, got {w.shape}"
-        )
-    unit = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
-    changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
-    folded, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
-    block_g = triton.next_power_of_2(row_bytes // 16)
-    block_r = max(1, min(128, 256 // block_g))
-    for e in range(experts):
-        _fold_kernel[(rows // block_r,)](
-            w[e],
-            scale[e],
-            folded,
-            steps,
-            unit[e],
-            changed[e],
-            row_bytes * 2,
-            rows,
-            PAIRED=paired,
-            BLOCK_R=block_r,
-            BLOCK_G=block_g,
-            SPREAD=SPREAD,
-            num_warps=4,
-        )
-        w[e] = folded
-        scale[e] = steps
-    return unit, changed.sum()
-
-
 def _check(x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, w: ExpertWeight) -> FoldedExperts:
     if not isinstance(w, FoldedExperts):
-        raise ValueError("these kernels read FP4 weights that `finish` has folded")
+        raise ValueError("these kernels read FP4 weights that `triton_fold.finish` has folded")
     experts, width, row_bytes = w.w2.shape
     if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
@@ -761,59 +459,19 @@ def _launch(
     num_experts, width, row_bytes = w.w2.shape
     inner, pairs, device = row_bytes * 2, num_tokens * topk, x_ND.device
     block_n = plan.block_n
-    padded = triton.cdiv(pairs + 7 * min(pairs, num_experts), 8) * 8
-    few = pairs <= FEW_PAIRS
-    slots = num_experts + padded // block_n
-    slots = min(pairs, slots) if few else slots
-    if num_tokens == 1:
-        padded, slots = 8 * pairs, pairs
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
-    order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
-    blocks = empty(slots, 3, dtype=i32)
-    block_e = triton.next_power_of_2(num_experts + 1)
-    if num_tokens > 1 and few:
-        _order_few_kernel[(num_experts,)](
-            ids_NK,
-            order,
-            place,
-            blocks,
-            pairs,
-            num_experts,
-            slots,
-            BLOCK_N=block_n,
-            BLOCK_P=max(16, triton.next_power_of_2(pairs)),
-            BLOCK_E=block_e,
-            BLOCK_S=min(1024, triton.next_power_of_2(slots)),
-            num_warps=4,
-            **early_launch(x_ND),
-        )
-    elif not few:
-        chunk = CHUNK if pairs <= MEDIUM_PAIRS else LARGE_CHUNK
-        chunks = triton.cdiv(pairs, chunk)
-        counts = empty(chunks, block_e, dtype=i32)
-        _count_kernel[(chunks,)](ids_NK, counts, pairs, CHUNK=chunk, BLOCK_E=block_e, num_warps=4)
-        _order_many_kernel[(chunks + num_experts,)](
-            ids_NK,
-            counts,
-            torch.empty_like(counts),
-            order,
-            place,
-            blocks,
-            pairs,
-            num_experts,
-            chunks,
-            slots,
-            BLOCK_N=block_n,
-            CHUNK=chunk,
-            STEP=min(16, chunk),
-            BLOCK_E=block_e,
-            BLOCK_S=64,
-            num_warps=8,
-        )
+    if num_tokens == 1:
+        # What rounds the token writes where its pairs are.
+        padded, slots = 8 * pairs, pairs
+        order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
+        blocks = empty(slots, 3, dtype=i32)
+    else:
+        order, place, blocks = order_pairs(ids_NK, num_experts, block_n)
+        padded, slots = len(order), len(blocks)
 
     def rounded(
         x: Tensor, place: Tensor | None, topk: int, ordering: tuple[Tensor | None, ...] = NO_ORDER

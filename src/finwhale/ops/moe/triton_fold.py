@@ -1,0 +1,179 @@
+"""FP4 experts as a checkpoint has them to what the Triton and Gluon kernels read: once, in place.
+
+A weight enters the tensor cores as E4M3, exactly: a row's exponents become differences from the
+row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0 of what is left out. The kernels
+look four magnitudes up at once, in a table of eight bytes that the difference shifts; for that the
+bits of every 64 bytes are sorted.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.ops.moe import ExpertWeight
+
+SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedExperts(ExpertWeight):
+    """FP4 weights after `finish`: every 64 bytes of a row are sorted for the decoder.
+
+    Attributes:
+        scale13, scale2: uint8, of the same shapes: 8 (11 - how far a group's exponent lies below
+            its row's largest).
+        unit13, unit2: float32 [E,2I] and [E,D]: what a row's decoded values are multiplied with.
+    """
+
+    unit13: Tensor | None = None
+    unit2: Tensor | None = None
+
+    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """w13 with its words of four steps and its units."""
+        assert self.scale13 is not None and self.unit13 is not None
+        return self.w13, self.scale13.view(torch.int32), self.unit13
+
+    def second(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.scale2 is not None and self.unit2 is not None
+        return self.w2, self.scale2.view(torch.int32), self.unit2
+
+
+@triton.jit
+def _code_times(code, steps_down):
+    """The FP4 code, 0 to 7, nearest to a code's value times 2^-steps_down, ties to even."""
+    exponent = code >> 1
+    mantissa = tl.where(code > 1, 2 + (code & 1), code)
+    value = (mantissa << tl.where(code > 1, exponent - 1, 0)).to(tl.float32) * 0.5
+    value = value * tl.exp2(-steps_down.to(tl.float32))
+    found = (value > 0.25).to(tl.int32) + (value >= 0.75).to(tl.int32)
+    found += (value > 1.25).to(tl.int32) + (value >= 1.75).to(tl.int32)
+    found += (value > 2.5).to(tl.int32) + (value >= 3.5).to(tl.int32)
+    return found + (value > 5.0).to(tl.int32)
+
+
+@triton.jit
+def _fold_kernel(
+    w_ptr,
+    scale_ptr,
+    folded_ptr,
+    steps_ptr,
+    unit_ptr,
+    changed_ptr,
+    K,
+    rows,
+    PAIRED: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    SPREAD: tl.constexpr,
+):
+    """BLOCK_R rows of an expert, K values each; see `finish` for the layout."""
+    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    group = tl.arange(0, BLOCK_G)
+    is_group = (group < K // 32)[None, :]
+    mask = (group < K // 32)[None, :, None]
+    scale_ptrs = scale_ptr + row[:, None] * (K // 32)
+    row_ptrs = w_ptr + row[:, None, None] * (K // 2)
+    scale = tl.load(scale_ptrs + group[None, :], mask=is_group, other=0).to(tl.int32)
+    target = (group[:, None] * 16 + tl.arange(0, 16)[None, :])[None, :, :]
+    raw = tl.load(row_ptrs + target, mask=mask, other=0).to(tl.int32)
+    used = (tl.max(raw & 0x77, axis=2) > 0) & is_group
+    largest = tl.max(tl.where(used, scale, 0), axis=1)
+    below = largest[:, None] - scale
+    steps = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
+    # Byte 64 b + 4 i + t of the row: block b of 128 values, word i, byte t.
+    t = target & 3
+    start = (target & -64) + ((target >> 1) & 30)
+    magnitudes = start + tl.where(t < 2, t, t + 30)
+    signs = start + (t >> 1)
+    shift = 4 * (t & 1) + 3
+    both = tl.load(row_ptrs + magnitudes, mask=mask, other=0).to(tl.int32) & 0x77
+    first = (tl.load(row_ptrs + signs, mask=mask, other=0).to(tl.int32) >> shift) & 1
+    second = (tl.load(row_ptrs + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
+    # Values too small beside their row's largest are rounded to what the table can say.
+    exponent = tl.load(scale_ptrs[:, :, None] + magnitudes // 16, mask=mask, other=0).to(tl.int32)
+    down = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
+    down = tl.where(both > 0, down, 0)
+    low, high = both & 7, both >> 4
+    changed = tl.where(down > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
+    low = tl.where(down > 0, _code_times(low, down), low)
+    high = tl.where(down > 0, _code_times(high, down), high)
+    folded = low | (high << 4) | (first << 7) | (second << 3)
+    if PAIRED:
+        half = rows // 2
+        i = row % half
+        tile = i // 32
+        place = (i % 32) // 8 * 16 + row // half * 8 + i % 8
+    else:
+        tile = row // 64
+        place = row % 64
+    chunk = (tile * (K // 128))[:, None, None] + target // 64
+    folded_ptrs = folded_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
+    tl.store(folded_ptrs, folded.to(tl.uint8), mask=mask)
+    chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
+    step_ptrs = steps_ptr + (chunk * 64 + place[:, None]) * 4 + group[None, :] % 4
+    tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
+    bits = tl.where(largest == 255, 0x7FC00000, tl.maximum(largest - 6, 1) << 23)
+    tl.store(unit_ptr + tile * 64 + place, bits.to(tl.float32, bitcast=True))
+    tl.store(changed_ptr + row, tl.sum(tl.sum(changed, axis=2), axis=1))
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def finish(w: ExpertWeight) -> tuple[FoldedExperts, Tensor]:
+    """Weights as the checkpoint has them to weights as these kernels read them: once, in place.
+
+    Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
+    contiguous, D and I multiples of 128. Shapes stay; what lies in an expert's memory is tiles of
+    64 rows, in a tile blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
+    [tiles, blocks, 64, 4 groups], so that a program reads memory in order. A tile of w13 has eight
+    rows of w1, then the same eight of w3, and so on. In a word of four bytes the magnitudes of
+    values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 of the block are bits 0-2, 4-6, .. of the
+    word; signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
+
+    A row's groups keep every value exactly while their exponents lie at most 11 below the row's
+    largest (groups of zeros do not count); values further below are rounded to a step of 2^-12 of
+    the largest group's. Returns the weights and how many values were, an int64 on the device.
+    """
+    unit13, changed13 = _fold(w.w13, w.scale13, paired=True)
+    unit2, changed2 = _fold(w.w2, w.scale2, paired=False)
+    folded = FoldedExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
+    return folded, changed13 + changed2
+
+
+def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
+    experts, rows, row_bytes = w.shape
+    if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
+        raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
+    if not (w.is_contiguous() and scale.is_contiguous()) or row_bytes % 64 or rows % 128:
+        raise ValueError(
+            f"weights must be contiguous, rows and values in a row multiples of 128, got {w.shape}"
+        )
+    unit = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
+    changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
+    folded, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
+    block_g = triton.next_power_of_2(row_bytes // 16)
+    block_r = max(1, min(128, 256 // block_g))
+    for e in range(experts):
+        _fold_kernel[(rows // block_r,)](
+            w[e],
+            scale[e],
+            folded,
+            steps,
+            unit[e],
+            changed[e],
+            row_bytes * 2,
+            rows,
+            PAIRED=paired,
+            BLOCK_R=block_r,
+            BLOCK_G=block_g,
+            SPREAD=SPREAD,
+            num_warps=4,
+        )
+        w[e] = folded
+        scale[e] = steps
+    return unit, changed.sum()
