@@ -27,6 +27,7 @@ from finwhale.checkpoint.dummy import DummySource
 from finwhale.engine.graphs import prefill_sizes
 from finwhale.engine.memory import Largest, LargestSteps
 from finwhale.engine.walk import Walk, numbers
+from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -186,11 +187,12 @@ def another_thread_waits() -> list[bool]:
     return [waited, other.is_alive()]
 
 
-def build_for_three() -> list[int]:
+def build_for_several() -> list[int | str]:
     """What is compiled for a configuration, for another that needs the same, and for one more that
-    needs another kernel besides; the second must not start any process.
+    needs another kernel besides; the second must not start any process. Then where nothing can be
+    written: for one that needs both, and for one that needs a third.
     """
-    one, other = torch.zeros(3, 1104), torch.zeros(3, 1111)
+    one, other, third = torch.zeros(3, 1104), torch.zeros(3, 1111), torch.zeros(3, 4096)
 
     def norms(*inputs: Tensor) -> Callable[[], None]:
         def walk() -> None:
@@ -211,7 +213,14 @@ def build_for_three() -> list[int]:
         builds.expect("two")
         second = builds.prepare("two", norms(one)).compiled
         builds._new_pool = new_pool  # type: ignore[method-assign]
-        return [first, second, builds.prepare("three", norms(one, other)).compiled]
+        found = [first, second, builds.prepare("three", norms(one, other)).compiled]
+        builds._artefacts.writable = False
+        found.append(builds.prepare("four", norms(other, one)).compiled)
+        try:
+            builds.prepare("five", norms(one, third))
+        except ResourceError as error:
+            return [*found, str(error).split(":")[0].split(" ", 1)[1]]
+        return found
 
 
 def load_all(variants: list[Variant]) -> None:
@@ -261,7 +270,7 @@ def main() -> None:
             for line in left_out(experts, topk, 8192)
         ],
         "compiling": compile_twice(cheap),
-        "three configurations": build_for_three(),
+        "several configurations": build_for_several(),
         "another thread waits": another_thread_waits(),
     }
     print(json.dumps(report))

@@ -71,10 +71,14 @@ class KernelBuilds:
             self._close_pool()
             return self._loaded(walk)
         if not self._artefacts.writable:
-            raise ResourceError(
-                f"{self._artefacts.path} cannot be written and does not hold all kernels: give "
-                "another cache directory, or fill this one with finwhale warmup"
-            )
+            variants, gemms, _ = self._needed(walk)
+            if variants or gemms:
+                raise ResourceError(
+                    f"{self._artefacts.path} cannot be written and lacks {len(variants + gemms)} "
+                    "kernels: give another cache directory, or fill this one with finwhale warmup"
+                )
+            self._close_pool()
+            return self._loaded(walk)
         with self._artefacts.filling():
             if self._artefacts.is_complete(configuration):
                 # Another process has made everything meanwhile.
@@ -98,14 +102,8 @@ class KernelBuilds:
             How many kernels there were to compile, and the names of all that is needed.
         """
         begin = time.perf_counter()
-        with self._collecting():
-            variants = sorted(map(asdict, collect(walk)), key=_effort)
-        found = time.perf_counter()
-        gemms = [] if self._products is None else self._products.jobs()
-        names = [digest(job) for job in (*variants, *gemms)]
-        known, before = self._artefacts.known(), self._num_products()
-        variants = [job for job in variants if digest(job) not in known]
-        gemms = [job for job in gemms if digest(job) not in known]
+        variants, gemms, names = self._needed(walk)
+        found, before = time.perf_counter(), self._num_products()
         finish = []
         if variants:
             pool, self._pool = self._pool or self._new_pool(len(variants)), None
@@ -127,6 +125,20 @@ class KernelBuilds:
             found - begin,
         )
         return compiled, names
+
+    def _needed(self, walk: Callable[[], None]) -> tuple[list[Any], list[Any], list[str]]:
+        """Jobs for what no complete configuration needs, Triton's (the longest first) and
+        DeepGEMM's, and the names of all that is needed.
+        """
+        with self._collecting():
+            variants = sorted(map(asdict, collect(walk)), key=_effort)
+        gemms = [] if self._products is None else self._products.jobs()
+        known, names = self._artefacts.known(), [digest(job) for job in (*variants, *gemms)]
+        return (
+            [job for job in variants if digest(job) not in known],
+            [job for job in gemms if digest(job) not in known],
+            names,
+        )
 
     def _load(self, walk: Callable[[], None]) -> int:
         with self._collecting():
