@@ -71,13 +71,13 @@ class KernelBuilds:
             self._close_pool()
             return self._loaded(walk)
         if not self._artefacts.writable:
+            self._close_pool()
             variants, gemms, _ = self._needed(walk)
             if variants or gemms:
                 raise ResourceError(
                     f"{self._artefacts.path} cannot be written and lacks {len(variants + gemms)} "
                     "kernels: give another cache directory, or fill this one with finwhale warmup"
                 )
-            self._close_pool()
             return self._loaded(walk)
         with self._artefacts.filling():
             if self._artefacts.is_complete(configuration):

@@ -15,26 +15,18 @@ def start_early(PDL: gl.constexpr):
 @gluon.jit
 def start_next(PDL: gl.constexpr):
     """Let the next kernel start."""
-    if PDL:
-        gl.inline_asm_elementwise(
-            "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    _control(PDL, "griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 
 @gluon.jit
 def wait_for_last(PDL: gl.constexpr):
     """Wait until the kernel before has ended and what it wrote is seen."""
+    _control(PDL, "griddepcontrol.wait; mov.u32 $0, 0;")
+
+
+@gluon.jit
+def _control(PDL: gl.constexpr, INSTRUCTION: gl.constexpr):
     if PDL:
         gl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
+            INSTRUCTION, "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
         )

@@ -464,14 +464,15 @@ def _launch(
         return torch.empty(shape, dtype=dtype, device=device)
 
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
+    ordering: tuple[Tensor | None, ...] = NO_ORDER
+    place: Tensor | None = None
     if num_tokens == 1:
         # What rounds the token writes where its pairs are.
-        padded, slots = 8 * pairs, pairs
-        order, place = empty(padded, dtype=i32), empty(pairs, dtype=i32)
-        blocks = empty(slots, 3, dtype=i32)
+        order, blocks = empty(8 * pairs, dtype=i32), empty(pairs, 3, dtype=i32)
+        ordering = ids_NK, order, blocks
     else:
         order, place, blocks = order_pairs(ids_NK, num_experts, block_n)
-        padded, slots = len(order), len(blocks)
+    padded, slots = len(order), len(blocks)
 
     def rounded(
         x: Tensor, place: Tensor | None, topk: int, ordering: tuple[Tensor | None, ...] = NO_ORDER
@@ -498,13 +499,11 @@ def _launch(
         )
         return values, scale
 
-    ordering = (ids_NK, order, blocks) if num_tokens == 1 else NO_ORDER
     x, x_scale = rounded(x_ND, place, topk, ordering)
     each = empty(pairs, width)
     if plan.hopper:
         hidden = empty(padded, inner, dtype=f32)
-        where = blocks, ids_NK if num_tokens == 1 else None
-        tiles = block_n, plan.hopper
+        where, tiles = (blocks, ordering[0]), (block_n, plan.hopper)
         hopper_experts.gate_up(x, x_scale, *where, *w.first(), hidden, limit, *tiles)
         hidden, scale = rounded(hidden, None, 1)
         inputs = hidden, scale, order
