@@ -27,6 +27,7 @@ from finwhale.engine.engine import Engine
 from finwhale.engine.graphs import are_decodes
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.memory import MemoryUse
+from finwhale.engine.phases import freeze_heap
 from finwhale.engine.sequences import Chunk
 from finwhale.engine.static_inputs import StaticInputs
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -131,8 +132,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     times, clock = [], []
     for _ in range(args.steps):
         start, used = time.perf_counter(), time.thread_time()

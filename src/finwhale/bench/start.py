@@ -7,7 +7,6 @@ were compiled or loaded after "ready" are counted, and there should be none.
 """
 
 import argparse
-import gc
 import json
 import random
 import subprocess
@@ -27,7 +26,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
-from finwhale.engine.phases import process_start, whole_start
+from finwhale.engine.phases import freeze_heap, process_start, whole_start
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured
@@ -52,9 +51,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         weights,
         Tokenizer.open(DEMO_PATH) if demo else None,
     )
-    # As finwhale serve does.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()  # as finwhale serve does
     phases = whole_start(engine.runner.phases.seconds, began)
     ready = time.monotonic()
     first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)

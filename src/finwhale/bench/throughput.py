@@ -7,7 +7,6 @@ step's tokens to those of the next in which the same request has any.
 """
 
 import argparse
-import gc
 import statistics
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from finwhale.bench.offline import add_model_arguments, memory, source
 from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
 from finwhale.config import EngineConfig
 from finwhale.engine.engine import Engine
+from finwhale.engine.phases import freeze_heap
 from finwhale.request import RequestOutput, SamplingParams
 
 # Steps between two intruders of a kind, and the tokens that each of them generates.
@@ -190,9 +190,7 @@ def main(argv: Sequence[str]) -> int:
         None,
     )
     start_s = round(time.perf_counter() - start, 1)
-    # As finwhale serve does.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()  # as finwhale serve does
     draw = np.random.default_rng(0)
     serve(engine, draw, Load(load.requests, load.prompt_tokens, max(2, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}

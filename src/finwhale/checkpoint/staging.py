@@ -133,8 +133,8 @@ class Staging:
         it is kept. None for one that is on its way to its place: it is there when all have come.
 
         Raises:
-            CheckpointError: a file cannot be read or changed; after the last tensor, one holds what
-                is not a number.
+            CheckpointError: a file cannot be read, or changed meanwhile; after the last tensor, one
+                holds what is not a number.
         """
         by_name = {info.name: info for info in infos}
         faults = _Faults()

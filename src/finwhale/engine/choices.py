@@ -82,10 +82,11 @@ class RequestState:
         self.greedy = float(np.float32(params.temperature)) == 0.0
         self.seen: Seen | None = None
         if params.repetition_penalty != 1:
+            prompt = list(prompt)
+            if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+                wrong = next(i for i in prompt if not 0 <= i < vocab_size)
+                raise RequestError(f"prompt token id {wrong} is not in 0..{vocab_size - 1}")
             self.seen = Seen(prompt)
-            for extreme in (min(self.seen.ids, default=0), max(self.seen.ids, default=0)):
-                if not 0 <= extreme < vocab_size:
-                    raise RequestError(f"prompt token id {extreme} is not in 0..{vocab_size - 1}")
         elif params.presence_penalty or params.frequency_penalty:
             self.seen = Seen(())
 

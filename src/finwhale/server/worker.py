@@ -1,7 +1,6 @@
 """The engine's side: takes commands from a pipe, steps, and reports what each step brought."""
 
 import contextlib
-import gc
 import logging
 import signal
 import time
@@ -10,7 +9,7 @@ from multiprocessing.connection import Connection
 
 from finwhale.engine.engine import Engine
 from finwhale.engine.metrics import EngineMetrics
-from finwhale.engine.phases import whole_start
+from finwhale.engine.phases import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
 from finwhale.server.wire import (
@@ -44,9 +43,7 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
         connection.send(Failed(str(error)))
         return
     phases = whole_start(engine.runner.phases.seconds, began)
-    # What is there now stays: a full collection would look through all of it, in a step's time.
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     EngineLoop(engine, connection, phases).run()
 
 
