@@ -343,8 +343,8 @@ def test_a_long_prompt_does_not_hold_up_short_ones() -> None:
 
 def test_short_prompts_pass_beside_a_long_one_however_many_decode() -> None:
     """Where decodes leave no more of a step than a long prompt may take."""
-    driver = Driver(make_scheduler(0, 120, budget=256, blocks=4000), 0, ahead=False)
-    for number in range(100):
+    driver = Driver(make_scheduler(0, 150, budget=256, blocks=5000), 0, ahead=False)
+    for number in range(130):
         driver.add(make_sequence(f"{number}", 2, 500))
     driver.step()
     driver.add(make_sequence("long", 20_000, 2))
