@@ -14,11 +14,6 @@ kernels = pytest.importorskip("finwhale.ops.sampling.triton", exc_type=ImportErr
 CHI_SQUARE_15 = 37.70  # upper 0.1% point of 15 degrees of freedom
 
 
-@pytest.fixture(autouse=True)
-def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "DRAWS", True)
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_tokens_are_the_definition_s(case: Case) -> None:
     """Over many draws of each row, but for a few: exponentials differ in their last bits."""

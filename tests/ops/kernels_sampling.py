@@ -23,11 +23,6 @@ LAST = 1 - 2**-53  # the largest uniform
 
 
 @pytest.fixture(autouse=True)
-def every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "DRAWS", True)
-
-
-@pytest.fixture(autouse=True)
 def numpy_exponentials(monkeypatch: pytest.MonkeyPatch) -> None:
     def exp_(x: Tensor) -> Tensor:
         return x.copy_(torch.from_numpy(np.exp(x.numpy())))

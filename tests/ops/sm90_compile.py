@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from finwhale.engine.memory import every_choice
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import triton as attention
@@ -34,7 +36,6 @@ from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton as moe
 from finwhale.ops.norm import triton as norm
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import AllowedTokens, Bias, Filters, Penalties, SamplingBatch
 from finwhale.ops.sampling import triton as sampling
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -111,35 +112,6 @@ def f32(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.float32)
 
 
-def every_choice(N: int, V: int) -> SamplingBatch:
-    rows, values = meta(N, dtype=torch.int64), f32(N)
-    exact = meta(N, dtype=torch.float64)
-    filters = Filters(
-        rows_R=rows,
-        temperature_R=values,
-        min_p_R=values,
-        top_k_rows_K=rows,
-        top_k_K=rows,
-        max_top_k=V,
-        top_p_rows_P=rows,
-        top_p_P=exact,
-    )
-    return SamplingBatch(
-        filters=filters,
-        uniform_R=exact,
-        penalties=Penalties(
-            rows_N=rows,
-            ids_N=rows,
-            counts_N=values,
-            repetition_N=values,
-            frequency_N=values,
-            presence_N=values,
-        ),
-        bias=Bias(rows_N=rows, ids_N=rows, values_N=values),
-        allowed=AllowedTokens(rows_G=rows, words_GW=meta(N, V // 32, dtype=torch.int32)),
-    )
-
-
 def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
     """Every operator that has a kernel, for N tokens."""
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
@@ -158,8 +130,8 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         table = meta(129280, 6, dtype=torch.int64)
         moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
     sampling.greedy(f32(N, 129280))
-    sampling.DRAWS = True
-    sampling.sample(f32(N, 129280), every_choice(N, 129280))
+    logits = f32(N, 129280)
+    sampling.sample(logits, replace(every_choice(logits), logprobs=()))
 
 
 def e4m3(*shape: int) -> LinearWeight:

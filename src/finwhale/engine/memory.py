@@ -18,7 +18,14 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import Filters, LogprobRows, Penalties, SamplingBatch
+from finwhale.ops.sampling import (
+    AllowedTokens,
+    Bias,
+    Filters,
+    LogprobRows,
+    Penalties,
+    SamplingBatch,
+)
 from finwhale.request import MAX_LOGPROBS
 
 PAGE = 1  # what all tokens of these steps read and write; page 0 is nobody's
@@ -168,7 +175,7 @@ class LargestSteps:
         streams = self.model(inputs, self.cache, Inline())
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
-        self.ops.sample(logits, _every_choice(logits))
+        self.ops.sample(logits, every_choice(logits))
         if largest.draft_tokens:
             assert self.model.mtp is not None
             streams = self.model.mtp(inputs, streams, inputs.token_ids, self.cache, Inline())
@@ -204,8 +211,8 @@ class LargestSteps:
         )
 
 
-def _every_choice(logits: Tensor) -> SamplingBatch:
-    """Every filter on every row of [S,V] logits, and as many log-probabilities as can be had."""
+def every_choice(logits: Tensor) -> SamplingBatch:
+    """All that requests can ask for on every row of [S,V] logits, each with every token allowed."""
     num_rows, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=logits.device)
 
@@ -232,6 +239,13 @@ def _every_choice(logits: Tensor) -> SamplingBatch:
             repetition_N=each(1.1, torch.float32),
             frequency_N=each(0.1, torch.float32),
             presence_N=each(0.1, torch.float32),
+        ),
+        bias=Bias(rows_N=rows, ids_N=rows % vocab_size, values_N=each(0.5, torch.float32)),
+        allowed=AllowedTokens(
+            rows_G=rows,
+            words_GW=torch.full(
+                (num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=logits.device
+            ),
         ),
         logprobs=(LogprobRows(rows_G=rows, num_top=min(MAX_LOGPROBS, vocab_size)),),
     )

@@ -8,12 +8,13 @@ here knows a kernel; a test walks every number and finds no class that this leav
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import ParamSpec
 
 import torch
 from torch import Tensor, nn
 
-from finwhale.engine.memory import PAGE, Largest
+from finwhale.engine.memory import PAGE, Largest, every_choice
 from finwhale.engine.static_inputs import aligned
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -115,6 +116,10 @@ class Walk:
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*numbers(1, most), *self.largest.decode_graphs}):
             self._logits(rows)
+        # Every kernel of choices has one form. Log-probabilities have none, and would look up a
+        # token that was not drawn.
+        logits = torch.zeros((1, self.model.config.vocab_size), device=self.device)
+        self.ops.sample(logits, replace(every_choice(logits), logprobs=()))
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """(tokens, tokens of one sequence at most, bounds of those that run in it): a bound is the

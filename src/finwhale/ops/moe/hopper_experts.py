@@ -110,9 +110,9 @@ def _load(
         _load_rows(descs, rings, k, k, first, boxes, COLUMNS)
     slot = ahead % STAGES
     phase = 1 - ahead // STAGES
-    start = ahead
     for t in range(TILES):
-        for k in range(start, blocks):
+        # No variable that is set to 0 after the first tile: Gluon drops such an assignment.
+        for k in range(gl.where(t == 0, ahead, 0), blocks):
             mbarrier.wait(empty.index(slot), phase)
             chunk = (tile + t * GROUPS) * blocks + k
             _load_weights(descs, rings, slot, chunk, blocks, boxes, COLUMNS, GROUPS)
@@ -121,7 +121,6 @@ def _load(
             if slot == STAGES:
                 slot = 0
                 phase ^= 1
-        start = 0
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Sampling as Triton kernels: the greedy step, and with DRAWS all but log-probabilities.
+"""Sampling as Triton kernels: all but log-probabilities.
 
 What changes logits (penalties, bias, allowed tokens) is a kernel each, on a copy. Then
 
@@ -24,9 +24,6 @@ from finwhale.ops.sampling.triton_draw import MAX_PARTS, Parts, draw, finite, or
 BLOCK_V = 1024
 BLOCK_N = 256
 PROGRAMS = 4096  # rows in flight hide the wait for memory
-# Whether what is not greedy takes the kernels. They agree with the definition in the interpreter
-# and compile for SM90, and never ran on a GPU.
-DRAWS = False
 # Small tensors that may begin anywhere, and what differs from batch to batch.
 _changes_kernel = triton.jit(
     do_not_specialize=["N", "stride_w"],
@@ -41,8 +38,8 @@ _changes_kernel = triton.jit(
 def _best_kernel(
     logits_ptr, best_ptr, low_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr, LOW: tl.constexpr
 ):
-    part = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
     best = tl.full([BLOCK_V], -0x80000000, tl.int32)
     ids = tl.full([BLOCK_V], 0x7FFFFFFF, tl.int32)
@@ -59,9 +56,9 @@ def _best_kernel(
     top = tl.max(best, axis=0)
     lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
     key = (top.to(tl.int64) << 32) | (0x7FFFFFFF - lowest).to(tl.int64)
-    tl.store(best_ptr + row * tl.num_programs(0) + part, key)
+    tl.store(best_ptr + row * tl.num_programs(1) + part, key)
     if LOW:
-        tl.store(low_ptr + row * tl.num_programs(0) + part, tl.min(low, axis=0))
+        tl.store(low_ptr + row * tl.num_programs(1) + part, tl.min(low, axis=0))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -112,8 +109,8 @@ def _add_kernel(logits_ptr, rows_ptr, ids_ptr, values_ptr, N, stride_s, BLOCK_N:
 
 @_changes_kernel
 def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLOCK_V: tl.constexpr):
-    g = tl.program_id(1).to(tl.int64)
-    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    g = tl.program_id(0).to(tl.int64)
+    v = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     words = tl.load(words_ptr + g * stride_w + v // 32, mask=v < V, other=0)
     barred = (v < V) & ((words >> (v % 32)) & 1 == 0)
     tl.store(
@@ -166,7 +163,7 @@ def _cut(logits_SV: Tensor, *, low: bool) -> Parts:
     shape, device = (num_rows, triton.cdiv(blocks, steps)), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
-    _best_kernel[shape[::-1]](
+    _best_kernel[shape](
         *(logits_SV, best_SP, low_SP, vocab_size, logits_SV.stride(0), steps),
         BLOCK_V=BLOCK_V,
         LOW=low,
@@ -195,7 +192,7 @@ def _add(x_SV: Tensor, b: Bias) -> None:
 
 def _restrict(x_SV: Tensor, a: AllowedTokens) -> None:
     V = x_SV.shape[1]
-    _restrict_kernel[triton.cdiv(V, BLOCK_V), len(a.rows_G)](
+    _restrict_kernel[len(a.rows_G), triton.cdiv(V, BLOCK_V)](
         *(x_SV, a.rows_G, a.words_GW, V, x_SV.stride(0), a.words_GW.stride(0)),
         BLOCK_V=BLOCK_V,
         num_warps=4,
@@ -218,8 +215,6 @@ def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     if not batch.plain:
-        if not DRAWS:
-            return definition.sample(logits_SV, batch)
         if logits_SV.dtype != torch.float32:
             raise ValueError(f"sampling takes float32 logits, got {logits_SV.dtype}")
         _check(logits_SV)
