@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import shlex
@@ -58,9 +59,10 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie."""
+    """The smallest of them that at least `share` of them do not exceed (nearest rank)."""
     ordered = sorted(values)
-    return round(ordered[min(len(ordered) - 1, int(share * len(ordered)))], 4)
+    rank = math.ceil(round(share * len(ordered), 6))
+    return round(ordered[max(rank, 1) - 1], 4)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
