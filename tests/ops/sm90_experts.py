@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.ops.moe import ExpertWeight, hopper_experts, triton_fold, triton_order
+from finwhale.ops.moe import ExpertWeight, hopper_experts, hopper_one, triton_fold, triton_order
 from finwhale.ops.moe import triton_experts as kernels
 from finwhale.ops.moe.hopper_experts import HopperPlan
 
@@ -103,7 +103,7 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  #
 def main() -> None:
     JITFunction.run = compile_launch
     # As on the GPU: no tensor here is on one.
-    for module in (kernels, triton_order, hopper_experts):
+    for module in (kernels, triton_order, hopper_experts, hopper_one):
         module.early_launch = lambda x, pays=True: {"PDL": pays, "launch_pdl": pays}
     for D, I, E, K in MODELS.values():  # noqa: E741
         for plan in PLANS:

@@ -23,6 +23,8 @@ KERNELS = {
     ("_down_kernel", False),
     ("_gate_up_kernel", True),
     ("_down_kernel", True),
+    ("_one_gate_up_kernel", True),
+    ("_one_down_kernel", True),
     ("_sum_kernel", False),
 }
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90

@@ -67,7 +67,7 @@ def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
+def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
     """128 values of 64 rows as the tensor cores' left operand."""
     w = gl.permute(gl.reshape(w_tile.load(LAYOUT), [64, 2, 32]), (0, 2, 1))
     left, right = gl.split(w)
@@ -203,7 +203,7 @@ def _multiply(
         mbarrier.wait(full.index(slot), phase)
         place = slot * GROUPS + GROUP
         steps = steps_ring.index(place)._reinterpret(gl.int32, [64], plain)
-        a = _decode(w_ring.index(place), steps, operand)
+        a = decode(w_ring.index(place), steps, operand)
         x = x_ring.index(slot)
         scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
         total = _add_part(total, a, x, scale, 0, FIRST, _mma(FIRST))
@@ -359,7 +359,7 @@ def _group(
 
 
 @gluon.jit
-def _ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
+def ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
     shape: gl.constexpr = [SIZE, HEIGHT, desc.block_type.shape[1]]
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
@@ -367,10 +367,10 @@ def _ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
 @gluon.jit
 def _rings(descs, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     x_desc, scale_desc, w_desc, steps_desc = descs
-    x = _ring(x_desc, STAGES, COLUMNS)
-    scale = _ring(scale_desc, STAGES, 1)
-    w = _ring(w_desc, STAGES * GROUPS, 64)
-    steps = _ring(steps_desc, STAGES * GROUPS, 1)
+    x = ring(x_desc, STAGES, COLUMNS)
+    scale = ring(scale_desc, STAGES, 1)
+    w = ring(w_desc, STAGES * GROUPS, 64)
+    steps = ring(steps_desc, STAGES * GROUPS, 1)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -431,20 +431,14 @@ def _run(
 
 
 @gluon.jit
-def _block(blocks_ptr, ids_ptr):
+def _block(blocks_ptr):
     """(expert, first pair, end) of this program, which the kernel before does not write: it lets
     this one start when those before it have ended. From L2, which all that they wrote has reached.
     """
-    block = gl.program_id(1)
-    if ids_ptr is not None:
-        expert = gl.load(ids_ptr + block, cache_modifier=".cg").to(gl.int32)
-        first = 8 * block
-        end = first + 1
-    else:
-        entry = blocks_ptr + block * 3
-        expert = gl.load(entry, cache_modifier=".cg")
-        first = gl.load(entry + 1, cache_modifier=".cg")
-        end = gl.load(entry + 2, cache_modifier=".cg")
+    entry = blocks_ptr + gl.program_id(1) * 3
+    expert = gl.load(entry, cache_modifier=".cg")
+    first = gl.load(entry + 1, cache_modifier=".cg")
+    end = gl.load(entry + 2, cache_modifier=".cg")
     return expert, first, end
 
 
@@ -455,7 +449,6 @@ def _gate_up_kernel(
     w_desc,
     steps_desc,
     blocks_ptr,
-    ids_ptr,
     unit_ptr,
     hidden_ptr,
     D,
@@ -470,7 +463,7 @@ def _gate_up_kernel(
 ):
     """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
     start_next(PDL)
-    expert, first, end = _block(blocks_ptr, ids_ptr)
+    expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
@@ -501,7 +494,6 @@ def _down_kernel(
     w_desc,
     steps_desc,
     blocks_ptr,
-    ids_ptr,
     unit_ptr,
     order_ptr,
     weights_ptr,
@@ -517,7 +509,7 @@ def _down_kernel(
 ):
     """out[pair] = weight * w2 hidden for a block of pairs."""
     start_next(PDL)
-    expert, first, end = _block(blocks_ptr, ids_ptr)
+    expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
@@ -593,7 +585,6 @@ def gate_up(
     x: Tensor,
     x_scale: Tensor,
     blocks: Tensor,
-    ids: Tensor | None,
     w13: Tensor,
     steps13: Tensor,
     unit13: Tensor,
@@ -604,15 +595,14 @@ def gate_up(
 ) -> None:
     """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
 
-    blocks [B,3]: (expert, first row, end), or the pairs' experts instead, where pair p is row 8 p.
-    The kernel before writes neither, and lets this one start when those before it have ended.
+    blocks [B,3]: (expert, first row, end). The kernel before does not write them, and lets this one
+    start when those before it have ended.
     """
     width, inner = x.shape[1], hidden.shape[1]
     tiles = math.gcd(plan.gate_up[0], inner // 32 // plan.groups)
     _gate_up_kernel[(inner // (32 * plan.groups * tiles), len(blocks))](
         *_descriptors(x, x_scale, w13, steps13, columns),
         blocks,
-        ids,
         unit13,
         hidden,
         width,
@@ -628,7 +618,6 @@ def down(
     hidden_scale: Tensor,
     order: Tensor,
     blocks: Tensor,
-    ids: Tensor | None,
     w2: Tensor,
     steps2: Tensor,
     unit2: Tensor,
@@ -643,7 +632,6 @@ def down(
     _down_kernel[(width // (64 * plan.groups * tiles), len(blocks))](
         *_descriptors(hidden, hidden_scale, w2, steps2, columns),
         blocks,
-        ids,
         unit2,
         order,
         weights,

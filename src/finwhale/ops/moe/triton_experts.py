@@ -2,7 +2,8 @@
 
 Legend: N tokens, K experts a token, P = N K pairs, E experts, D hidden, I intermediate width.
 
-Launches: `order_pairs` sorts the pairs by expert (triton_order.py); one token needs no order.
+Launches: `order_pairs` sorts the pairs by expert (triton_order.py); one token needs no order, and
+on Hopper has kernels of its own (hopper_one.py).
 `_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with its tokens
 and applies the clamped SwiGLU, which is rounded; `_down_kernel` multiplies w2 and applies the
 routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read once for a block
@@ -35,7 +36,7 @@ from finwhale.ops.moe.triton_order import order_pairs
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 if torch.version.hip is None:
-    from finwhale.ops.moe import hopper_experts
+    from finwhale.ops.moe import hopper_experts, hopper_one
     from finwhale.ops.moe.hopper_experts import HopperPlan
 
 GROUP = 128  # activations that share a scale
@@ -463,6 +464,10 @@ def _launch(
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    each = empty(pairs, width)
+    if plan.hopper and num_tokens == 1:
+        hopper_one.each_expert(x_ND, ids_NK, weights_NK, w, limit, each)
+        return _sum(each, ids_NK, shared, num_tokens)
     fp8, f32, i32 = torch.float8_e4m3fn, torch.float32, torch.int32
     ordering: tuple[Tensor | None, ...] = NO_ORDER
     place: Tensor | None = None
@@ -500,14 +505,13 @@ def _launch(
         return values, scale
 
     x, x_scale = rounded(x_ND, place, topk, ordering)
-    each = empty(pairs, width)
     if plan.hopper:
         hidden = empty(padded, inner, dtype=f32)
-        where, tiles = (blocks, ordering[0]), (block_n, plan.hopper)
-        hopper_experts.gate_up(x, x_scale, *where, *w.first(), hidden, limit, *tiles)
+        tiles = block_n, plan.hopper
+        hopper_experts.gate_up(x, x_scale, blocks, *w.first(), hidden, limit, *tiles)
         hidden, scale = rounded(hidden, None, 1)
-        inputs = hidden, scale, order
-        hopper_experts.down(*inputs, *where, *w.second(), weights_NK, each, *tiles)
+        inputs = hidden, scale, order, blocks
+        hopper_experts.down(*inputs, *w.second(), weights_NK, each, *tiles)
         return _sum(each, ids_NK, shared, num_tokens)
     block_i, stages, warps = plan.gate_up
     hidden = empty(padded, inner, dtype=fp8 if block_i == GROUP else f32)

@@ -1,0 +1,335 @@
+"""The routed experts of one token on Hopper GPUs, in Gluon: two launches.
+
+Read hopper_experts.py first. Here a program has one row of x, which its four warps round
+themselves while the first weights come, so that no launch stands between the router and the weights
+or between the two products. The row lies in shared memory as row 0 of tiles of eight: what the
+tensor cores make of the other seven is not looked at. The bits are those of hopper_experts.py.
+
+Each program reads and rounds the whole row, 8 KiB from L2; 384 do for a token of Flash.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from finwhale.ops.launch import early_launch
+from finwhale.ops.launch.hopper import start_next, wait_for_last
+from finwhale.ops.moe.hopper_experts import NIBBLES, WORDS, decode, ring
+from finwhale.ops.moe.triton_fold import FoldedExperts
+from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+
+STAGES = 4
+REGISTERS = 64  # a thread: four programs share a multiprocessor
+COLUMNS = gl.constexpr(8)  # the fewest of a product
+
+
+@gluon.constexpr_function
+def _mma():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+
+
+@gluon.jit
+def _round_row(
+    x_ptr, x, scales, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, TOP: gl.constexpr, LEAST
+):
+    """BLOCKS blocks of 128 values to row 0 of x's tiles, and their scales, one for a block.
+
+    CHUNK blocks at a time, a power of two.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    rows = x._reinterpret(gl.float8e4nv, [BLOCKS // CHUNK, CHUNK, COLUMNS * 128], plain)
+    columns = scales._reinterpret(gl.float32, [BLOCKS // CHUNK, CHUNK, COLUMNS], plain)
+    block = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
+    i = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    for chunk in gl.static_range(BLOCKS // CHUNK):
+        at = gl.expand_dims((chunk * CHUNK + block) * 128, 1) + gl.expand_dims(i, 0)
+        values = gl.load(x_ptr + at).to(gl.float32)
+        amax = gl.maximum(gl.max(gl.abs(values), axis=1), LEAST)
+        bits = (amax * (1.0 / TOP)).to(gl.int32, bitcast=True)
+        bits = (bits + 0x7FFFFF) & 0x7F800000
+        inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
+        rows.index(chunk).slice(0, 128, 1).store((values * inverse).to(gl.float8e4nv))
+        scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
+        columns.index(chunk).store(scale + gl.full([CHUNK, COLUMNS], 0.0, gl.float32, layout))
+    fence_async_shared()
+
+
+@gluon.jit
+def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """w x^T [64,COLUMNS] in units of the rows; sums over 128 values, then over these."""
+    w_ring, steps_ring, full, empty = rings
+    operand: gl.constexpr = gl.DotOperandLayout(0, _mma(), 4)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    zero = gl.full([64, COLUMNS], 0.0, gl.float32, _mma())
+    total = zero
+    slot = 0
+    phase = 0
+    for k in range(BLOCKS):
+        mbarrier.wait(full.index(slot), phase)
+        steps = steps_ring.index(slot)._reinterpret(gl.int32, [64], plain)
+        a = decode(w_ring.index(slot), steps, operand)
+        tile = x.index(k).permute((1, 0))
+        part = warpgroup_mma(a, tile, zero, use_acc=False, is_async=True)
+        part = warpgroup_mma_wait(0, deps=[part])
+        scale = scales.index(k)._reinterpret(gl.float32, [COLUMNS], plain)
+        scale = scale.load(gl.SliceLayout(0, _mma()))
+        total += part * gl.expand_dims(scale, 0)
+        mbarrier.arrive(empty.index(slot), count=1)
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+    return total
+
+
+@gluon.jit
+def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """A tile's blocks of weights, one after the other."""
+    w_desc, steps_desc = descs
+    w_ring, steps_ring, full, empty = rings
+    slot = 0
+    phase = 1
+    for k in range(BLOCKS):
+        mbarrier.wait(empty.index(slot), phase)
+        ready = full.index(slot)
+        mbarrier.expect(ready, 64 * 64 + 64 * 4)
+        at = tile * BLOCKS + k
+        tma.async_copy_global_to_shared(w_desc, [at * 64, 0], ready, w_ring.index(slot))
+        tma.async_copy_global_to_shared(steps_desc, [at, 0], ready, steps_ring.index(slot))
+        slot += 1
+        if slot == STAGES:
+            slot = 0
+            phase ^= 1
+
+
+@gluon.jit
+def _store_hidden(total, hidden_ptr, limit):
+    """32 values of I, from rows that alternate, eight of w1 and eight of w3."""
+    both = gl.permute(gl.reshape(total, [4, 2, 8, COLUMNS]), (0, 2, 3, 1))
+    gate, up = gl.split(both)
+    gate = gl.minimum(gate, limit)
+    up = gl.minimum(gl.maximum(up, -limit), limit)
+    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, COLUMNS])
+    _store_first(hidden_ptr, result)
+
+
+@gluon.jit
+def _store_out(total, out_ptr, weight_ptr):
+    """64 values of D, times the routed weight."""
+    _store_first(out_ptr, (total * gl.load(weight_ptr)).to(gl.bfloat16))
+
+
+@gluon.jit
+def _store_first(ptr, x):
+    """The first column, which is the token's."""
+    layout: gl.constexpr = x.type.layout
+    row = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
+    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    gl.store(ptr + row + 0 * column, x, mask=(column == 0) & (row >= 0))
+
+
+@gluon.jit
+def _group(
+    rings,
+    x,
+    scales,
+    x_ptr,
+    unit_ptr,
+    out_ptr,
+    last,
+    STORE: gl.constexpr,
+    WAIT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+):
+    """What four warps do: the row, then 64 rows of weights times it."""
+    wait_for_last(WAIT)
+    _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
+    total = _multiply(rings, x, scales, BLOCKS, STAGES)
+    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, _mma())))
+    STORE(total * gl.expand_dims(unit, 1), out_ptr, last)
+
+
+@gluon.jit
+def _run(
+    descs,
+    arguments,
+    expert,
+    STORE: gl.constexpr,
+    WAIT: gl.constexpr,
+    BLOCKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+):
+    w_desc, steps_desc = descs
+    x_ptr, unit_ptr, out_ptr, last = arguments
+    tile = expert * gl.num_programs(0) + gl.program_id(0)
+    w = ring(w_desc, STAGES, 64)
+    steps = ring(steps_desc, STAGES, 1)
+    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8, rank=2
+    )
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, COLUMNS, 128], bytes_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, COLUMNS], words)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    rings = w, steps, full, empty
+    unit_ptr += tile * 64
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_group, (rings, x, scales, x_ptr, unit_ptr, out_ptr, last, STORE, WAIT, BLOCKS, CHUNK,
+                      STAGES, TOP, LEAST)),
+            (_load, (descs, rings, tile, BLOCKS, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+    # fmt: on
+
+
+@gluon.jit
+def _one_gate_up_kernel(
+    x_ptr,
+    ids_ptr,
+    w_desc,
+    steps_desc,
+    unit_ptr,
+    hidden_ptr,
+    limit,
+    BLOCKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """The clamped SwiGLU of w1 x and w3 x for an expert of the token, hidden [K,I]."""
+    # In this order: what the next one reads before its wait was written before this one.
+    wait_for_last(PDL)
+    start_next(PDL)
+    pair = gl.program_id(1)
+    expert = gl.load(ids_ptr + pair).to(gl.int32)
+    hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
+    if expert >= 0:
+        arguments = x_ptr, unit_ptr, hidden_ptr, limit
+        _run(
+            (w_desc, steps_desc),
+            arguments,
+            expert,
+            _store_hidden,
+            False,
+            BLOCKS,
+            CHUNK,
+            STAGES,
+            TOP,
+            LEAST,
+        )
+
+
+@gluon.jit
+def _one_down_kernel(
+    hidden_ptr,
+    ids_ptr,
+    w_desc,
+    steps_desc,
+    unit_ptr,
+    weights_ptr,
+    out_ptr,
+    BLOCKS: gl.constexpr,
+    CHUNK: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """out[pair] = weight * w2 hidden: its weights come while the kernel before still runs, which
+    wrote neither ids nor weights.
+    """
+    start_next(PDL)
+    pair = gl.program_id(1)
+    expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
+    hidden_ptr += pair * (BLOCKS * 128)
+    out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 64
+    if expert >= 0:
+        arguments = hidden_ptr, unit_ptr, out_ptr, weights_ptr + pair
+        _run(
+            (w_desc, steps_desc),
+            arguments,
+            expert,
+            _store_out,
+            PDL,
+            BLOCKS,
+            CHUNK,
+            STAGES,
+            TOP,
+            LEAST,
+        )
+    else:
+        wait_for_last(PDL)
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def _options(width: int) -> dict[str, object]:
+    blocks = width // 128
+    return {
+        "BLOCKS": blocks,
+        "CHUNK": min(32, blocks & -blocks),
+        "STAGES": STAGES,
+        "TOP": E4M3_MAX,
+        "LEAST": MIN_AMAX,
+        "num_warps": 4,
+        "maxnreg": REGISTERS,
+    }
+
+
+def _descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    return (
+        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
+        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
+    )
+
+
+def each_expert(
+    x: Tensor, ids: Tensor, weights: Tensor, w: FoldedExperts, limit: float, out: Tensor
+) -> None:
+    """out bfloat16 [K,D] of one token x bfloat16 [1,D]; ids and weights [1,K]; -1 is no expert.
+
+    Rows of out that have no expert are not written.
+    """
+    (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
+    hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
+    w13, steps13, unit13 = w.first()
+    _one_gate_up_kernel[(inner // 32, topk)](
+        *(x, ids, *_descriptors(w13, steps13), unit13, hidden, limit),
+        **_options(width),
+        **early_launch(x),
+    )
+    w2, steps2, unit2 = w.second()
+    _one_down_kernel[(width // 64, topk)](
+        *(hidden, ids, *_descriptors(w2, steps2), unit2, weights, out),
+        **_options(inner),
+        **early_launch(x),
+    )
