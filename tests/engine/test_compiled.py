@@ -246,6 +246,21 @@ def test_a_damaged_graph_is_compiled_again(
     assert [found(), found()] == [(b"code of a graph", 1), (b"code of a graph", 0)]
 
 
+def test_code_that_kills_a_process_is_refused(
+    tiny_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine whose compiler and torch do not fit: an error, and nothing is kept."""
+
+    def compiling(program: Any, *, package_path: str, inductor_configs: Any) -> None:
+        Path(package_path).write_bytes(b"code")
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
+    monkeypatch.setattr(compiled_mode, "TRIAL", "import os; os.kill(os.getpid(), 11)")
+    with pytest.raises(FinwhaleError, match=r"dies of SIGSEGV: the C\+\+ compiler"):
+        LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
+    assert not list(tmp_path.rglob("*.pt2"))
+
+
 def test_what_it_is_not_for_is_refused(tiny_path: Path, tmp_path: Path) -> None:
     for options in ({"reference": True}, {"dtype": "bfloat16"}):
         with pytest.raises(FinwhaleError, match="compiled mode is for the platform's own"):

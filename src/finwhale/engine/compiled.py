@@ -9,6 +9,9 @@ import importlib
 import logging
 import os
 import platform
+import signal
+import subprocess
+import sys
 import time
 import warnings
 from functools import cache
@@ -131,8 +134,12 @@ class GraphStore:
                     "the compiled mode cannot compile, which needs a C++ compiler (and on a GPU "
                     f"CUDA's headers, CUDA_HOME): {str(error).strip().splitlines()[0]}"
                 ) from error
-        keep(path, partial.read_bytes())
-        partial.unlink()
+        try:
+            if not self.num_compiled:
+                _try_to_load(partial, self._device)
+            keep(path, partial.read_bytes())
+        finally:
+            partial.unlink()
         logger.info("compiled %s in %.0f s", wanted.name, time.perf_counter() - begin)
 
 
@@ -150,9 +157,36 @@ def _load(path: Path, device: torch.device) -> Graph:
 
     By torch's loader itself: torch._inductor, which wraps it, takes seconds to import.
     """
-    index = device.index or 0 if device.type == "cuda" else -1
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, index)
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, _index(device))
     return cast(Graph, loader.boxed_run)
+
+
+def _index(device: torch.device) -> int:
+    return device.index or 0 if device.type == "cuda" else -1
+
+
+# Ends before operators are looked for, which are not registered there.
+TRIAL = """
+import sys, torch
+torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))
+"""
+
+
+def _try_to_load(path: Path, device: torch.device) -> None:
+    """Load a graph in a process of its own: where a compiler's code and torch's do not fit, that
+    one dies and this one can say so.
+
+    Raises:
+        ResourceError: the process died.
+    """
+    command = [sys.executable, "-c", TRIAL, str(path), str(_index(device))]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode < 0:
+        raise ResourceError(
+            "the compiled mode does not work here: a process that loads a graph which was just "
+            f"compiled dies of {signal.Signals(-done.returncode).name}: the C++ compiler (CXX) and "
+            f"torch {torch.__version__} do not fit"
+        )
 
 
 def _find_cuda_headers() -> None:
