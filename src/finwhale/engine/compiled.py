@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -165,28 +166,41 @@ def _index(device: torch.device) -> int:
     return device.index or 0 if device.type == "cuda" else -1
 
 
-# Ends before operators are looked for, which are not registered there.
 TRIAL = """
 import sys, torch
 torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))
 """
+# Of a package: which operators the graph calls. The trial has none registered.
+OPERATORS = ".wrapper.json"
 
 
 def _try_to_load(path: Path, device: torch.device) -> None:
-    """Load a graph in a process of its own: where a compiler's code and torch's do not fit, that
-    one dies and this one can say so.
+    """Load a graph's code in a process of its own: where a compiler's code and torch's do not fit,
+    that one dies and this one can say so.
 
     Raises:
-        ResourceError: the process died.
+        ResourceError: the process died or failed.
     """
-    command = [sys.executable, "-c", TRIAL, str(path), str(_index(device))]
-    done = subprocess.run(command, capture_output=True, check=False)
+    copy = path.with_suffix(".trial")
+    try:
+        with zipfile.ZipFile(path) as package, zipfile.ZipFile(copy, "w") as code:
+            for entry in package.infolist():
+                if not entry.filename.endswith(OPERATORS):
+                    code.writestr(entry, package.read(entry))
+        command = [sys.executable, "-c", TRIAL, str(copy), str(_index(device))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    finally:
+        copy.unlink(missing_ok=True)
     if done.returncode < 0:
-        raise ResourceError(
-            "the compiled mode does not work here: a process that loads a graph which was just "
-            f"compiled dies of {signal.Signals(-done.returncode).name}: the C++ compiler (CXX) and "
-            f"torch {torch.__version__} do not fit"
-        )
+        how = f"dies of {signal.Signals(-done.returncode).name}"
+    elif done.returncode:
+        how = f"fails: {['', *done.stderr.strip().splitlines()][-1]}"
+    else:
+        return
+    raise ResourceError(
+        f"the compiled mode does not work here: a process that loads a just compiled graph {how} "
+        f"(torch {torch.__version__}, and the C++ compiler that CXX names, or g++)"
+    )
 
 
 def _find_cuda_headers() -> None:

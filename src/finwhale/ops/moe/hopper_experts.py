@@ -111,7 +111,7 @@ def _load(
     slot = ahead % STAGES
     phase = 1 - ahead // STAGES
     for t in range(TILES):
-        # No variable that is set to 0 after the first tile: Gluon drops such an assignment.
+        # No variable that is set to 0 after the first tile: Triton loses what only bounds read.
         for k in range(gl.where(t == 0, ahead, 0), blocks):
             mbarrier.wait(empty.index(slot), phase)
             chunk = (tile + t * GROUPS) * blocks + k

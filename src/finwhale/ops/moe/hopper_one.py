@@ -5,7 +5,8 @@ themselves while the first weights come, so that no launch stands between the ro
 or between the two products. The row lies in shared memory as row 0 of tiles of eight: what the
 tensor cores make of the other seven is not looked at. The bits are those of hopper_experts.py.
 
-Each program reads and rounds the whole row, 8 KiB from L2; 384 do for a token of Flash.
+Each program reads and rounds the whole row, 8 KiB from L2, which takes 1 KiB a block of shared
+memory: 384 do for a token of Flash, four on a multiprocessor (576 and two for gate and up of Pro).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -29,7 +30,7 @@ from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 STAGES = 4
-REGISTERS = 64  # a thread: four programs share a multiprocessor
+REGISTERS = 64  # a thread: four programs share a multiprocessor, where their rows leave room
 COLUMNS = gl.constexpr(8)  # the fewest of a product
 
 
