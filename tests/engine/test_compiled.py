@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,12 @@ NO_TRACING = """
 def refuse(*args, **kwargs):
     raise AssertionError("traced or compiled")
 torch.export.export = torch.compile = torch._inductor.aoti_compile_and_package = refuse
+torch._inductor.standalone_compile = refuse
+"""
+# The other form of a graph, which is a GPU's.
+MODULES = """
+import finwhale.engine.compiled as compiled_mode
+compiled_mode.FORMS["cpu"] = compiled_mode.MODULE
 """
 # The failure that other engines shipped: operators are registered where something is traced.
 REGISTERED_WHILE_TRACING = """
@@ -100,24 +107,29 @@ def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module", params=["", MODULES], ids=["libraries", "modules"])
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(form: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("kept")
 
 
 @pytest.fixture(scope="module")
-def first_start(one_layer: Path, kept: Path) -> Any:
+def first_start(one_layer: Path, form: str, kept: Path) -> Any:
     """What the process that compiles finds."""
-    return read(start(one_layer, {"compile": True, "cache_dir": str(kept)}))
+    return read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, form))
 
 
 def test_a_second_start_loads_and_gives_the_same(
-    one_layer: Path, kept: Path, first_start: Any
+    one_layer: Path, form: str, kept: Path, first_start: Any
 ) -> None:
     """On the model and on the MTP layer, bit for bit, and the tokens of the default mode."""
     tokens, drafts, logits, num_compiled, kinds = first_start
     assert num_compiled == 2 and kinds == ["CompiledLayer"]
-    again = read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, NO_TRACING))
+    again = read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, form + NO_TRACING))
     assert again == [tokens, drafts, logits, 0, kinds]
     default = read(start(one_layer, {}))
     assert default[:2] == [tokens, drafts] and default[3:] == [0, ["DecoderLayer"]]
@@ -125,13 +137,13 @@ def test_a_second_start_loads_and_gives_the_same(
 
 
 def test_operators_registered_while_tracing_fail_the_second_start(
-    one_layer: Path, kept: Path, first_start: Any
+    one_layer: Path, form: str, kept: Path, first_start: Any
 ) -> None:
     """So the test above sees that mistake."""
     done = start(
         one_layer,
         {"compile": True, "cache_dir": str(kept)},
-        "from finwhale.ops.tables.cpu import OPS\n" + REGISTERED_WHILE_TRACING,
+        form + "from finwhale.ops.tables.cpu import OPS\n" + REGISTERED_WHILE_TRACING,
     )
     assert done.returncode != 0
     assert "finwhale_cpu" in done.stderr, done.stderr[-2000:]
@@ -227,11 +239,12 @@ def test_a_damaged_graph_is_compiled_again(
     def compiling(self: GraphStore, wanted: Traceable, path: Path) -> None:
         compiled_mode.keep(path, b"code of " + wanted.name.encode())
 
-    def loading(path: Path, device: torch.device) -> Any:
+    def loading(path: Path) -> Any:
         return path.read_bytes()
 
     monkeypatch.setattr(GraphStore, "_compile", compiling)
-    monkeypatch.setattr(compiled_mode, "_load", loading)
+    form = replace(compiled_mode.LIBRARY, load=loading)
+    monkeypatch.setitem(compiled_mode.FORMS, "cpu", form)
     wanted = Traceable("a graph", lambda flat: (flat[0],), [], ())
 
     def found() -> tuple[Any, int]:

@@ -16,7 +16,7 @@ from finwhale.testing.stepping import Stepper
 def refuse(*args, **kwargs):
     raise AssertionError("traced or compiled")
 if sys.argv[2] == "second":
-    torch.export.export = torch._inductor.aoti_compile_and_package = refuse
+    torch.export.export = torch._inductor.standalone_compile = refuse
 options = {"compile": True, "cache_dir": sys.argv[1]} if sys.argv[2] != "default" else {}
 llm = LLM(device="cuda", max_num_seqs=8, max_model_len=2048, cache_memory_bytes=2**28, **options)
 params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)

@@ -2,6 +2,10 @@
 
 A file is known by everything its code depends on: this package's source, torch, the processor or
 GPU, and the shapes of what the graph takes. One that is damaged is compiled again.
+
+On a CPU a graph is a library that calls kernels (AOTInductor): next to nothing stands between them.
+On a GPU, where a call's time is hidden in captured steps, it is a module in Python that does, and
+no C++ compiler is asked for.
 """
 
 import hashlib
@@ -15,12 +19,15 @@ import sys
 import time
 import warnings
 import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from finwhale.artefacts import checksum, locked, source_digest, write_whole
 from finwhale.errors import ResourceError
@@ -86,6 +93,7 @@ class GraphStore:
         self.directory = directory
         self.num_compiled = 0
         self._device = device
+        self._form = FORMS[device.type]
         self._loaded: dict[str, Graph] = {}
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -105,18 +113,13 @@ class GraphStore:
                 if not _is_whole(path):
                     self._compile(wanted, path)
                     self.num_compiled += 1
-            self._loaded[key] = _load(path, self._device)
+            self._loaded[key] = self._form.load(path)
         return self._loaded[key]
 
     def _compile(self, wanted: Traceable, path: Path) -> None:
         begin = time.perf_counter()
         dynamic = torch.export.Dim.DYNAMIC
         shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
-        options = {}
-        if self._device.type == "cpu":
-            options = {"cpp.threads": 1}
-        else:
-            _find_cuda_headers()
         partial = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about itself
@@ -127,17 +130,15 @@ class GraphStore:
                 strict=False,
             )
             try:
-                torch._inductor.aoti_compile_and_package(
-                    program, package_path=str(partial), inductor_configs=options
-                )
+                self._form.compile(program, partial)
             except (OSError, RuntimeError) as error:
                 raise ResourceError(
-                    "the compiled mode cannot compile, which needs a C++ compiler (and on a GPU "
-                    f"CUDA's headers, CUDA_HOME): {str(error).strip().splitlines()[0]}"
+                    f"the compiled mode cannot compile, which needs {self._form.needs}: "
+                    f"{str(error).strip().splitlines()[0]}"
                 ) from error
         try:
             if not self.num_compiled:
-                _try_to_load(partial, self._device)
+                self._form.check(partial)
             keep(path, partial.read_bytes())
         finally:
             partial.unlink()
@@ -153,30 +154,55 @@ class _Module(nn.Module):
         return self._fn(flat)
 
 
-def _load(path: Path, device: torch.device) -> Graph:
+def _compile_library(program: ExportedProgram, path: Path) -> None:
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs={"cpp.threads": 1}
+    )
+
+
+def _load_library(path: Path) -> Graph:
     """Neither traces nor compiles; the operators that it calls must be registered.
 
     By torch's loader itself: torch._inductor, which wraps it, takes seconds to import.
     """
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, _index(device))
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", True, 1, -1)
     return cast(Graph, loader.boxed_run)
 
 
-def _index(device: torch.device) -> int:
-    return device.index or 0 if device.type == "cuda" else -1
+def _compile_module(program: ExportedProgram, path: Path) -> None:
+    assert not program.constants and not program.state_dict
+    nodes = program.graph.nodes
+    values = [node.meta["val"] for node in nodes if node.op == "placeholder"]
+    context = torch._guards.TracingContext(values[0].fake_mode)
+    with torch._guards.tracing(context):
+        artefact = torch._inductor.standalone_compile(
+            program.graph_module, values, dynamic_shapes="from_tracing_context", aot=True
+        )
+    artefact.save(path=str(path))
+
+
+def _load_module(path: Path) -> Graph:
+    """As _load_library."""
+    inductor: Any = importlib.import_module("torch._inductor")
+    artefact = inductor.CompiledArtifact.load(path=str(path))
+
+    def run(arguments: list[Tensor]) -> list[Tensor]:
+        return list(artefact(*arguments))
+
+    return run
 
 
 TRIAL = """
 import sys, torch
-torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, int(sys.argv[2]))
+torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, -1)
 """
 # Of a package: which operators the graph calls. The trial has none registered.
 OPERATORS = ".wrapper.json"
 
 
-def _try_to_load(path: Path, device: torch.device) -> None:
-    """Load a graph's code in a process of its own: where a compiler's code and torch's do not fit,
-    that one dies and this one can say so.
+def _try_to_load(path: Path) -> None:
+    """Load a library's code in a process of its own: where a compiler's code and torch's do not
+    fit, that one dies and this one can say so.
 
     Raises:
         ResourceError: the process died or failed.
@@ -187,7 +213,7 @@ def _try_to_load(path: Path, device: torch.device) -> None:
             for entry in package.infolist():
                 if not entry.filename.endswith(OPERATORS):
                     code.writestr(entry, package.read(entry))
-        command = [sys.executable, "-c", TRIAL, str(copy), str(_index(device))]
+        command = [sys.executable, "-c", TRIAL, str(copy)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     finally:
         copy.unlink(missing_ok=True)
@@ -203,14 +229,26 @@ def _try_to_load(path: Path, device: torch.device) -> None:
     )
 
 
-def _find_cuda_headers() -> None:
-    """Have compilers find CUDA's headers where pip put them, if they are nowhere else."""
-    cpp_extension: Any = importlib.import_module("torch.utils.cpp_extension")
-    home = cpp_extension.CUDA_HOME
-    if home is None or not (Path(home) / "include" / "cuda.h").exists():
-        packages = Path(torch.__file__).parents[1]
-        for header in packages.glob("nvidia/cu*/include/cuda.h"):
-            cpp_extension.CUDA_HOME = str(header.parents[1])
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What a graph is compiled to.
+
+    Attributes:
+        compile: into a file.
+        check: the first file that a process compiles; raises ResourceError where it is of no use.
+        load: a file.
+        needs: what `compile` asks of a machine.
+    """
+
+    compile: Callable[[ExportedProgram, Path], None]
+    check: Callable[[Path], None]
+    load: Callable[[Path], Graph]
+    needs: str
+
+
+LIBRARY = Form(_compile_library, _try_to_load, _load_library, "a C++ compiler")
+MODULE = Form(_compile_module, lambda path: None, _load_module, "Triton and a C compiler")
+FORMS = {"cpu": LIBRARY, "cuda": MODULE}
 
 
 def keep(path: Path, code: bytes) -> None:
