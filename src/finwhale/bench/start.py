@@ -69,6 +69,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "kernels": engine.runner.built.kernels,
         "compiled": engine.runner.built.compiled,
         "early_ttft_ms": summary(early) | {"p99": percentile(early, 0.99)},
+        # Where they come: the first few would be something's first time.
+        "early_slowest": sorted(range(len(early)), key=lambda i: -early[i])[:5],
         "later_ttft_ms": summary(later) | {"p99": percentile(later, 0.99)},
         "p99_over_later_median": round(
             percentile(early, 0.99) / max(summary(later)["median"], 1e-9), 3
