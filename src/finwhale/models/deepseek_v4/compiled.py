@@ -135,7 +135,7 @@ class LayerTracer:
         self.pool = cache.pool("window", layer.attn.layer)
         self.step = step
         self.first = first
-        entries = type(layer.attn.entries).__name__
+        entries = type(layer.attn.entries).__name__ if layer.attn.entries else "window"
         routed = "hash" if layer.weights.ffn.tid2eid is not None else "score"
         self.entered = entries + (" first" if first else "")
         self.left = routed
