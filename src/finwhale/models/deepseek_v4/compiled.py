@@ -135,7 +135,8 @@ class LayerTracer:
         self.pool = cache.pool("window", layer.attn.layer)
         self.step = step
         self.first = first
-        entries = type(layer.attn.entries).__name__ if layer.attn.entries else "window"
+        rows = layer.attn.entries
+        entries = "window" if rows is None else type(rows).__name__
         routed = "hash" if layer.weights.ffn.tid2eid is not None else "score"
         self.entered = entries + (" first" if first else "")
         self.left = routed
