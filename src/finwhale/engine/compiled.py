@@ -134,7 +134,7 @@ class GraphStore:
             except (OSError, RuntimeError) as error:
                 raise ResourceError(
                     f"the compiled mode cannot compile, which needs {self._form.needs}: "
-                    f"{str(error).strip().splitlines()[0]}"
+                    f"{[*str(error).strip().splitlines(), type(error).__name__][0]}"
                 ) from error
         try:
             if not self.num_compiled:
@@ -274,7 +274,9 @@ def _is_whole(path: Path) -> bool:
 def _environment(device: torch.device) -> str:
     """What code depends on besides a graph's arguments."""
     if device.type == "cuda":
+        # A module names the GPU that its kernels run on.
         on = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+        on += f" {device.index or 0}"
     else:
         on = f"{platform.machine()} {_cpu_flags()}"
     return f"{source_digest()} torch {torch.__version__} {on}"
