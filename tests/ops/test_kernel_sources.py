@@ -1,6 +1,10 @@
-"""What no kernel's source may hold, for Triton compiles it to something else."""
+"""What no kernel's source may hold, for Triton compiles it to something else, or twice."""
 
 import ast
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +81,18 @@ def test_no_loop_carries_what_only_bounds_read(path: Path) -> None:
 
 def test_such_a_variable_is_found() -> None:
     assert [lost(kernel) for kernel in kernels(LOST)] == [{"start"}]
+
+
+def test_a_kernel_s_key_does_not_depend_on_which_is_met_first() -> None:
+    """Else what one process compiled is compiled again by the next: a constant of a module that
+    a function reads, which kernels share, is a part of the key or not.
+    """
+    pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+    script = str(Path(__file__).parent / "kernel_keys.py")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    forward, backward = (
+        json.loads(subprocess.check_output([sys.executable, script, order], env=env))
+        for order in ("forward", "backward")
+    )
+    assert len(forward) > 30
+    assert {name for name in forward if forward[name] != backward[name]} == set()

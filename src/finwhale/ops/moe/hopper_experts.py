@@ -25,9 +25,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.hopper import start_next, wait_for_last
 
-# $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments of
-# 32 bits come once for each of the four bytes.
-DECODE = gl.constexpr("""{
+
+@gluon.jit
+def _decode_group(w, first, second):
+    """w uint8 [64,32]; first and second [64,1]: what shifts the table of either half's values."""
+    # No constants of the module: this is shared between files, and what Triton finds a compiled
+    # kernel by would depend on which kernel it met first.
+    # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments
+    # of 32 bits come once for each of the four bytes.
+    asm: gl.constexpr = """{
 .reg .b32 magnitudes, second, sign;
 and.b32 magnitudes, $2, 0x77777777;
 prmt.b32 $0, $3, $7, magnitudes;
@@ -38,20 +44,15 @@ or.b32 $0, $0, sign;
 shl.b32 sign, $2, 4;
 and.b32 sign, sign, 0x80808080;
 or.b32 $1, second, sign;
-}""")
-OPERANDS = gl.constexpr("=&r,=&r" + ",r" * 17)
-
-
-@gluon.jit
-def _decode_group(w, first, second):
-    """w uint8 [64,32]; first and second [64,1]: what shifts the table of either half's values."""
+}"""
+    operands: gl.constexpr = "=&r,=&r" + ",r" * 17
     first_low, _ = gl.broadcast(0x14100800 + first * 0x01010100, w)
     first_high, _ = gl.broadcast(0x24201C18 + first * 0x01010101, w)
     second_low, _ = gl.broadcast(0x14100800 + second * 0x01010100, w)
     second_high, _ = gl.broadcast(0x24201C18 + second * 0x01010101, w)
     return gl.inline_asm_elementwise(
-        DECODE,
-        OPERANDS,
+        asm,
+        operands,
         [w, first_low, first_high, second_low, second_high],
         dtype=(gl.uint8, gl.uint8),
         is_pure=True,
@@ -169,7 +170,7 @@ def _add_part(
 
 
 @gluon.constexpr_function
-def _mma(width):
+def mma(width):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
 
 
@@ -192,13 +193,13 @@ def _multiply(
     Sums over 128 values, then over these. A width of 0 is no columns; its result means nothing.
     """
     x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, _mma(FIRST), 4)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma(FIRST), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     second: gl.constexpr = max(SECOND, 8)
     third: gl.constexpr = max(THIRD, 8)
-    total = gl.full([64, FIRST], 0.0, gl.float32, _mma(FIRST))
-    total2 = gl.full([64, second], 0.0, gl.float32, _mma(second))
-    total3 = gl.full([64, third], 0.0, gl.float32, _mma(third))
+    total = gl.full([64, FIRST], 0.0, gl.float32, mma(FIRST))
+    total2 = gl.full([64, second], 0.0, gl.float32, mma(second))
+    total3 = gl.full([64, third], 0.0, gl.float32, mma(third))
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         place = slot * GROUPS + GROUP
@@ -206,11 +207,11 @@ def _multiply(
         a = decode(w_ring.index(place), steps, operand)
         x = x_ring.index(slot)
         scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
-        total = _add_part(total, a, x, scale, 0, FIRST, _mma(FIRST))
+        total = _add_part(total, a, x, scale, 0, FIRST, mma(FIRST))
         if SECOND > 0:
-            total2 = _add_part(total2, a, x, scale, FIRST, SECOND, _mma(second))
+            total2 = _add_part(total2, a, x, scale, FIRST, SECOND, mma(second))
         if THIRD > 0:
-            total3 = _add_part(total3, a, x, scale, FIRST + SECOND, THIRD, _mma(third))
+            total3 = _add_part(total3, a, x, scale, FIRST + SECOND, THIRD, mma(third))
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
@@ -305,13 +306,13 @@ def _columns(
         unit = unit_ptr + step * 64
         end = _opaque(end)
         first = _opaque(first)
-        STORE(total, results, unit, first, end, row + step, limit, _mma(FIRST))
+        STORE(total, results, unit, first, end, row + step, limit, mma(FIRST))
         if SECOND > 0:
             start = first + FIRST
-            STORE(total2, results, unit, start, end, row + step, limit, _mma(max(SECOND, 8)))
+            STORE(total2, results, unit, start, end, row + step, limit, mma(max(SECOND, 8)))
         if THIRD > 0:
             start = first + FIRST + SECOND
-            STORE(total3, results, unit, start, end, row + step, limit, _mma(max(THIRD, 8)))
+            STORE(total3, results, unit, start, end, row + step, limit, mma(max(THIRD, 8)))
 
 
 @gluon.jit

@@ -25,18 +25,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.hopper import start_next, wait_for_last
-from finwhale.ops.moe.hopper_experts import NIBBLES, WORDS, decode, ring
+from finwhale.ops.moe.hopper_experts import NIBBLES, WORDS, decode, mma, ring
 from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
 STAGES = 4
 REGISTERS = 64  # a thread: four programs share a multiprocessor, where their rows leave room
-COLUMNS = gl.constexpr(8)  # the fewest of a product
 
 
 @gluon.constexpr_function
-def _mma():
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 32])
+def _columns():
+    """The fewest of a product. No constant: the kernels share functions (see `decode`)."""
+    return 8
 
 
 @gluon.jit
@@ -49,8 +49,8 @@ def _round_row(
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows = x._reinterpret(gl.float8e4nv, [BLOCKS // CHUNK, CHUNK, COLUMNS * 128], plain)
-    columns = scales._reinterpret(gl.float32, [BLOCKS // CHUNK, CHUNK, COLUMNS], plain)
+    rows = x._reinterpret(gl.float8e4nv, [BLOCKS // CHUNK, CHUNK, _columns() * 128], plain)
+    columns = scales._reinterpret(gl.float32, [BLOCKS // CHUNK, CHUNK, _columns()], plain)
     block = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
     i = gl.arange(0, 128, gl.SliceLayout(0, layout))
     for chunk in gl.static_range(BLOCKS // CHUNK):
@@ -62,17 +62,17 @@ def _round_row(
         inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 1)
         rows.index(chunk).slice(0, 128, 1).store((values * inverse).to(gl.float8e4nv))
         scale = gl.expand_dims(bits.to(gl.float32, bitcast=True), 1)
-        columns.index(chunk).store(scale + gl.full([CHUNK, COLUMNS], 0.0, gl.float32, layout))
+        columns.index(chunk).store(scale + gl.full([CHUNK, _columns()], 0.0, gl.float32, layout))
     fence_async_shared()
 
 
 @gluon.jit
 def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """w x^T [64,COLUMNS] in units of the rows; sums over 128 values, then over these."""
+    """w x^T [64,8] in units of the rows; sums over 128 values, then over these."""
     w_ring, steps_ring, full, empty = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, _mma(), 4)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    zero = gl.full([64, COLUMNS], 0.0, gl.float32, _mma())
+    zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
     total = zero
     slot = 0
     phase = 0
@@ -83,8 +83,8 @@ def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
         tile = x.index(k).permute((1, 0))
         part = warpgroup_mma(a, tile, zero, use_acc=False, is_async=True)
         part = warpgroup_mma_wait(0, deps=[part])
-        scale = scales.index(k)._reinterpret(gl.float32, [COLUMNS], plain)
-        scale = scale.load(gl.SliceLayout(0, _mma()))
+        scale = scales.index(k)._reinterpret(gl.float32, [_columns()], plain)
+        scale = scale.load(gl.SliceLayout(0, mma(_columns())))
         total += part * gl.expand_dims(scale, 0)
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
@@ -117,11 +117,11 @@ def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 @gluon.jit
 def _store_hidden(total, hidden_ptr, limit):
     """32 values of I, from rows that alternate, eight of w1 and eight of w3."""
-    both = gl.permute(gl.reshape(total, [4, 2, 8, COLUMNS]), (0, 2, 3, 1))
+    both = gl.permute(gl.reshape(total, [4, 2, 8, _columns()]), (0, 2, 3, 1))
     gate, up = gl.split(both)
     gate = gl.minimum(gate, limit)
     up = gl.minimum(gl.maximum(up, -limit), limit)
-    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, COLUMNS])
+    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, _columns()])
     _store_first(hidden_ptr, result)
 
 
@@ -136,7 +136,7 @@ def _store_first(ptr, x):
     """The first column, which is the token's."""
     layout: gl.constexpr = x.type.layout
     row = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
-    column = gl.expand_dims(gl.arange(0, COLUMNS, gl.SliceLayout(0, layout)), 0)
+    column = gl.expand_dims(gl.arange(0, _columns(), gl.SliceLayout(0, layout)), 0)
     gl.store(ptr + row + 0 * column, x, mask=(column == 0) & (row >= 0))
 
 
@@ -161,7 +161,7 @@ def _group(
     wait_for_last(WAIT)
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
     total = _multiply(rings, x, scales, BLOCKS, STAGES)
-    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, _mma())))
+    unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
     STORE(total * gl.expand_dims(unit, 1), out_ptr, last)
 
 
@@ -187,8 +187,8 @@ def _run(
         swizzle_byte_width=128, element_bitwidth=8, rank=2
     )
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, COLUMNS, 128], bytes_layout)
-    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, COLUMNS], words)
+    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, _columns(), 128], bytes_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, _columns()], words)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
