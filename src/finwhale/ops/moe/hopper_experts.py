@@ -221,17 +221,24 @@ def _multiply(
 
 
 @gluon.jit
+def swiglu(total, limit):
+    """The clamped SwiGLU [32,C] of [64,C]: rows alternate, eight of w1 and eight of w3."""
+    columns: gl.constexpr = total.shape[1]
+    both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
+    gate, up = gl.split(both)
+    gate = gl.minimum(gate, limit)
+    up = gl.minimum(gl.maximum(up, -limit), limit)
+    return gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, columns])
+
+
+@gluon.jit
 def _store_hidden(total, hidden, unit_ptr, first, end, row, limit, MMA: gl.constexpr):
     """32 values of I of each column, from rows that alternate, eight of w1 and eight of w3."""
     hidden_ptr, inner = hidden
     columns: gl.constexpr = total.shape[1]
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
-    both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
-    gate, up = gl.split(both)
-    gate = gl.minimum(gate, limit)
-    up = gl.minimum(gl.maximum(up, -limit), limit)
-    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, columns])
+    result = swiglu(total, limit)
     layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(result, layout)
     place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
@@ -366,17 +373,24 @@ def ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
 
 
 @gluon.jit
+def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) of a ring that one warp fills and READERS groups read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
+
+
+@gluon.jit
 def _rings(descs, COLUMNS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
     x_desc, scale_desc, w_desc, steps_desc = descs
     x = ring(x_desc, STAGES, COLUMNS)
     scale = ring(scale_desc, STAGES, 1)
     w = ring(w_desc, STAGES * GROUPS, 64)
     steps = ring(steps_desc, STAGES * GROUPS, 1)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=GROUPS)
+    full, empty = barriers(STAGES, GROUPS)
     return x, scale, w, steps, full, empty
 
 
@@ -552,6 +566,14 @@ class HopperPlan:
     down: tuple[int, int]
 
 
+def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of folded weights and their words of four steps: a block of a tile's rows at a time."""
+    return (
+        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
+        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
+    )
+
+
 def _descriptors(
     x: Tensor, scale: Tensor, w: Tensor, steps: Tensor, columns: int
 ) -> tuple[TensorDescriptor, ...]:
@@ -560,8 +582,7 @@ def _descriptors(
         TensorDescriptor.from_tensor(
             scale, [1, max(columns, 32)], WORDS
         ),  # 128 bytes: a tile's unit
-        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
+        *weight_descriptors(w, steps),
     )
 
 

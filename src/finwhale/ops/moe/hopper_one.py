@@ -21,11 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
 from finwhale.ops.launch.hopper import start_next, wait_for_last
-from finwhale.ops.moe.hopper_experts import NIBBLES, WORDS, decode, mma, ring
+from finwhale.ops.moe.hopper_experts import barriers, decode, mma, ring, swiglu, weight_descriptors
 from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
@@ -116,13 +115,8 @@ def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _store_hidden(total, hidden_ptr, limit):
-    """32 values of I, from rows that alternate, eight of w1 and eight of w3."""
-    both = gl.permute(gl.reshape(total, [4, 2, 8, _columns()]), (0, 2, 3, 1))
-    gate, up = gl.split(both)
-    gate = gl.minimum(gate, limit)
-    up = gl.minimum(gl.maximum(up, -limit), limit)
-    result = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, _columns()])
-    _store_first(hidden_ptr, result)
+    """32 values of I."""
+    _store_first(hidden_ptr, swiglu(total, limit))
 
 
 @gluon.jit
@@ -189,11 +183,7 @@ def _run(
     words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, _columns(), 128], bytes_layout)
     scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, _columns()], words)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+    full, empty = barriers(STAGES, 1)
     rings = w, steps, full, empty
     unit_ptr += tile * 64
     # fmt: off
@@ -306,13 +296,6 @@ def _options(width: int) -> dict[str, object]:
     }
 
 
-def _descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    return (
-        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
-    )
-
-
 def each_expert(
     x: Tensor, ids: Tensor, weights: Tensor, w: FoldedExperts, limit: float, out: Tensor
 ) -> None:
@@ -324,13 +307,13 @@ def each_expert(
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
     w13, steps13, unit13 = w.first()
     _one_gate_up_kernel[(inner // 32, topk)](
-        *(x, ids, *_descriptors(w13, steps13), unit13, hidden, limit),
+        *(x, ids, *weight_descriptors(w13, steps13), unit13, hidden, limit),
         **_options(width),
         **early_launch(x),
     )
     w2, steps2, unit2 = w.second()
     _one_down_kernel[(width // 64, topk)](
-        *(hidden, ids, *_descriptors(w2, steps2), unit2, weights, out),
+        *(hidden, ids, *weight_descriptors(w2, steps2), unit2, weights, out),
         **_options(inner),
         **early_launch(x),
     )
