@@ -41,6 +41,7 @@ from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.mhc import triton as mhc
 from finwhale.ops.moe import triton_experts, triton_order
 from finwhale.ops.norm.triton import rms_norm
+from finwhale.ops.sampling import cases as sampling
 from finwhale.ops.tables.nvidia import OPS
 from finwhale.platform import Platform
 
@@ -258,6 +259,15 @@ def main() -> None:
     missing |= names(collect(Sample(model, groups, OPS, cache, ALL_CAPTURED, eager=False))) - names(
         collect(Walk(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
     )
+
+    def choices() -> None:
+        for case in sampling.CASES:
+            logits = torch.zeros(len(case.rows), config.vocab_size)
+            batch = sampling.batch(case.rows, config.vocab_size)
+            # No token is drawn here, so none can be looked up.
+            OPS.sample(logits, replace(batch, logprobs=()))
+
+    missing |= names(collect(choices)) - names(walked)
     cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]
     report = {
         "kernels": sorted({v.name for v in walked}),
