@@ -240,8 +240,10 @@ def _checked_files(entry: Path) -> list[Path]:
 def _has_parts(entry: Path) -> bool:
     """What Triton lists as one group is all there; DeepGEMM's source has its binary."""
     for group in entry.glob("__grp__*.json"):
-        children = json.loads(group.read_text())["child_paths"]
-        if not all(os.path.exists(child) for child in children.values()):
+        # Their paths are those of the folder that they were made in.
+        if not all(
+            (entry / child).exists() for child in json.loads(group.read_text())["child_paths"]
+        ):
             return False
     return not (entry / "kernel.cu").exists() or (entry / "kernel.cubin").exists()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs, next_power_of_2
+from triton import next_power_of_2
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -34,6 +34,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops.attention import triton as attention
+from finwhale.ops.builds import triton_cache
 from finwhale.ops.builds.kernels import KernelBuilds
 from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
@@ -138,9 +139,9 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
 
 
 def compile_twice(variants: list[Variant]) -> dict[str, Any]:
-    """By workers, then from their cache; then after one result was damaged."""
+    """By workers, then from their cache in another place; then after one result was damaged."""
     with tempfile.TemporaryDirectory() as directory:
-        artefacts = Artefacts(directory, {"device": "none"})
+        artefacts = Artefacts(f"{directory}/made", {"device": "none"})
         cache = artefacts.folder("triton")
         first = {
             "cache": str(cache),
@@ -150,8 +151,11 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         unknown = {"module": "finwhale.ops.norm.triton", "name": "nothing", "specialization": "{}"}
         pool = Pool("finwhale.ops.builds.worker", first, 2)
         answers = pool.start([asdict(v) for v in variants] + [unknown])()
-        knobs.cache.dir = str(cache)
-        knobs.compilation.store_binary_only = True
+        Path(directory, "made").rename(Path(directory, "moved"))
+        artefacts = Artefacts(f"{directory}/moved", {"device": "none"})
+        moved = artefacts.check()
+        cache = artefacts.folder("triton")
+        triton_cache.keep_in(str(cache))
         counter = Counter()
         artefacts.mark_complete("this")
         load_all(variants)
@@ -159,6 +163,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
             "errors": [a["error"] for a in answers if "error" in a],
             "loaded": counter.total,
             "compiled": counter.compiled,
+            "damaged by moving": moved,
         }
         cubin = next(Path(cache).rglob("*.cubin"))
         cubin.write_bytes(cubin.read_bytes()[:-9] + b"x" * 9)

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 import triton
-from triton import knobs
 from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts, default_directory, digest
 from finwhale.errors import ResourceError
-from finwhale.ops.builds import Built
+from finwhale.ops.builds import Built, triton_cache
 from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, collect, load
 from finwhale.ops.builds.pool import MAX_WORKERS, Pool, usable_cores
@@ -50,9 +49,7 @@ class KernelBuilds:
             directory or default_directory(), _versions(platform, device_index)
         )
         self._artefacts.check()
-        knobs.cache.dir = str(self._artefacts.folder("triton"))
-        # What only a reader of intermediate code needs would be read at each start.
-        knobs.compilation.store_binary_only = True
+        triton_cache.keep_in(str(self._artefacts.folder("triton")))
         self._counter = Counter()
         self._products: products.Products | None = None
         if HAS_DEEPGEMM and platform.vendor == "nvidia":

@@ -17,6 +17,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from finwhale.ops.builds import triton_cache
+
 
 class NoDriver:
     """As much of a driver as compiling asks for."""
@@ -50,8 +52,7 @@ def build(module: str, name: str, specialization: str) -> bool:
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     first = json.loads(requests.readline())
-    knobs.cache.dir = first["cache"]
-    knobs.compilation.store_binary_only = True
+    triton_cache.keep_in(first["cache"])
     driver.set_active(NoDriver(GPUTarget(**first["target"])))
     for module in first["modules"]:
         importlib.import_module(module)
