@@ -169,6 +169,11 @@ def _load_library(path: Path) -> Graph:
     return cast(Graph, loader.boxed_run)
 
 
+# Of torch's compiler: nothing is chosen by timing it, which would differ from start to start; and
+# what Triton compiles is where this process looks for it.
+MODULE_CONFIG = {"deterministic": True, "compile_threads": 1}
+
+
 def _compile_module(program: ExportedProgram, path: Path) -> None:
     assert not program.constants and not program.state_dict
     nodes = program.graph.nodes
@@ -176,7 +181,11 @@ def _compile_module(program: ExportedProgram, path: Path) -> None:
     context = torch._guards.TracingContext(values[0].fake_mode)
     with torch._guards.tracing(context):
         artefact = torch._inductor.standalone_compile(
-            program.graph_module, values, dynamic_shapes="from_tracing_context", aot=True
+            program.graph_module,
+            values,
+            dynamic_shapes="from_tracing_context",
+            aot=True,
+            options={"config_patches": MODULE_CONFIG},
         )
     artefact.save(path=str(path))
 
