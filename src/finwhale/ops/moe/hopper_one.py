@@ -28,7 +28,7 @@ from finwhale.ops.moe.hopper_experts import barriers, decode, mma, ring, swiglu,
 from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
 
-STAGES = 4
+STAGES = 6
 REGISTERS = 64  # a thread: four programs share a multiprocessor, where their rows leave room
 
 
