@@ -91,6 +91,18 @@ def test_against_the_reference(size: tuple[int, ...], with_shared: bool) -> None
     assert_near(found, expected if shared is None else expected + shared.float())
 
 
+@pytest.mark.parametrize("N", (0, 1, 3))
+def test_the_shared_expert_s_output_is_read_after_the_join(N: int) -> None:
+    raw, _ = weights_of(3, 128, 128, 3)
+    x, ids, weights = pairs_of(4, 128, 3, 2)
+    given = x[:N], ids[:N], weights[:N], folded(raw), LIMIT
+    wanted = Inputs(2).normal(N, 128, dtype=torch.bfloat16)
+    shared, joined = torch.zeros_like(wanted), list[Tensor]()
+    found = kernels.experts(*given, shared, lambda: joined.append(shared.copy_(wanted)))
+    assert len(joined) == 1
+    assert torch.equal(found, kernels.experts(*given, wanted))
+
+
 def test_one_token_s_experts_lie_elsewhere() -> None:
     """More of them than there are here."""
     raw, wanted = weights_of(2, 128, 128, 3)
@@ -114,6 +126,10 @@ def test_rows_apart_and_no_token() -> None:
     assert kernels.experts(x[:0], ids[:0], weights[:0], w, LIMIT).shape == (0, 128)
 
 
+def summed(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight, plan: kernels.Plan) -> Tensor:
+    return kernels._sum(kernels._launch(x, ids, weights, w, LIMIT, plan), ids, None, len(x))
+
+
 def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """With several chunks of pairs, several blocks an expert, and another tile."""
     raw, _ = weights_of(3, 128, 128, 3)
@@ -123,10 +139,10 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(monkeypatch: pytest.Monk
     monkeypatch.setattr(triton_order, "FEW_PAIRS", 32)
     plan = kernels.Plan(16, (128, 2, 8), (128, 2, 4))
     monkeypatch.setattr(triton_order, "CHUNK", 32)
-    together = kernels._launch(x, ids, weights, w, LIMIT, None, plan)
+    together = summed(x, ids, weights, w, plan)
     monkeypatch.setattr(triton_order, "MEDIUM_PAIRS", 32)
     monkeypatch.setattr(triton_order, "LARGE_CHUNK", 64)
-    assert torch.equal(kernels._launch(x, ids, weights, w, LIMIT, None, plan), together)
+    assert torch.equal(summed(x, ids, weights, w, plan), together)
     assert together[7].count_nonzero() == 0
     for token in (0, 7, 39):
         row = slice(token, token + 1)

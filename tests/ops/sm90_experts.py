@@ -97,7 +97,8 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  #
     w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
     folded, _ = triton_fold.finish(w)
     ids, weights = meta(N, K, dtype=torch.int32), f32(N, K)
-    kernels._launch(meta(N, D), ids, weights, folded, 10.0, meta(N, D), plan)
+    each = kernels._launch(meta(N, D), ids, weights, folded, 10.0, plan)
+    kernels._sum(each, ids, meta(N, D), N)
 
 
 def main() -> None:

@@ -121,6 +121,19 @@ def test_against_the_reference(case: OpCase) -> None:
         assert_close(one, other, case)
 
 
+@pytest.mark.parametrize("case", [c for c in moe_cases.CASES if len(c.by_token) == 4], ids=str)
+def test_the_shared_expert_s_output_is_read_after_the_join(case: OpCase) -> None:
+    *given, wanted = case.args()
+    for ops in (CPU, REFERENCE):
+        x, ids, weights, w, limit = lay_out(ops, tuple(given))
+        shared, joined = torch.zeros_like(wanted), list[Tensor]()
+        found = ops.experts(
+            x, ids, weights, w, limit, shared, lambda s=shared, j=joined: j.append(s.copy_(wanted))
+        )
+        assert len(joined) == 1
+        assert torch.equal(found, ops.experts(x, ids, weights, w, limit, wanted.clone()))
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.by_token], ids=str)
 def test_a_token_s_bits_are_its_own(case: OpCase) -> None:
     """Alone, in batches of other sizes and at other offsets."""

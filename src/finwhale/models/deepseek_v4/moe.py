@@ -44,8 +44,12 @@ class Moe(nn.Module):
     def forward(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
+        w, limit = self.weights.experts, self.limit
+        return self.experts(x_ND, ids, weights, w, limit, shared, self._join)
+
+    def _join(self) -> None:
+        """The shared expert's output is waited for where it is added."""
         self.side_streams.join(SHARED_STREAM)
-        return self.mix(x_ND, ids, weights, shared)
 
     def share(self, x_ND: Tensor) -> Tensor:
         """What the shared expert gives: [N,D]."""

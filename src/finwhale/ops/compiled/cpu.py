@@ -7,6 +7,7 @@ wait for them. Products with packed weights stay custom operators.
 Legend as in the families' packages.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -220,8 +221,11 @@ def experts(
     w: ExpertWeight,
     limit: float,
     shared_ND: Tensor | None = None,
+    join: Callable[[], None] | None = None,
 ) -> Tensor:
     """Of `columns`. Each (token, expert) pair alone: one loop over the expert's matrix."""
+    if join is not None:
+        join()
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     width = w.w2.shape[2]
     gate_up = _each(x_ND[:, None], w.w13[ids_NK])[..., : 2 * width]

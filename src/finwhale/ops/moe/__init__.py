@@ -4,6 +4,7 @@ Source: DeepSeek-V4 technical report, section 2.1. Legend: N tokens, D hidden, E
 a token, I the experts' intermediate width, V vocabulary.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,9 +93,11 @@ class Experts(Protocol):
         w: ExpertWeight,
         limit: float,
         shared_ND: Tensor | None = None,
+        join: Callable[[], None] | None = None,
     ) -> Tensor:
         """x [N,D]; an id of -1 skips. `shared`, the shared expert's output, is added; it may be
-        written. Returns [N,D] in the dtype of plain weights, else of x.
+        written. `join` is called once, before the current stream is given what reads it. Returns
+        [N,D] in the dtype of plain weights, else of x.
         """
         ...
 

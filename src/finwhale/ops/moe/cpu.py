@@ -1,5 +1,7 @@
 """Mixture of experts on a CPU. Legend in the package's docstring."""
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -106,8 +108,11 @@ def experts(
     w: ExpertWeight,
     limit: float,
     shared_ND: Tensor | None = None,
+    join: Callable[[], None] | None = None,
 ) -> Tensor:
     """One row a (token, expert) pair; an expert's pairs lie one after the other."""
+    if join is not None:
+        join()
     x: F32 = x_ND.numpy()
     ids: I64 = ids_NK.numpy()
     weights: F32 = weights_NK.numpy()

@@ -6,7 +6,8 @@ or between the two products. The row lies in shared memory as row 0 of tiles of 
 tensor cores make of the other seven is not looked at. The bits are those of hopper_experts.py.
 
 Each program reads and rounds the whole row, 8 KiB from L2, which takes 1 KiB a block of shared
-memory: 384 do for a token of Flash, four on a multiprocessor (576 and two for gate and up of Pro).
+memory: 384 do for a token of Flash, three or four on a multiprocessor (576 and two for gate and up
+of Pro).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

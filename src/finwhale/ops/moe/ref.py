@@ -1,5 +1,7 @@
 """Mixture of experts, the definition. Legend in the package's docstring."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -76,8 +78,11 @@ def experts(
     w: ExpertWeight,
     limit: float,
     shared_ND: Tensor | None = None,
+    join: Callable[[], None] | None = None,
 ) -> Tensor:
     """Rows are sorted by expert, each expert's padded to a multiple of ROW_TILE rows."""
+    if join is not None:
+        join()
     num_tokens, topk = ids_NK.shape
     assigned: dict[int, list[int]] = {}
     for position, expert in enumerate(ids_NK.flatten().tolist()):
