@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import finwhale.engine.batch as batch
+import finwhale.engine.compiled as compiled_mode
 import finwhale.engine.runner as runner
 from finwhale import LLM, SamplingParams
 from finwhale.models.deepseek_v4.step import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import ref, unfused
+from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
@@ -85,6 +88,11 @@ def read(llm: LLM) -> tuple[Tensor, Tensor]:
     return torch.cat(logits), torch.cat(drafts)
 
 
+def tokens_of(llm: LLM) -> list[list[int]]:
+    """What two requests get that share their steps."""
+    return [r.outputs[0].token_ids for r in llm.generate([TEXT[:3], TEXT[3:5]], GREEDY)]
+
+
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("amd") / "model"
@@ -120,11 +128,29 @@ def test_the_engine_s_tokens_are_the_nvidia_table_s(
     for found, wanted in zip(amd[1], read(nvidia), strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, wanted)
-    prompts = [TEXT[:3], TEXT[3:5]]
-    tokens = [
-        [r.outputs[0].token_ids for r in llm.generate(prompts, GREEDY)] for llm in (amd[0], nvidia)
-    ]
-    assert tokens[0] == tokens[1]
+    assert tokens_of(amd[0]) == tokens_of(nvidia)
+
+
+def test_compiled_layers_give_the_same(
+    path: Path,
+    amd: tuple[LLM, tuple[Tensor, Tensor]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a GPU's form, and where page tables lie as a captured step's do: rows apart."""
+
+    def apart(pages: Tensor, first: Tensor, rows_per_page: int) -> PageTable:
+        wide = pages.new_full((len(pages), pages.shape[1] + 3), -1)
+        wide[:, : pages.shape[1]] = pages
+        return PageTable(wide[:, : pages.shape[1]], first, rows_per_page)
+
+    monkeypatch.setitem(compiled_mode.FORMS, "cpu", compiled_mode.MODULE)
+    llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
+    assert llm.engine.runner.num_compiled > 0
+    for found, wanted in zip(read(llm), amd[1], strict=True):
+        assert torch.equal(found, wanted)
+    monkeypatch.setattr(batch, "PageTable", apart)
+    assert tokens_of(llm) == tokens_of(amd[0])
 
 
 def test_logits_are_near_the_references(path: Path, amd: tuple[LLM, tuple[Tensor, Tensor]]) -> None:

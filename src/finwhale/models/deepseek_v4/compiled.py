@@ -306,7 +306,8 @@ class LayerTracer:
             Argument(torch.zeros(count, dtype=torch.int32, device=self.pool.device), (0,))
             for count in (SAMPLE_SEQUENCES + 1, SAMPLE_SEQUENCES)
         )
-        pages = first.sample[:, None].repeat(1, SAMPLE_PAGES)
+        # Rows apart, as in a captured step's tables: how far stays open as well.
+        pages = first.sample[:, None].repeat(1, 2 * SAMPLE_PAGES + 1)[:, :SAMPLE_PAGES]
         rotary = Argument(self.rotary, (0,))
         return [positions, sequence, starts, Argument(pages, (0, 1)), first, rotary]
 

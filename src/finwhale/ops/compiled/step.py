@@ -36,15 +36,13 @@ class StepTensors:
 
     def flat(self, tokens: Tokens, table: PageTable, rotary_LR: Tensor) -> list[Tensor]:
         """Of one step and one kind of layer."""
+        if self.packed:
+            places = [tokens.positions, tokens.sequence, tokens.query_start]
+            return [*places, table.pages, table.first, rotary_LR]
         # One list for all layers of a step that rotate alike.
         key = ("flat", id(rotary_LR))
         found: list[Tensor] | None = tokens.memo.get(key)
-        if found is None and self.packed:
-            places = [tokens.positions, tokens.sequence, tokens.query_start]
-            # A graph holds for rows that lie close together; a captured step's lie apart.
-            pages = table.pages.contiguous()
-            found = tokens.memo[key] = [*places, pages, table.first, rotary_LR]
-        elif found is None:
+        if found is None:
             rotation = tokens.rotation(rotary_LR)
             found = tokens.memo[key] = [tokens.positions, rotation, write_slots(tokens, table)]
         return found
