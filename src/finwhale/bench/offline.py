@@ -210,7 +210,8 @@ class Bench:
     def _experts_hit(self) -> float:
         """Different experts that the next step hits, the mean over layers; run eagerly."""
         hits: list[int] = []
-        layers: list[Any] = list(self.engine.runner.model.layers)
+        # A compiled layer holds the layer, which has the experts.
+        layers = [getattr(layer, "layer", layer) for layer in self.engine.runner.model.layers]
         kept = [layer.ffn.experts for layer in layers]
 
         def counting(run: Any) -> Any:
