@@ -211,7 +211,8 @@ class Bench:
         """Different experts that the next step hits, the mean over layers; run eagerly."""
         hits: list[int] = []
         # A compiled layer holds the layer, which has the experts.
-        layers = [getattr(layer, "layer", layer) for layer in self.engine.runner.model.layers]
+        found = self.engine.runner.model.layers
+        layers: list[Any] = [getattr(layer, "layer", layer) for layer in found]
         kept = [layer.ffn.experts for layer in layers]
 
         def counting(run: Any) -> Any:

@@ -108,14 +108,16 @@ def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     return _timed(graph.replay, REPLAYS, len(calls))
 
 
-def _timed(run: Callable[[], object], repeats: int, calls: int) -> dict[str, float]:
-    events = [(_event(), _event()) for _ in range(repeats + 5)]
+def _timed(
+    run: Callable[[], object], repeats: int, calls: int, warm_up: int = 5
+) -> dict[str, float]:
+    events = [(_event(), _event()) for _ in range(warm_up + repeats)]
     for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[5:]])
+    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[warm_up:]])
 
 
 def _event() -> torch.cuda.Event:
@@ -178,7 +180,8 @@ def measure(work: Work, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, A
         found = plain_results(work.operator, inputs[0], results(kernel, inputs[0], work.written))
         wanted = _as_wide(work.operator, inputs[0], results(definition, plain, work.written))
         error = largest_error(found, wanted)
-        base = _timed(lambda: definition(*plain), 3, 1)
+        # Once: it is slow, and here to be compared with.
+        base = _timed(lambda: definition(*plain), 1, 1, warm_up=0)
     ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
     floor = work.floor_us(chunks)
     return {
