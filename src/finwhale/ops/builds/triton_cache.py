@@ -15,11 +15,10 @@ class MovableCache(FileCacheManager):
     def get_group(self, filename: str) -> dict[str, str] | None:
         """Paths by name of the files that were noted as one group; None: there is no such note."""
         note = self.get_file(f"__grp__{filename}")
-        if note is None:
+        names = json.loads(Path(note).read_text()).get("child_paths") if note is not None else None
+        if names is None:
             return None
-        found = {
-            name: self.get_file(name) for name in json.loads(Path(note).read_text())["child_paths"]
-        }
+        found = {name: self.get_file(name) for name in names}
         return {name: path for name, path in found.items() if path is not None}
 
 
