@@ -175,8 +175,11 @@ class PageManager:
                 return False
         return True
 
-    def grow(self, tables: BlockTables, start: int, end: int) -> int:
+    def grow(self, tables: BlockTables, start: int, end: int, decodes: bool = False) -> int:
         """Give the pages that a step over tokens start..end-1 reads and writes.
+
+        Args:
+            decodes: so will the steps that follow, a token or a few at a time.
 
         Returns:
             How many tokens the sequence may have before it must grow again.
@@ -192,8 +195,9 @@ class PageManager:
                     first, last = first_row // rows, last_row // rows
                     if table.pages and first == last == table.end:
                         table.pages.append(self._take(group))
-                        if group.tail_only and end == start + 1:
-                            # Decodes come back in a few tokens: one more halves how often.
+                        if group.tail_only and decodes and end == start + 1:
+                            # They come back in a few tokens: one more halves how often. A step of
+                            # many would skip it, and need as many pages besides.
                             table.pages.append(self._take(group))
                     else:
                         self._extend(group, table, start, end, first, last)

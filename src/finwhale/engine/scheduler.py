@@ -239,7 +239,7 @@ class Scheduler:
             self.pages.trim(sequence.tables, sequence.num_computed)
             if not self.pages.fits(sequence.tables, end):
                 return False
-            sequence.room = self.pages.grow(sequence.tables, start, end)
+            sequence.room = self.pages.grow(sequence.tables, start, end, decodes=True)
         return True
 
     def _is_long(self, sequence: Sequence) -> bool:
@@ -268,7 +268,8 @@ class Scheduler:
             chunks[:] = [chunk for chunk in chunks if chunk.sequence is not last]
             if last is sequence:
                 return False
-        sequence.room = self.pages.grow(sequence.tables, start, end)
+        decodes = sequence.remaining == 1
+        sequence.room = self.pages.grow(sequence.tables, start, end, decodes)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
