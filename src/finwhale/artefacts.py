@@ -240,10 +240,9 @@ def _checked_files(entry: Path) -> list[Path]:
 def _has_parts(entry: Path) -> bool:
     """What Triton lists as one group is all there; DeepGEMM's source has its binary."""
     for group in entry.glob("__grp__*.json"):
-        # Their paths are those of the folder that they were made in.
-        if not all(
-            (entry / child).exists() for child in json.loads(group.read_text())["child_paths"]
-        ):
+        # By name: the paths beside the names are those of where it was made.
+        names = json.loads(group.read_text())["child_paths"]
+        if not all((entry / name).exists() for name in names):
             return False
     return not (entry / "kernel.cu").exists() or (entry / "kernel.cubin").exists()
 

@@ -1,5 +1,6 @@
 """Mixture of experts of one layer: router, routed experts and the shared expert."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -44,12 +45,8 @@ class Moe(nn.Module):
     def forward(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
-        w, limit = self.weights.experts, self.limit
-        return self.experts(x_ND, ids, weights, w, limit, shared, self._join)
-
-    def _join(self) -> None:
-        """The shared expert's output is waited for where it is added."""
-        self.side_streams.join(SHARED_STREAM)
+        # The shared expert's output is waited for where it is added.
+        return self.mix(x_ND, ids, weights, shared, lambda: self.side_streams.join(SHARED_STREAM))
 
     def share(self, x_ND: Tensor) -> Tensor:
         """What the shared expert gives: [N,D]."""
@@ -65,6 +62,14 @@ class Moe(nn.Module):
         assert w.bias is not None
         return self.route_by_score(x_ND, w.gate, w.bias, self.topk, self.scaling, positions)
 
-    def mix(self, x_ND: Tensor, ids: Tensor, weights: Tensor, shared: Tensor) -> Tensor:
-        """The routed experts' outputs and the shared one's: [N,D]."""
-        return self.experts(x_ND, ids, weights, self.weights.experts, self.limit, shared)
+    def mix(
+        self,
+        x_ND: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        shared: Tensor,
+        join: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """The routed experts' outputs and the shared one's, which is there after `join`: [N,D]."""
+        w = self.weights.experts
+        return self.experts(x_ND, ids, weights, w, self.limit, shared, join)
