@@ -30,7 +30,16 @@ from finwhale.bench.packing import (
     to_device,
 )
 from finwhale.bench.record import RESULTS, append_record, stamp, summary
-from finwhale.bench.works import CONFIGS, READ_RATE, Draw, Sizes, Work, num_tokens, works
+from finwhale.bench.works import (
+    CONFIGS,
+    HIDDEN_TOLERANCE,
+    READ_RATE,
+    Draw,
+    Sizes,
+    Work,
+    num_tokens,
+    works,
+)
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Args, Chunks, OpCase, results, take_tokens, written_tensors
@@ -53,6 +62,7 @@ CHECKED_EXPERTS = 64
 PARTS = ((0, 1), (5, 22), (0, 100), (27, 128))
 ANY_PARTS = ((0, 1), (0, 2), (5, 22), (3, 130), (900, 901), (1400, 1403), (100, 611), (3, 1499))
 FAR_BYTES = 2**31
+LAST_ROWS = 300  # of a batch past 2^31 values; more than what a table cuts as few tokens
 FAMILIES = ("norm", "linear", "mhc", "attention", "compressor", "indexer", "moe")
 # Operators that read pages, and the positions of their arguments that grow with the step.
 PAGED = {
@@ -331,8 +341,10 @@ def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict |
     if ops.packed:
         found = plain_results(case.operator, args, found)
         wanted = _as_wide(case.operator, args, wanted)
-    packed = ops.packed and case.operator in ACTIVATIONS
-    tolerance = 2.0**-7 if packed else case.tolerance
+    tolerance = case.tolerance
+    if ops.packed and case.operator in ACTIVATIONS:
+        # DeepGEMM's product hands on bfloat16.
+        tolerance = HIDDEN_TOLERANCE if case.operator == "swiglu_mlp" else 2.0**-7
     return Verdict(f"case {case.name}", compare(found, wanted, case.flips, tolerance))
 
 
@@ -408,7 +420,7 @@ def _last_rows(kernel: Implementation, args: Args, written: Sequence[int]) -> li
 
 def check_large(work: Work, kernel: Implementation, values_a_token: int) -> str | None:
     """Offsets past 2^31: the last tokens of a batch that long, bit for bit as alone."""
-    count, rows = 2**31 // values_a_token + 500, 5
+    count, rows = 2**31 // values_a_token + 500, LAST_ROWS
     args = list(work.args(mixed_step(rows), None))
     for i in work.by_token:
         big = args[i].new_zeros((count, *args[i].shape[1:]))
