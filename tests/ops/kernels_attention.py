@@ -12,7 +12,9 @@ from finwhale.ops.attention import triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
+from finwhale.ops.linear.quantise import empty_quantised, quantise
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import scaled_e4m3
 
 from .kernels_support import assert_close
 
@@ -87,6 +89,31 @@ class Case:
         invariant: bool = False,
     ) -> Tensor:
         out = strided(torch.full(self.q.shape, torch.nan).to(torch.bfloat16))
+        self.attend(out, None, plan, tokens, invariant)
+        return out.float()
+
+    def found_rounded(
+        self,
+        plan: AttendPlan | None = None,
+        tokens: Tokens | None = None,
+        invariant: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Values [N,A,C] and scales [N,S] in the layout that DeepGEMM reads."""
+        num_tokens, heads, width = self.q.shape
+        out, scales = empty_quantised(num_tokens + 3, heads, width, False, self.q)
+        scales.fill_(torch.nan)
+        out, scales = out[:num_tokens], scales[:num_tokens].flatten(1)
+        self.attend(out, scales, plan, tokens, invariant)
+        return out, scales
+
+    def attend(
+        self,
+        out: Tensor,
+        scales: Tensor | None,
+        plan: AttendPlan | None,
+        tokens: Tokens | None,
+        invariant: bool,
+    ) -> None:
         problem = Problem(
             q=self.q,
             rotary=self.rotary,
@@ -97,13 +124,14 @@ class Case:
             sink=self.sink,
             scale=self.scale,
             out=out,
+            scales=scales,
         )
         if plan is None:
             head = (self.q, self.rotary, EPS, problem.tokens, self.window, self.entries)
-            kernels.sparse_attention(*head, self.sink, self.scale, out, invariant=invariant)
+            tail = (self.sink, self.scale, out, scales)
+            kernels.sparse_attention(*head, *tail, invariant=invariant)
         else:
             attend(problem, plan)
-        return out.float()
 
 
 def ref_attend(
@@ -126,6 +154,14 @@ def check(found: Tensor, wanted: Tensor) -> None:
     assert worst < 2.0**-7, worst.item()
 
 
+def check_rounded(found: tuple[Tensor, Tensor], wanted: Tensor) -> None:
+    """Bit for bit what rounding the output afterwards gives: as defined, and as our kernel does."""
+    o_NK = wanted.bfloat16().flatten(1)
+    for values, scales in (scaled_e4m3(o_NK, 128), quantise(o_NK)):
+        assert torch.equal(found[0].flatten(1).view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(found[1], scales)
+
+
 def plan(block_h: int, block_k: int, splits: int) -> AttendPlan:
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=4)
 
@@ -144,6 +180,31 @@ def test_decode(kind: Entries, splits: int) -> None:
 def test_head_of_flash(splits: int) -> None:
     case = Case(((259, 260),), 20, 512, 64, 32, "selected", 40)
     check(case.found(plan(16, 32, splits)), case.wanted())
+
+
+# Head widths: two tiles of columns, one, and one with columns and a group behind the head.
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("width", [512, 128, 384])
+def test_rounding_by_whoever_writes_the_output(width: int, splits: int) -> None:
+    """With a first token, padding, and heads of very different sizes."""
+    case = Case(((259, 260), (0, 1), (7, 9)), 18, width, 64, 32, "selected", 40)
+    case.sink *= torch.logspace(0, 2, 18)
+    tokens = padded(case.tokens)
+    case.q = torch.cat((case.q, case.q[:1]))
+    assert isinstance(case.entries, Selected)
+    slots = torch.cat((case.entries.slots, case.entries.slots[:1]))
+    case.entries = replace(case.entries, slots=slots)
+    whole = case.found(plan(16, 32, splits), tokens)
+    check_rounded(case.found_rounded(plan(16, 32, splits), tokens), whole)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rounding_of_a_real_step(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
+    monkeypatch.setattr(kernels, "INVARIANT_TOKENS", 3)
+    case = Case(DECODE, 4, 128, 64, 32, "complete")
+    whole = case.found(invariant=invariant)
+    check_rounded(case.found_rounded(invariant=invariant), whole)
 
 
 def test_chunks_of_a_prefill() -> None:
@@ -255,3 +316,7 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, True, tokens, dense, table)
     with pytest.raises(ValueError, match="rows are rounded"):
         kernels.prepare_qkv(kv, norm, kv, norm, rotary, EPS, False, tokens, pool, table)
+    case = Case(((5, 6),), 4, 96, 16, 16, "none")
+    with pytest.raises(ValueError, match=r"a multiple of 128 values .* got torch.bfloat16 of 96"):
+        tail = (case.sink, 1.0, case.q, case.sink[None])
+        kernels.sparse_attention(case.q, case.rotary, EPS, case.tokens, case.window, None, *tail)

@@ -1,5 +1,10 @@
 """The Triton kernels of the linear layers in the interpreter, against float64 and the reference."""
 
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +12,7 @@ from torch import Tensor
 from finwhale.ops.linear import LinearWeight, invariant, quantise
 from finwhale.ops.linear import triton as kernels
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 from .kernels_support import DTYPES, Inputs, assert_close
 
@@ -167,6 +172,58 @@ def test_swiglu_quantise() -> None:
         round_e4m3(hidden.bfloat16().float(), 128),
     )
     assert (found - wanted).norm() < 2.0**-6 * wanted.norm()
+
+
+@pytest.fixture
+def deepgemm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The linear layers by DeepGEMM, on a package that computes its grouped product plainly."""
+
+    def fp8_einsum(expression: str, x: Any, w: Any, out: Tensor) -> None:
+        rows, groups, width = x[0].shape
+        assert x[1].shape == (rows, groups, width // 128) and len(out) == rows
+        assert x[0].is_contiguous()
+        assert x[1].stride() == (1, width // 128 * x[1].stride(2), -(-rows // 4) * 4)
+        wide = unscaled_e4m3(*(part.flatten(1) for part in x)).view(x[0].shape)
+        out.copy_(torch.einsum("bhr,hdr->bhd", wide, w[0].float()))
+
+    stand_in = SimpleNamespace(set_pdl=lambda _: None, fp8_einsum=fp8_einsum)
+    monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
+    name = "finwhale.ops.linear.deepgemm"
+    module = importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(invariant, "deepgemm", module)
+    return module
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 300])
+@pytest.mark.parametrize("own_bits", [False, True])
+def test_an_input_rounded_before(num_tokens: int, own_bits: bool, deepgemm: Any) -> None:
+    """In the memory that the table gives: the same bits as rounding it then."""
+    inputs, table = Inputs(), invariant if own_bits else deepgemm
+    w, _ = e4m3_weight(inputs, 2, 128, 256)
+    x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
+    found, scales = table.grouped_input(x.flatten(1), 128, w)
+    assert found.shape == x.shape
+    if num_tokens < (1 if own_bits else 2):
+        assert scales is None and found.dtype == x.dtype
+        return
+    values, wanted_scales = quantise.quantise(x)
+    found.copy_(values)
+    scales.copy_(wanted_scales.flatten(1))
+    wanted = table.grouped_linear(x, w)
+    assert torch.equal(table.grouped_linear(found, w, scales), wanted)
+    assert wanted.shape == (num_tokens, 2, 128)
+
+
+def test_what_the_projection_cannot_take_rounded(deepgemm: Any) -> None:
+    """Groups across heads, and weights that DeepGEMM does not take."""
+    inputs = Inputs()
+    w, _ = e4m3_weight(inputs, 2, 128, 256)
+    x = inputs.normal(5, 512, dtype=torch.bfloat16)
+    plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), True)
+    for head_dim, weight in ((64, w), (128, plain)):
+        found, scales = deepgemm.grouped_input(x, head_dim, weight)
+        assert scales is None and found.dtype == torch.bfloat16
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:

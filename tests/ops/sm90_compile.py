@@ -200,10 +200,12 @@ def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) ->
         meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
     )
     small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
-    for entries in (
-        None,
-        Selected(pool, meta(N, topk, dtype=torch.int32), 64),
-        Complete(small, page_table(N, 2), 128),
+    values, scales = quantise.empty_quantised(N, A, C, False, pool)
+    for entries, *out in (
+        (None, meta(N, A, C)),
+        (None, values, scales.flatten(1)),
+        (Selected(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
+        (Complete(small, page_table(N, 2), 128), meta(N, A, C)),
     ):
         attention.sparse_attention(
             meta(N, A, C),
@@ -214,7 +216,7 @@ def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) ->
             entries,
             f32(A),
             C**-0.5,
-            meta(N, A, C),
+            *out,
         )
 
 

@@ -32,10 +32,18 @@ TYPES = {
 
 
 @pytest.mark.parametrize(
-    "kind, splits, block_h, block_k",
-    [(0, 4, 64, 64), (1, 1, 64, 64), (1, 5, 64, 64), (2, 20, 16, 32)],
+    "kind, splits, block_h, block_k, rounds",
+    [
+        (0, 4, 64, 64, False),
+        (1, 1, 64, 64, False),
+        (1, 1, 64, 64, True),
+        (1, 5, 64, 64, True),
+        (2, 20, 16, 32, False),
+    ],
 )
-def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_path: Path) -> None:
+def test_it_compiles(
+    kind: int, splits: int, block_h: int, block_k: int, rounds: bool, tmp_path: Path
+) -> None:
     rows = 2 if kind == 2 else 64
     constants = {
         "WINDOW_PAGE": 64 * 584,
@@ -48,6 +56,7 @@ def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_pat
         "SPLITS": splits,
         "BLOCK_K": block_k,
         "BLOCK_S": 512,
+        "ROUND": rounds,
         "PDL": True,
         "HEADS_EACH": block_h,
         "FULL": block_h == 64,
@@ -63,6 +72,8 @@ def test_it_compiles(kind: int, splits: int, block_h: int, block_k: int, tmp_pat
             signature[name], values[position,] = "constexpr", constants[name]
             continue
         signature[name] = TYPES.get(name, "*fp32" if name.endswith("_ptr") else "i32")
+        if name == "out_ptr" and rounds:
+            signature[name] = "*fp8e4nv"
         if name not in ("eps", "scale_log2", "stride_window", "stride_entry"):
             attributes[position,] = [["tt.divisibility", 16]]
     compiled = triton.compile(

@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+from .test_optional_packages import install
+
 PROBE = Path(__file__).parent / "builds_probe.py"
 
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
+    return probe()
+
+
+def probe(*paths: Path) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
     env |= {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(PROBE)], env=env, capture_output=True, text=True, check=False
@@ -32,6 +39,15 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     assert {"_attend_kernel", "_gate_up_kernel", "tile_kernel", "_scores_kernel"} <= set(
         report["kernels"]
     )
+
+
+def test_and_beside_deepgemm(tmp_path: Path) -> None:
+    """There attention rounds its output from two tokens on."""
+    nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
+    install(tmp_path, nothing)
+    found = probe(tmp_path)
+    assert found["missing"] == []
+    assert "_combine_kernel" in found["kernels"] and "tile_kernel" in found["kernels"]
 
 
 def test_variants_are_few(report: dict[str, Any]) -> None:

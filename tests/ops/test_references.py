@@ -23,12 +23,13 @@ from finwhale.ops.case import Chunks, Draw, OpCase, entry_rows, results, step_to
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.compressor import cases as compressor_cases
 from finwhale.ops.indexer import cases as indexer_cases
+from finwhale.ops.linear import LinearWeight
 from finwhale.ops.linear import cases as linear_cases
 from finwhale.ops.mhc import cases as mhc_cases
 from finwhale.ops.moe import cases as moe_cases
 from finwhale.ops.norm import cases as norm_cases
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import power_of_two_at_least, round_e4m3
+from finwhale.ops.rounding import power_of_two_at_least, round_e4m3, scaled_e4m3
 from finwhale.platform import Platform
 
 CPU, REFERENCE = load_ops(Platform.cpu()), load_ops(Platform.cpu(), reference=True)
@@ -212,6 +213,7 @@ def naive_sparse_attention(
     sink: Floats,
     scale: float,
     out: Floats,
+    scales: Floats | None = None,
 ) -> list[Floats]:
     rows = f64(window.pool)
     for n, b, position in places(tokens):
@@ -231,7 +233,8 @@ def naive_sparse_attention(
             weights = [math.exp(score - top) for score in scores]
             total = sum(weights) + math.exp(sink[a] - top)
             mixed = sum(w * key for w, key in zip(weights, keys, strict=True)) / total
-            out[n, a] = rope(mixed, rotary[position], back=True)
+            mixed = rope(mixed, rotary[position], back=True)
+            out[n, a] = mixed if scales is None else rounded(mixed, 128)
     return [out]
 
 
@@ -502,12 +505,23 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
 def test_every_operator_is_covered() -> None:
     covered = {case.operator for case in SMALL}
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
-    assert uncovered == {"prepare_linear", "prepare_experts", "finish_experts", "sample"}
+    others = {"prepare_linear", "prepare_experts", "finish_experts", "sample", "grouped_input"}
+    assert uncovered == others
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}
     assert {len(parts) for parts in compressed} == {1, 2}
     attended = [case.args()[5] for case in SMALL if case.operator == "sparse_attention"]
     assert {type(entries) for entries in attended} == {type(None), Selected, Complete}
+
+
+def test_a_grouped_linear_takes_what_was_rounded_before() -> None:
+    draw = Draw()
+    x, w = draw.outliers(5, 2, 384), LinearWeight(draw.normal(2, 24, 384), True)
+    empty, scales = REFERENCE.grouped_input(x.flatten(1), 128, w)
+    assert empty.shape == x.shape and scales is None
+    values, scales = scaled_e4m3(x.flatten(1), 128)
+    found = REFERENCE.grouped_linear(values.view(x.shape), w, scales)
+    assert torch.equal(found, REFERENCE.grouped_linear(x, w))
 
 
 def test_e4m3_of_a_grid_and_of_random_values() -> None:

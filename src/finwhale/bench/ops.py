@@ -69,7 +69,7 @@ PAGED = {
     "prepare_qkv": (0, 2, 7, 9),
     "compress": (0, 1, 4, 5),
     "select_entries": (0, 1, 4, 5),
-    "sparse_attention": (0, 3, 4, 5, 8),
+    "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
@@ -414,8 +414,7 @@ def _last_rows(kernel: Implementation, args: Args, written: Sequence[int]) -> li
     """Results without a second copy of pools that are large."""
     returned = kernel(*args)
     found = () if returned is None else (returned,)
-    pools = [part for i in written for part in written_tensors(args[i])]
-    return [*found, *pools]
+    return [*found, *written_tensors(args, written)]
 
 
 def check_large(work: Work, kernel: Implementation, values_a_token: int) -> str | None:

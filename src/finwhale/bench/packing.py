@@ -63,7 +63,7 @@ def plain_args(operator: str, args: Args) -> Args:
         return args
     plain = list(args)
     for position in ACTIVATIONS[operator]:
-        if position < len(plain) and plain[position] is not None:
+        if position < len(plain) and plain[position] is not None and not _is_e4m3(plain[position]):
             plain[position] = plain[position].float()
     if operator == "prepare_qkv":
         plain[8] = unpack_rows(args[8], args[9].rows_per_page, args[2].shape[1], _rope(args[4]))
@@ -96,6 +96,11 @@ def plain_results(operator: str, args: Args, found: Sequence[Tensor]) -> list[Te
             written = replace(part, entry_pool=found[2 * i + 1])
             found[2 * i + 1] = _plain_entries(written, rows, rope).bfloat16()
     return found
+
+
+def _is_e4m3(x: Tensor) -> bool:
+    """Room for what is written rounded."""
+    return x.dtype == torch.float8_e4m3fn
 
 
 def _rope(rotary: Tensor) -> int:
@@ -157,7 +162,7 @@ def packed_args(operator: str, args: Args) -> Args | None:
         return args
     packed = list(args)
     for position in ACTIVATIONS[operator]:
-        if position < len(packed):
+        if position < len(packed) and not _is_e4m3(packed[position]):
             packed[position] = _bfloat16(packed[position])
     try:
         if operator == "prepare_qkv":

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from finwhale.bench.packing import to_device
 from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention.cases import ROUNDED_FLIPS
 from finwhale.ops.attention.layout import pack_rows, page_bytes
-from finwhale.ops.case import Args, Chunks, entry_rows, step_tokens, window_rows
+from finwhale.ops.case import Args, Chunks, entry_rows, rounded_heads, step_tokens, window_rows
 from finwhale.ops.case import Draw as HostDraw
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.compressor.cases import state_rows
@@ -429,10 +430,11 @@ def _index(s: Sizes, draw: Draw) -> Iterator[Work]:
 def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
     A, C, R, K = s.num_attention_heads, s.head_dim, s.qk_rope_head_dim, s.index_topk
 
-    def work(name: str, ratio: int) -> Work:
+    def work(name: str, ratio: int, rounded: bool = False) -> Work:
         def args(chunks: Chunks, _: Any) -> Args:
             tokens, N = draw.tokens(chunks), num_tokens(chunks)
             table, num_rows = draw.table(window_rows(chunks, WINDOW), 64)
+            out = (torch.full((N, A, C), torch.nan, dtype=draw.dtype),)
             fused = draw.activation(N, A * C + s.index_n_heads * s.index_head_dim)
             window = Window(draw.rows(num_rows, 64, C, R), table, WINDOW)
             return (
@@ -444,7 +446,7 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
                 entries(chunks, tokens),
                 draw.normal(A),
                 C**-0.5 * 3,
-                torch.full((N, A, C), torch.nan, dtype=draw.dtype, device=draw.device),
+                *to_device(rounded_heads(N, A, C) if rounded else out, draw.device),
             )
 
         def entries(chunks: Chunks, tokens: Tokens) -> Selected | Complete | None:
@@ -468,7 +470,8 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
             if ratio:
                 widest = K if ratio == 4 else 2**62
                 rows += sum(min(end // ratio, (end - start) * widest) for start, end in chunks)
-            return num_tokens(chunks) * 4 * A * C + rows * _row_bytes(s)
+            written = 1 + 4 / 128 if rounded else 2
+            return num_tokens(chunks) * (2 + written) * A * C + rows * _row_bytes(s)
 
         def operations(chunks: Chunks) -> float:
             seen = np.minimum(_positions(chunks) + 1, WINDOW) + keys(chunks)
@@ -481,8 +484,9 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
             bytes=moved,
             operations=operations,
             rate=BF16_RATE,
-            by_token=(0, 3, 4, 5, 8),
-            written=(8,),
+            by_token=(0, 3, 4, 5, 8, 9),
+            written=(8, 9) if rounded else (8,),
+            flips=ROUNDED_FLIPS if rounded else 0.0,
             tolerance=2.0**-7,
             own_bits=False,
         )
@@ -490,6 +494,7 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
     yield work("window", 0)
     yield work("C4", 4)
     yield work("C128", 128)
+    yield work("C128 rounded", 128, rounded=True)
 
 
 def _selected(tokens: Tokens, table: PageTable, topk: int) -> Tensor:

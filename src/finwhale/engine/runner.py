@@ -31,7 +31,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
-from finwhale.ops.compiled import TracedTable, traced_table
+from finwhale.ops.compiled import TracedTable, table_of_compiled, traced_table
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
@@ -84,6 +84,7 @@ class ModelRunner:
                     "definitions would run"
                 )
             # Before anything is traced or loaded: what the model's graphs call.
+            self.ops = table_of_compiled(self.ops)
             traced = traced_table(self.ops)
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)

@@ -10,7 +10,7 @@ from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import SelectEntries
-from finwhale.ops.linear import GroupedLinear, Linear, PrepareLinear
+from finwhale.ops.linear import GroupedInput, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
     Experts,
@@ -41,6 +41,7 @@ class Ops:
     finish_experts: FinishExperts
     rms_norm: RmsNorm
     linear: Linear
+    grouped_input: GroupedInput
     grouped_linear: GroupedLinear
     mhc_pre: MhcPre
     mhc_post_pre: MhcPostPre

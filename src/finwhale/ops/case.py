@@ -11,6 +11,7 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import unscaled_e4m3
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
@@ -51,15 +52,27 @@ class OpCase:
 
 
 def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[Tensor]:
-    """What an operator returns, then what it writes; the arguments are left as they are."""
+    """What an operator returns, then what it writes; the arguments are left as they are.
+
+    Values that are written rounded, and their scales behind them, become what they stand for.
+    """
     args = tuple(_copied(arg) for arg in args)
     returned = fn(*args)
     if not isinstance(returned, tuple):
         returned = () if returned is None else (returned,)
-    return [*returned, *chain.from_iterable(written_tensors(args[i]) for i in written)]
+    return [*returned, *written_tensors(args, written)]
 
 
-def written_tensors(arg: Any) -> list[Tensor]:
+def written_tensors(args: Args, written: Sequence[int]) -> list[Tensor]:
+    """What an operator wrote, as `results` gives it."""
+    found = list(chain.from_iterable(_written(args[i]) for i in written))
+    if found and found[0].dtype == torch.float8_e4m3fn:
+        values, scales = found
+        return [unscaled_e4m3(values.flatten(1), scales).view(values.shape)]
+    return found
+
+
+def _written(arg: Any) -> list[Tensor]:
     """Those of an argument that an operator writes: itself, or the pools of its parts."""
     if isinstance(arg, Tensor):
         return [arg]
@@ -138,6 +151,14 @@ def window_rows(chunks: Chunks, size: int) -> list[tuple[range]]:
 def entry_rows(chunks: Chunks, ratio: int) -> list[tuple[range]]:
     """The entries that each sequence has after the step."""
     return [(range(end // ratio),) for _, end in chunks]
+
+
+def rounded_heads(num_tokens: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Where rounded heads are written: E4M3 [N,A,C] and scales [N,S], in columns as DeepGEMM's."""
+    num_scales = heads * head_dim // 128
+    scales = torch.full((num_scales, -(-num_tokens // 4) * 4), torch.nan)
+    values = torch.full((num_tokens, heads, head_dim), torch.nan).to(torch.float8_e4m3fn)
+    return values, scales.T[:num_tokens]
 
 
 class Draw:

@@ -1,6 +1,7 @@
 """Attention of one layer: window, C4 or C128, and the grouped output projection.
 
-Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, G output groups.
+Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, G output groups,
+S groups of 128 of A C values.
 """
 
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.linear = ops.linear
+        self.grouped_input = ops.grouped_input
         self.grouped_linear = ops.grouped_linear
         self.prepare_qkv = ops.prepare_qkv
         self.sparse_attention = ops.sparse_attention
@@ -98,9 +100,9 @@ class Attention(nn.Module):
         q_NX = self.project(x_ND, inputs, rotary, cache)
         if compressor is not None:
             streams.join(COMPRESS_STREAM)
-        o_NAC = self.empty_output(q_NX)
-        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, o_NAC)
-        return self.output(o_NAC)
+        o_NAC, scales_NS = self.empty_output(q_NX)
+        segments.eager(self.attend, q_NX, projected, inputs, rotary, cache, o_NAC, scales_NS)
+        return self.output(o_NAC, scales_NS)
 
     def rotary(self, tables: RotaryTables) -> Tensor:
         """The table that this layer rotates with."""
@@ -126,15 +128,16 @@ class Attention(nn.Module):
         )
         return self.linear(q_lora, w.wq_b)
 
-    def empty_output(self, q_NX: Tensor) -> Tensor:
-        """What `attend` writes: [N,A,C]."""
-        return q_NX.new_empty(q_NX.shape[0], self.heads, self.head_dim)
+    def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `attend` writes and `output` reads: [N,A,C]; where rounded, with scales [N,S]."""
+        o_NGK, scales_NS = self.grouped_input(q_NX, self.head_dim, self.weights.wo_a)
+        return o_NGK.view(o_NGK.shape[0], self.heads, self.head_dim), scales_NS
 
-    def output(self, o_NAC: Tensor) -> Tensor:
+    def output(self, o_NAC: Tensor, scales_NS: Tensor | None) -> Tensor:
         """The grouped output projection: [N,A,C] -> [N,D]."""
         w = self.weights
         o_NGK = o_NAC.view(o_NAC.shape[0], self.groups, -1)
-        return self.linear(self.grouped_linear(o_NGK, w.wo_a).flatten(1), w.wo_b)
+        return self.linear(self.grouped_linear(o_NGK, w.wo_a, scales_NS).flatten(1), w.wo_b)
 
     def attend(
         self,
@@ -144,11 +147,15 @@ class Attention(nn.Module):
         rotary: Tensor,
         cache: PagedCache,
         out_NAC: Tensor,
+        scales_NS: Tensor | None,
     ) -> None:
-        """Choose entries and attend; what depends on the sequences' lengths. Writes out [N,A,C]."""
+        """Choose entries and attend; what depends on the sequences' lengths.
+
+        Writes what `empty_output` gave.
+        """
         entries = self.choose(q_NX, projected, inputs, rotary, cache)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
-        self.read(q_NX, entries, inputs.tokens, rotary, window, out_NAC)
+        self.read(q_NX, entries, inputs.tokens, rotary, window, out_NAC, scales_NS)
 
     def choose(
         self,
@@ -173,8 +180,9 @@ class Attention(nn.Module):
         rotary: Tensor,
         window: Window,
         out_NAC: Tensor,
+        scales_NS: Tensor | None,
     ) -> None:
-        """Attention over the window and the entries; writes out [N,A,C]."""
+        """Attention over the window and the entries; writes what `empty_output` gave."""
         width = self.heads * self.head_dim
         self.sparse_attention(
             q_NX[:, :width].unflatten(1, (self.heads, self.head_dim)),
@@ -186,6 +194,7 @@ class Attention(nn.Module):
             self.weights.attn_sink,
             self.scale,
             out_NAC,
+            scales_NS,
         )
 
 

@@ -224,9 +224,10 @@ class LayerTracer:
             tokens, table, rotary = self.step.back(step)
             if read:
                 window, entries = self.step.back_rows(read[1:], tokens, table, layer.attn.window)
-                q_NX, o_NAC = o_NAC, layer.attn.empty_output(o_NAC)
-                layer.attn.read(q_NX, entries, tokens, rotary, window, o_NAC)
-            x, post, res, residual = layer.cross(layer.attn.output(o_NAC), post, res, residual)
+                q_NX, (o_NAC, _) = o_NAC, layer.attn.empty_output(o_NAC)
+                layer.attn.read(q_NX, entries, tokens, rotary, window, o_NAC, None)
+            x = layer.attn.output(o_NAC, None)
+            x, post, res, residual = layer.cross(x, post, res, residual)
             inputs = StepInputs(token_ids=token_ids, tokens=tokens, tables={})
             out = [layer.ffn.share(x), *layer.ffn.route(x, inputs)]
             if self.table.whole:
@@ -392,8 +393,8 @@ class CompiledLayer(nn.Module):
             query = q_NX[:, : self._query_width].contiguous()
             x, post, res, residual = leave([query, *mixes, tokens.rotation(rotary), *rows, *left])
             return x, post, res, residual
-        o_NAC = attn.empty_output(q_NX)
-        segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC)
+        o_NAC, _ = attn.empty_output(q_NX)
+        segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
         x, post, res, residual, shared, ids, weights = leave([o_NAC, *mixes, *left])
         return self.layer.ffn.mix(x, ids, weights, shared), post, res, residual
 

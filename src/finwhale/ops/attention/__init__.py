@@ -2,7 +2,7 @@
 
 Source: DeepSeek-V4 technical report, section 2.3. Legend: N tokens, A heads, C head_dim, Q width
 of the query's latent, R rope dimensions (the last R of C, interleaved pairs), L positions, W
-window, K selected entries.
+window, K selected entries, S groups of 128 of a token's A C values.
 
 K and V are one row: [nope | rope] of C values, V with its rope, so the output is rotated back by
 the query's position. A pool is dense, [rows, C] of a float dtype, or packed, uint8 [pages, bytes]
@@ -88,8 +88,13 @@ class SparseAttention(Protocol):
         sink_A: Tensor,
         scale: float,
         out_NAC: Tensor,
+        scales_NS: Tensor | None = None,
     ) -> None:
         """q [N,A,C] as projected, rows may be strided, may be written; rotary [L,R/2,2] float32;
         sink [A] float32. Writes out [N,A,C].
+
+        With scales, float32 of any strides and written too, out is E4M3: what would have been
+        written, in q's dtype, is rounded as `linear.LinearWeight.round_input` says. C is then a
+        multiple of 128.
         """
         ...

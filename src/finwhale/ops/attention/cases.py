@@ -15,6 +15,7 @@ from finwhale.ops.case import (
     Draw,
     OpCase,
     entry_rows,
+    rounded_heads,
     step_tokens,
     strided,
     window_rows,
@@ -32,6 +33,7 @@ class Size:
         window: W.
         entries: how many the last token selected, the first 0; "all": every complete one.
         rows_per_page: of the window; of the entries.
+        rounded: the output is.
     """
 
     chunks: Chunks
@@ -41,17 +43,18 @@ class Size:
     window: int = 128
     entries: int | str | None = None
     rows_per_page: tuple[int, int] = (64, 64)
+    rounded: bool = False
 
     def __str__(self) -> str:
         shape = (self.window, self.entries, self.heads, self.head_dim, self.rope)
-        return f"{self.chunks} {shape}"
+        return f"{self.chunks} {shape}{' rounded' * self.rounded}"
 
 
 DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
 LONG = 128 * 131
 # No token; the demo model's; a first token; page edges; odd widths and pages; several blocks of
 # entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than a
-# block of them.
+# block of them; rounded ones.
 SIZES = (
     Size(chunks=(), entries=64),
     Size(chunks=((300, 301),)),
@@ -75,7 +78,13 @@ SIZES = (
     Size(chunks=(*DECODES, (LONG - 1, LONG)), entries="all", rows_per_page=(64, 2)),
     Size(chunks=((250, 260), (0, 5)), heads=2, head_dim=48, rope=16, entries="all"),
     Size(chunks=((LONG - 3, LONG + 2),), heads=2, head_dim=48, rope=16, entries="all"),
+    Size(chunks=(), rounded=True),
+    Size(chunks=(*DECODES, (20, 29)), entries=40, rounded=True),
+    Size(chunks=((5, 6), (200, 203)), heads=16, head_dim=512, entries="all", rounded=True),
 )
+# A share of values lies so close to the middle of two E4M3 ones that the sums' order, or weights
+# in bfloat16, decide: a step is 2^-3 to 2^-4 of a value, an error up to 2^-8.
+ROUNDED_FLIPS = 0.06
 
 
 def _attend(size: Size) -> OpCase:
@@ -97,15 +106,16 @@ def _attend(size: Size) -> OpCase:
             _entries(draw, size, N),
             draw.normal(A),
             C**-0.5 * 3,
-            torch.full((N, A, C), torch.nan),
+            *(rounded_heads(N, A, C) if size.rounded else (torch.full((N, A, C), torch.nan),)),
         )
 
     return OpCase(
         operator="sparse_attention",
         name=str(size),
         args=args,
-        by_token=(0, 3, 4, 5, 8),
-        written=(8,),
+        by_token=(0, 3, 4, 5, 8, 9),
+        written=(8, 9) if size.rounded else (8,),
+        flips=ROUNDED_FLIPS if size.rounded else 0.0,
     )
 
 

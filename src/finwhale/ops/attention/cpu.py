@@ -10,7 +10,7 @@ from torch import Tensor
 
 from finwhale.ops import host
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
-from finwhale.ops.attention.ref import visible_slots
+from finwhale.ops.attention.ref import visible_slots, write_rounded
 from finwhale.ops.host import F32, constant, view
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import window_slots, write_slots
@@ -61,7 +61,13 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
 ) -> None:
+    if scales_NS is not None:
+        whole_NAC = torch.empty_like(q_NAC)
+        sparse_attention(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, whole_NAC)
+        write_rounded(whole_NAC, out_NAC, scales_NS)
+        return
     turn = host.turns(tokens.rotation(rotary_LR))
     raw: F32 = q_NAC.numpy()
     q = np.multiply(raw, host.inverse_rms(raw, eps))

@@ -196,6 +196,18 @@ def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.
 
 
 @gluon.jit
+def _round_heads(x):
+    """x [H,512] bfloat16 -> (E4M3 of x / scale [H,512], scales [H,4]), as quantise.py rounds."""
+    grouped = gl.reshape(x.to(gl.float32), [x.shape[0], x.shape[1] // 128, 128])
+    amax = gl.maximum(gl.max(gl.abs(grouped), axis=2), 1e-4)
+    bits = (amax * (1.0 / 448.0)).to(gl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 2)
+    rounded = gl.reshape((grouped * inverse).to(gl.float8e4nv), x.shape)
+    return rounded, bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
 def _produce(
     words,
     ready,
@@ -264,6 +276,7 @@ def _consume(
     rotary_ptr,
     sink_ptr,
     out_ptr,
+    scales_ptr,
     part_ptr,
     stats_ptr,
     A,
@@ -271,9 +284,11 @@ def _consume(
     scale_log2,
     stride_qa,
     stride_oa,
+    stride_ss,
     W: gl.constexpr,
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
+    ROUND: gl.constexpr,
 ):
     """The consumers' part: the query, both products of every tile, the output."""
     H: gl.constexpr = 64
@@ -347,6 +362,15 @@ def _consume(
         q_shared.store(out.to(gl.bfloat16))
         out = q_shared.load(HEADS).to(gl.float32)
         out = gl.convert_layout(_rotate(out, rotary_ptr, -1.0).to(gl.bfloat16), HEADS)
+        if ROUND:
+            out, scales = _round_heads(out)
+            group_layout: gl.constexpr = scales.type.layout
+            scale_head = head0 + gl.arange(0, H, gl.SliceLayout(1, group_layout))
+            group = gl.arange(0, C // 128, gl.SliceLayout(0, group_layout))
+            scale = gl.expand_dims(scale_head, 1) * (C // 128) + gl.expand_dims(group, 0)
+            is_scale = gl.expand_dims(scale_head < num_heads, 1)
+            gl.store(scales_ptr + scale * stride_ss, scales, mask=is_scale)
+            out = gl.convert_layout(out, HEADS)
         out_at = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
         gl.store(out_at, out, mask=gl.expand_dims(head < num_heads, 1))
     else:
@@ -360,7 +384,7 @@ def _consume(
             gl.store(part_at, out, mask=out_head < num_heads)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["stride_ss"])
 def _attend_kernel(
     q_ptr,
     rotary_ptr,
@@ -374,6 +398,7 @@ def _attend_kernel(
     entry_first_ptr,
     sink_ptr,
     out_ptr,
+    scales_ptr,
     part_ptr,
     stats_ptr,
     A,
@@ -383,6 +408,8 @@ def _attend_kernel(
     stride_qa,
     stride_on,
     stride_oa,
+    stride_sn,
+    stride_ss,
     stride_window,
     stride_entry,
     NUM_SLOTS,
@@ -396,6 +423,7 @@ def _attend_kernel(
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_S: gl.constexpr,
+    ROUND: gl.constexpr,
     PDL: gl.constexpr,
     HEADS_EACH: gl.constexpr,
     FULL: gl.constexpr,  # whether every program has 64 heads
@@ -441,6 +469,7 @@ def _attend_kernel(
     rotary_ptr += gl.maximum(position, 0).to(gl.int64) * 64
     q_ptr += token * stride_qn
     out_ptr += token * stride_on
+    scales_ptr += token * stride_sn
 
     q_shared = gl.allocate_shared_memory(gl.bfloat16, [H, C], SHARED)
     buffers = gl.allocate_shared_memory(gl.bfloat16, [2, BLOCK_K, C], SHARED)
@@ -458,8 +487,8 @@ def _attend_kernel(
                 (
                     q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0,
                     num_heads, position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr,
-                    part_ptr, stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, W, SPLITS,
-                    BLOCK_K,
+                    scales_ptr, part_ptr, stats_ptr, A, eps, scale_log2, stride_qa, stride_oa,
+                    stride_ss, W, SPLITS, BLOCK_K, ROUND,
                 ),
             ),
             (

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.rounding import round_e4m3, scaled_e4m3
 from finwhale.ops.slots import complete_slots, window_slots, write_slots
 
 KEY_BLOCK = 128
@@ -75,7 +76,13 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
 ) -> None:
+    if scales_NS is not None:
+        whole_NAC = torch.empty_like(q_NAC)
+        sparse_attention(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, whole_NAC)
+        write_rounded(whole_NAC, out_NAC, scales_NS)
+        return
     rotation_NR = tokens.rotation(rotary_LR)
     q_NAC = prepare_query(q_NAC, rotation_NR, eps)
     seen = window_slots(tokens, window.table, window.size)
@@ -94,6 +101,13 @@ def sparse_attention(
             out_NAC[block],
         )
     out_NAC.copy_(apply_rope(out_NAC, rotation_NR, inverse=True))
+
+
+def write_rounded(o_NAC: Tensor, out_NAC: Tensor, scales_NS: Tensor) -> None:
+    """Attention's output as E4M3 and its scales."""
+    values, scales = scaled_e4m3(o_NAC.flatten(1), ACTIVATION_GROUP)
+    out_NAC.copy_(values.view(o_NAC.shape))
+    scales_NS.copy_(scales)
 
 
 def visible_slots(tokens: Tokens, entries: Selected | Complete | None) -> Tensor | None:

@@ -23,6 +23,7 @@ from finwhale.ops.attention.triton_decode import (
     max_keys,
 )
 from finwhale.ops.launch import early_launch
+from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.paging import PageTable, Tokens
 
 if torch.version.hip is None:
@@ -226,11 +227,12 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
     *,
     invariant: bool = False,
     portable: bool = False,
 ) -> None:
-    """Packed pools only.
+    """Packed pools only; scales with bfloat16 queries only.
 
     invariant: a token's bits do not depend on the step's other tokens.
     portable: no kernel that one vendor's GPUs alone can run.
@@ -244,6 +246,11 @@ def sparse_attention(
         check_pool(entries.pool, entries.rows_per_page, width, rope)
     elif entries is not None:
         check_pool(entries.pool, entries.table.rows_per_page, width, rope)
+    if scales_NS is not None and (q_NAC.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
+        raise ValueError(
+            f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
+            f"{q_NAC.dtype} of {width}"
+        )
     if num_tokens == 0:
         return
     problem = Problem(
@@ -256,6 +263,7 @@ def sparse_attention(
         sink=sink_A,
         scale=scale,
         out=out_NAC,
+        scales=scales_NS,
         invariant=invariant,
     )
     if invariant:

@@ -16,6 +16,8 @@ The query carries the 2^64, exactly, and so does the output.
 A token's bits depend on the plan (BLOCK_K and the shares), so on the number of tokens of its step
 unless the plan is `invariant`, and not on the other tokens' values.
 
+Where scales are wanted (ROUND), whoever writes the output rounds it for the grouped projection.
+
 State: bytes, 584 a key and token, and 4 A C for query and output; 4 A C products a key. At 4.39
 TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4 us at 32.
 """
@@ -33,6 +35,7 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.launch import early_launch
+from finwhale.ops.linear.quantise import e4m3_scale
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
@@ -53,6 +56,14 @@ def rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X
     cos = tl.load(rotary_ptr + 2 * pair, mask=is_rope, other=1.0)[None, :]
     sin = SIGN * tl.load(rotary_ptr + 2 * pair + 1, mask=is_rope, other=0.0)[None, :]
     return tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), [H, X])
+
+
+@triton.jit
+def round_heads(x, H: tl.constexpr, X: tl.constexpr):
+    """x [H,X] in bfloat16 -> (E4M3 of x / scale [H,X], scales [H,X/128]), as quantise.py rounds."""
+    grouped = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [H, X // 128, 128])
+    scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
+    return tl.reshape((grouped * inverse[:, :, None]).to(tl.float8e4nv), [H, X]), scale
 
 
 @triton.jit
@@ -129,7 +140,7 @@ def load_rows(
     return tl.where((column >= NOPE)[None, :], rope, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_ss"])
 def _attend_kernel(
     q_ptr,
     rotary_ptr,
@@ -143,6 +154,7 @@ def _attend_kernel(
     entry_first_ptr,
     sink_ptr,
     out_ptr,
+    scales_ptr,
     part_ptr,
     stats_ptr,
     A,
@@ -152,6 +164,8 @@ def _attend_kernel(
     stride_qa,
     stride_on,
     stride_oa,
+    stride_sn,
+    stride_ss,
     stride_window,
     stride_entry,
     NUM_SLOTS,
@@ -172,6 +186,7 @@ def _attend_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    ROUND: tl.constexpr,
     SHARE: tl.constexpr,
     ASM: tl.constexpr,
     PDL: tl.constexpr,
@@ -299,6 +314,12 @@ def _attend_kernel(
         out_rest = out_rest * lift / total[:, None]
         out_rest = rope_tail(out_rest, rotary, FIRST, C, R, -1.0, BLOCK_H, REST)
         out = out_ptr + token * stride_on + head[:, None] * stride_oa
+        if ROUND:
+            out_rest, scales = round_heads(out_rest, BLOCK_H, REST)
+            group = FIRST // 128 + tl.arange(0, REST // 128)
+            scales_ptr += token * stride_sn + head[:, None] * (C // 128) * stride_ss
+            scales_mask = is_head[:, None] & (group < C // 128)[None, :]
+            tl.store(scales_ptr + group[None, :] * stride_ss, scales, mask=scales_mask)
     else:
         out = part_ptr + ((token * SPLITS + split) * A + head[:, None]) * C
         tl.store(stats, maximum, mask=is_head)
@@ -307,25 +328,33 @@ def _attend_kernel(
     if FIRST > 0:
         if SPLITS == 1:
             out_first = out_first * 18446744073709551616.0 / total[:, None]
+            if ROUND:
+                out_first, scales = round_heads(out_first, BLOCK_H, FIRST)
+                group = tl.arange(0, FIRST // 128)[None, :]
+                tl.store(scales_ptr + group * stride_ss, scales, mask=is_head[:, None])
         out_first = out_first.to(out.dtype.element_ty)
         tl.store(out + first_column[None, :], out_first, mask=is_head[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_ss"])
 def _combine_kernel(
     part_ptr,
     stats_ptr,
     positions_ptr,
     rotary_ptr,
     out_ptr,
+    scales_ptr,
     A,
     stride_on,
     stride_oa,
+    stride_sn,
+    stride_ss,
     C: tl.constexpr,
     R: tl.constexpr,
     SPLITS: tl.constexpr,
     ALL_SPLITS: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token's head and BLOCK_C of its columns: the parts by their weight, rotated back."""
@@ -358,6 +387,11 @@ def _combine_kernel(
     out = tl.where(column < C - R, out * 18446744073709551616.0, out)
     out = tl.reshape(out, [1, BLOCK_C])
     out = rope_tail(out, rotary_ptr + position * R, first, C, R, -1.0, 1, BLOCK_C)
+    if ROUND:
+        out, scales = round_heads(out, 1, BLOCK_C)
+        group = (first // 128 + tl.arange(0, BLOCK_C // 128))[None, :]
+        scales_ptr += token * stride_sn + (head * (C // 128) + group) * stride_ss
+        tl.store(scales_ptr, scales, mask=group < C // 128)
     out = tl.reshape(out, [BLOCK_C])
     place = out_ptr + token * stride_on + head * stride_oa + column
     tl.store(place, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -450,6 +484,7 @@ class Problem:
     sink: Tensor
     scale: float
     out: Tensor
+    scales: Tensor | None = None
     invariant: bool = False
 
     @property
@@ -482,7 +517,14 @@ class Problem:
             entries = self.entries
             if isinstance(entries, Selected):
                 entries = replace(entries, slots=entries.slots[part])
-            yield replace(self, q=self.q[part], tokens=tokens, entries=entries, out=self.out[part])
+            yield replace(
+                self,
+                q=self.q[part],
+                tokens=tokens,
+                entries=entries,
+                out=self.out[part],
+                scales=None if self.scales is None else self.scales[part],
+            )
 
     def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
         """Outputs [N,S,A,C] of parts, and their (maximum, sum) [N,S,2,A]; float32."""
@@ -494,9 +536,22 @@ class Problem:
         part, stats = (torch.empty(s, dtype=torch.float32, device=device) for s in shapes)
         return part, stats
 
+    def output(self) -> dict[str, Any]:
+        """Where whoever writes the output writes it."""
+        scales = self.sink[:, None] if self.scales is None else self.scales
+        return {
+            "out_ptr": self.out,
+            "scales_ptr": scales,
+            "stride_on": self.out.stride(0),
+            "stride_oa": self.out.stride(1),
+            "stride_sn": scales.stride(0),
+            "stride_ss": scales.stride(1),
+            "ROUND": self.scales is not None,
+        }
+
     def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
         """What the attending kernels share."""
-        window, entries, q, out = self.window, self.entries, self.q, self.out
+        window, entries, q = self.window, self.entries, self.q
         pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
         num_slots, ratio = 0, 1
         if isinstance(entries, Selected) and self.kind == SELECTED:
@@ -517,7 +572,6 @@ class Problem:
             "entry_rows_ptr": rows,
             "entry_first_ptr": table.first,
             "sink_ptr": self.sink,
-            "out_ptr": out,
             "part_ptr": part,
             "stats_ptr": stats,
             "A": q.shape[1],
@@ -525,8 +579,6 @@ class Problem:
             "scale_log2": self.scale * LOG2_E,
             "stride_qn": q.stride(0),
             "stride_qa": q.stride(1),
-            "stride_on": out.stride(0),
-            "stride_oa": out.stride(1),
             "stride_window": window.table.pages.stride(0),
             "stride_entry": rows.stride(0),
             "NUM_SLOTS": num_slots,
@@ -538,6 +590,7 @@ class Problem:
             "ENTRIES": self.kind,
             "RATIO": ratio,
             "BLOCK_S": triton.next_power_of_2(max(1, num_slots)),
+            **self.output(),
             **self.launch,
         }
 
@@ -570,20 +623,18 @@ def combine(p: Problem, splits: int, part: Tensor, stats: Tensor) -> None:
     num_tokens, heads, width = p.q.shape
     block_c = min(COMBINE_COLUMNS, triton.next_power_of_2(width))
     _combine_kernel[(num_tokens, heads, triton.cdiv(width, block_c))](
-        part,
-        stats,
-        p.tokens.positions,
-        p.rotary,
-        p.out,
-        heads,
-        p.out.stride(0),
-        p.out.stride(1),
+        part_ptr=part,
+        stats_ptr=stats,
+        positions_ptr=p.tokens.positions,
+        rotary_ptr=p.rotary,
+        A=heads,
         C=width,
         R=p.rope,
         SPLITS=splits,
         ALL_SPLITS=triton.next_power_of_2(splits),
         BLOCK_C=block_c,
         num_warps=4,
+        **p.output(),
         **p.launch,
     )
 

@@ -4,11 +4,12 @@ An operator is either plain torch, which is compiled into the graph (cpu.py), or
 of torch.library (registered.py), which the graph calls. The default mode needs neither.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from finwhale.ops import Ops
 from finwhale.ops.compiled import cpu
 from finwhale.ops.compiled.registered import custom, namespace
+from finwhale.ops.linear.ref import grouped_input
 from finwhale.ops.moe import ExpertWeight
 
 
@@ -27,6 +28,13 @@ class TracedTable:
     def expert_weight(self, w: ExpertWeight) -> ExpertWeight:
         """Routed experts' weights as a graph reads them."""
         return cpu.columns(w)
+
+
+def table_of_compiled(ops: Ops) -> Ops:
+    """The table of a model whose layers are compiled: graphs take attention's output in one form,
+    however many tokens there are, and larger steps beside them must have the same bits.
+    """
+    return replace(ops, grouped_input=grouped_input)
 
 
 def traced_table(ops: Ops) -> TracedTable:

@@ -42,7 +42,8 @@ def traced(registered: Ops) -> Ops:
         x_NK = rounded(x_NK, w.round_input)
         return registered.linear(x_NK, replace(w, round_input=False))
 
-    def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+    def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
+        assert scales_NS is None, "a graph's input is not rounded"
         x_NGK = rounded(x_NGK, w.round_input)
         return registered.grouped_linear(x_NGK, replace(w, round_input=False))
 
@@ -251,9 +252,10 @@ def sparse_attention(
     sink_A: Tensor,
     scale: float,
     out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
 ) -> None:
     """Of selected entries, which may be none; the window's slots come from the step's memo."""
-    assert isinstance(entries, Selected)
+    assert isinstance(entries, Selected) and scales_NS is None
     rotation_NR = tokens.rotation(rotary_LR)
     q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)
     q = apply_rope(q, rotation_NR) * scale

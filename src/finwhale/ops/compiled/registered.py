@@ -204,7 +204,8 @@ def _calls(space: Any) -> dict[str, Callable[..., Any]]:
     def linear(x: Tensor, w: LinearWeight) -> Any:
         return space.linear(x, w.weight, w.scale, w.round_input, w.out_dtype)
 
-    def grouped_linear(x: Tensor, w: LinearWeight) -> Any:
+    def grouped_linear(x: Tensor, w: LinearWeight, scales: Tensor | None = None) -> Any:
+        assert scales is None, "a graph's input is not rounded"
         return space.grouped_linear(x, w.weight, w.scale, w.round_input, w.out_dtype)
 
     def prepare_qkv(

@@ -43,9 +43,23 @@ class Linear(Protocol):
         ...
 
 
+class GroupedInput(Protocol):
+    """Memory for the input of a grouped linear, in the form that the table's product reads."""
+
+    def __call__(
+        self, like_NX: Tensor, head_dim: int, w: LinearWeight
+    ) -> tuple[Tensor, Tensor | None]:
+        """For N tokens, written a head of head_dim values at a time: x [N, G, K] of like's dtype
+        and None; or E4M3 and float32 scales [N, S], one for each 128 of a token's G K values.
+        """
+        ...
+
+
 class GroupedLinear(Protocol):
     """y[n, g] = x[n, g] @ weight[g]^T: the first half of the grouped output projection."""
 
-    def __call__(self, x_NGK: Tensor, w: LinearWeight) -> Tensor:
-        """x [N, G, K]; returns [N, G, M]."""
+    def __call__(self, x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
+        """x [N, G, K]; returns [N, G, M]. With scales, x is rounded already, and both lie in memory
+        that the table's GroupedInput gave.
+        """
         ...

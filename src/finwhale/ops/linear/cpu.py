@@ -21,7 +21,8 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return product(w.weight)(x_NK)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
+    assert scales_NS is None, "this table's input is not rounded"
     if w.round_input:
         x_NGK = torch.from_numpy(host.round_e4m3(x_NGK.numpy(), ACTIVATION_GROUP))
     parts = zip(products(w.weight), x_NGK.unbind(1), strict=True)

@@ -3,6 +3,7 @@
 One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
 DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
 the same bits. So a token's bits depend neither on the others nor, from 2 on, on how many they are.
+What the grouped product reads is rounded by attention, where `grouped_input` gives the memory.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
 """
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear import triton as kernels
-from finwhale.ops.linear.quantise import quantise, swiglu_quantise
+from finwhale.ops.linear.quantise import empty_quantised, quantise, swiglu_quantise
+from finwhale.ops.linear.ref import grouped_input as unrounded_input
 from finwhale.ops.moe import ExpertWeight
 
-__all__ = ["grouped_linear", "linear", "swiglu_mlp"]
+__all__ = ["grouped_input", "grouped_linear", "linear", "swiglu_mlp"]
 
 MANY_TOKENS = 256
 
@@ -32,10 +34,15 @@ def _begin() -> None:
     deep_gemm.set_pdl(True)
 
 
-def _suits(p: kernels.Problem) -> bool:
-    """Whether DeepGEMM takes it: several tokens, scales, bfloat16 results in rows of 16 bytes."""
+def _takes_weight(p: kernels.Problem) -> bool:
+    """Whether it has scales, and bfloat16 results in rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
-    return p.scale is not None and len(p.x) > 0 and even and not kernels.by_rows(p)
+    return p.scale is not None and even
+
+
+def _suits(p: kernels.Problem) -> bool:
+    """Whether DeepGEMM takes it: several tokens, and such a weight."""
+    return len(p.x) > 0 and _takes_weight(p) and not kernels.by_rows(p)
 
 
 def rows_of(num_tokens: int) -> int:
@@ -65,15 +72,36 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return _product(x, w.weight, w.scale, num_tokens)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+def grouped_input(
+    like_NX: Tensor, head_dim: int, w: LinearWeight, *, least: int = 2
+) -> tuple[Tensor, Tensor | None]:
+    """Rounded from `least` tokens on. Behind them lie the rows that the product is given."""
+    num_tokens = like_NX.shape[0]
+    groups, _, width = w.weight.shape
+    takes = _takes_weight(kernels.problem(like_NX[:, None], w))
+    if num_tokens < least or head_dim % ACTIVATION_GROUP or not takes:
+        return unrounded_input(like_NX, head_dim, w)
+    x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, like_NX)
+    return x[:num_tokens], scales.flatten(1)[:num_tokens]
+
+
+def _with_rows(x: Tensor, rows: int) -> Tensor:
+    """What `grouped_input` gave, and what lies behind it."""
+    return x.as_strided((rows, *x.shape[1:]), x.stride())
+
+
+def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
     p = kernels.problem(x_NGK, w)
-    if w.scale is None or not _suits(p):
+    if w.scale is None or (scales_NS is None and not _suits(p)):
         return kernels.run(p)
     num_tokens, groups, _ = x_NGK.shape
     rows = rows_of(num_tokens)
     shape = (rows, groups, w.weight.shape[1])
     out = torch.empty(shape, dtype=torch.bfloat16, device=x_NGK.device)
-    x = quantise(x_NGK, num_rows=rows)
+    if scales_NS is None:
+        x = quantise(x_NGK, num_rows=rows)
+    else:
+        x = _with_rows(x_NGK, rows), _with_rows(scales_NS, rows).unflatten(1, (groups, -1))
     _begin()
     deep_gemm.fp8_einsum("bhr,hdr->bhd", x, (w.weight, w.scale), out)
     return out[:num_tokens]

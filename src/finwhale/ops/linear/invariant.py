@@ -6,7 +6,7 @@ tokens. E4M3 weights are DeepGEMM's where it is installed, which adds in one ord
 
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight
+from finwhale.ops.linear import LinearWeight, ref
 from finwhale.ops.linear.triton import gated_problem, problem, run_invariant, two_or_more
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.tables import optional
@@ -21,9 +21,18 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return run_invariant(problem(x_NK.unsqueeze(1), w)).squeeze(1)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+def grouped_input(like_NX: Tensor, head_dim: int, w: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    """Of one form for any number of tokens: it decides which kernel attention is."""
+    if deepgemm is None:
+        return ref.grouped_input(like_NX, head_dim, w)
+    found: tuple[Tensor, Tensor | None] = deepgemm.grouped_input(like_NX, head_dim, w, least=1)
+    return found
+
+
+def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
     if deepgemm is not None and w.scale is not None:
-        y_NGM: Tensor = deepgemm.grouped_linear(two_or_more(x_NGK), w)
+        x = two_or_more(x_NGK) if scales_NS is None else x_NGK
+        y_NGM: Tensor = deepgemm.grouped_linear(x, w, scales_NS)
         return y_NGM[: x_NGK.shape[0]]
     return run_invariant(problem(x_NGK, w))
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
-from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 # MKL's sgemm takes other paths, with other orders of summation, for 1, 2, 3, 5, 6, 7, 9, 10 and 11
 # rows; from there on and for multiples of four it has been seen to use one.
@@ -37,8 +37,15 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return matmul_rows(x_NK.to(w.weight.dtype), w.weight)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
-    if w.round_input:
+def grouped_input(like_NX: Tensor, head_dim: int, w: LinearWeight) -> tuple[Tensor, Tensor | None]:
+    groups, _, width = w.weight.shape
+    return like_NX.new_empty(like_NX.shape[0], groups, width), None
+
+
+def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
+    if scales_NS is not None:
+        x_NGK = unscaled_e4m3(x_NGK.flatten(1), scales_NS).view(x_NGK.shape)
+    elif w.round_input:
         x_NGK = round_e4m3(x_NGK, ACTIVATION_GROUP)
     x_NGK = x_NGK.to(w.weight.dtype)
     return torch.stack(

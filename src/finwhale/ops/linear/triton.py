@@ -26,6 +26,7 @@ from finwhale.ops.launch import early_launch
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise import quantise, round_input
+from finwhale.ops.linear.ref import grouped_input as grouped_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_PROCESSORS = 132  # of an H100 or H200
@@ -315,8 +316,9 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return run(problem(x_NK.unsqueeze(1), w)).squeeze(1)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight) -> Tensor:
+def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
     """x [N, G, K], tokens and groups that may be apart, weight [G, M, K] -> [N, G, M]."""
+    assert scales_NS is None, "this table's input is not rounded"
     return run(problem(x_NGK, w))
 
 

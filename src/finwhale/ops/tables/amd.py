@@ -8,7 +8,7 @@ from finwhale.ops import Ops
 from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
-from finwhale.ops.linear.ref import prepare_linear
+from finwhale.ops.linear.ref import grouped_input, prepare_linear
 from finwhale.ops.linear.triton import grouped_linear, linear, swiglu_mlp
 from finwhale.ops.mhc.triton import hc_head, mhc_post, mhc_pre
 from finwhale.ops.mhc.unfused import mhc_post_pre
@@ -28,6 +28,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
+    grouped_input=grouped_input,
     grouped_linear=grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,

@@ -5,6 +5,7 @@ from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
 from finwhale.ops.indexer.cpu import select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
+from finwhale.ops.linear.ref import grouped_input
 from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.cpu import (
     experts,
@@ -25,6 +26,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
+    grouped_input=grouped_input,
     grouped_linear=grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,

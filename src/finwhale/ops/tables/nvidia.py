@@ -32,6 +32,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=_linears.linear,
+    grouped_input=_linears.grouped_input,
     grouped_linear=_linears.grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
@@ -54,6 +55,7 @@ OPS = Ops(
 INVARIANT = replace(
     OPS,
     linear=invariant.linear,
+    grouped_input=invariant.grouped_input,
     grouped_linear=invariant.grouped_linear,
     swiglu_mlp=invariant.swiglu_mlp,
     mhc_pre=always(mhc_pre, few_tokens=ANY_NUMBER),

@@ -4,7 +4,7 @@ from finwhale.ops import Ops
 from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.indexer.ref import select_entries
-from finwhale.ops.linear.ref import grouped_linear, linear, prepare_linear
+from finwhale.ops.linear.ref import grouped_input, grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.ref import (
     experts,
@@ -25,6 +25,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
+    grouped_input=grouped_input,
     grouped_linear=grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
