@@ -31,6 +31,7 @@ PLANS = (
     kernels.Plan(16, hopper=HopperPlan(1, (1, 4), (1, 4))),
     kernels.Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6))),
     kernels.Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4))),
+    kernels.Plan(128, hopper=HopperPlan(4, (2, 4), (2, 4))),
     kernels.Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4))),
     kernels.Plan(16, (128, 4, 8), (64, 4, 4)),
 )

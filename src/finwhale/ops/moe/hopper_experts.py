@@ -1,10 +1,9 @@
 """The two products of the routed experts on Hopper GPUs, in Gluon.
 
-The legend is triton_experts.py's, the weights' layout triton_fold.py's. A program has one or two
-groups of four warps, each with 64 rows of weights, and a warp that fills a ring of tiles through
-the copy engine, weights first: the expert is known while x is still being rounded. Weights go from
-the ring to registers, are decoded there, and enter the tensor cores from there, while the next tile
-is being decoded.
+The legend is triton_experts.py's, the weights' layout triton_fold.py's. A program has one, two or
+four groups of four warps, each with 64 rows of weights, and a warp that fills a ring of tiles
+through the copy engine, weights first: the expert is known while x is still being rounded. Weights
+go from the ring to registers, are decoded there, and enter the tensor cores from there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -156,22 +155,55 @@ def _load_rows(descs, rings, slot, k, first, boxes, COLUMNS: gl.constexpr):
     tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
 
 
+@gluon.constexpr_function
+def mma(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+
+
 @gluon.jit
-def _add_part(
-    total, a, x_tile, scale_tile, FROM: gl.constexpr, WIDTH: gl.constexpr, MMA: gl.constexpr
-):
+def _zeros(WIDTH: gl.constexpr):
+    return gl.full([64, WIDTH], 0.0, gl.float32, mma(WIDTH))
+
+
+@gluon.jit
+def _add_part(total, a, x_tile, scale_tile, FROM: gl.constexpr, WIDTH: gl.constexpr):
     """total + (a times WIDTH columns of the tile) times these columns' scale."""
-    zero = gl.full([64, WIDTH], 0.0, gl.float32, MMA)
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
-    part = warpgroup_mma(a, x, zero, use_acc=False, is_async=True)
+    part = warpgroup_mma(a, x, _zeros(WIDTH), use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=[part])
-    scale = scale_tile.slice(FROM, WIDTH, 0).load(gl.SliceLayout(0, MMA))
+    scale = scale_tile.slice(FROM, WIDTH, 0).load(gl.SliceLayout(0, mma(WIDTH)))
     return total + part * gl.expand_dims(scale, 0)
 
 
 @gluon.constexpr_function
-def mma(width):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+def _parts(width, groups):
+    """(first, columns) of the products that a block of `width` columns is cut into: one is held
+    beside the sums of all, in the registers that so many groups leave a thread.
+    """
+    if groups == 4 and width == 128:
+        return [(0, 32), (32, 32), (64, 32), (96, 32)]
+    found, first, size = [], 0, 64 if groups == 4 else 128
+    while first < width:
+        while size > width - first:
+            size //= 2
+        found.append((first, size))
+        first += size
+    return found
+
+
+@gluon.constexpr_function
+def _num_parts(width, groups):
+    return len(_parts(width, groups))
+
+
+@gluon.constexpr_function
+def _first(width, groups, part):
+    return _parts(width, groups)[part][0]
+
+
+@gluon.constexpr_function
+def _size(width, groups, part):
+    return _parts(width, groups)[part][1]
 
 
 @gluon.jit
@@ -181,25 +213,21 @@ def _multiply(
     phase,
     blocks,
     COLUMNS: gl.constexpr,
-    FIRST: gl.constexpr,
-    SECOND: gl.constexpr,
-    THIRD: gl.constexpr,
+    WIDTH: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """w x^T in units of the rows, as FIRST, SECOND and THIRD columns, and the ring's next place.
+    """w x^T in units of the rows, parts of WIDTH columns, and the ring's next place.
 
-    Sums over 128 values, then over these. A width of 0 is no columns; its result means nothing.
+    Sums over 128 values, then over these.
     """
     x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
-    operand: gl.constexpr = gl.DotOperandLayout(0, mma(FIRST), 4)
+    operand: gl.constexpr = gl.DotOperandLayout(0, mma(_size(WIDTH, GROUPS, 0)), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    second: gl.constexpr = max(SECOND, 8)
-    third: gl.constexpr = max(THIRD, 8)
-    total = gl.full([64, FIRST], 0.0, gl.float32, mma(FIRST))
-    total2 = gl.full([64, second], 0.0, gl.float32, mma(second))
-    total3 = gl.full([64, third], 0.0, gl.float32, mma(third))
+    totals = ()
+    for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
+        totals += (_zeros(_size(WIDTH, GROUPS, p)),)  # type: ignore[assignment]
     for _ in range(blocks):
         mbarrier.wait(full.index(slot), phase)
         place = slot * GROUPS + GROUP
@@ -207,17 +235,20 @@ def _multiply(
         a = decode(w_ring.index(place), steps, operand)
         x = x_ring.index(slot)
         scale = scale_ring.index(slot)._reinterpret(gl.float32, [max(COLUMNS, 32)], plain)
-        total = _add_part(total, a, x, scale, 0, FIRST, mma(FIRST))
-        if SECOND > 0:
-            total2 = _add_part(total2, a, x, scale, FIRST, SECOND, mma(second))
-        if THIRD > 0:
-            total3 = _add_part(total3, a, x, scale, FIRST + SECOND, THIRD, mma(third))
+        added = ()
+        for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
+            # fmt: off
+            added += (_add_part(  # type: ignore[assignment]
+                totals[p], a, x, scale, _first(WIDTH, GROUPS, p), _size(WIDTH, GROUPS, p)
+            ),)
+            # fmt: on
+        totals = added
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
             slot = 0
             phase ^= 1
-    return total, total2, total3, slot, phase
+    return totals, slot, phase
 
 
 @gluon.jit
@@ -232,9 +263,10 @@ def swiglu(total, limit):
 
 
 @gluon.jit
-def _store_hidden(total, hidden, unit_ptr, first, end, row, limit, MMA: gl.constexpr):
+def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     """32 values of I of each column, from rows that alternate, eight of w1 and eight of w3."""
     hidden_ptr, inner = hidden
+    MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
@@ -248,9 +280,10 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit, MMA: gl.const
 
 
 @gluon.jit
-def _store_out(total, out, unit_ptr, first, end, row, limit, MMA: gl.constexpr):
+def _store_out(total, out, unit_ptr, first, end, row, limit):
     """64 values of D of each column, times its routed weight, to the pair's row."""
     out_ptr, order_ptr, weights_ptr, width = out
+    MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
@@ -285,9 +318,7 @@ def _columns(
     limit,
     STORE: gl.constexpr,
     COLUMNS: gl.constexpr,
-    FIRST: gl.constexpr,
-    SECOND: gl.constexpr,
-    THIRD: gl.constexpr,
+    WIDTH: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
     GROUPS: gl.constexpr,
@@ -297,29 +328,36 @@ def _columns(
     phase = 0
     for t in range(TILES):
         step = t * GROUPS + GROUP
-        total, total2, total3, slot, phase = _multiply(
-            rings,
-            slot,
-            phase,
-            blocks,
-            COLUMNS,
-            FIRST,
-            SECOND,
-            THIRD,
-            STAGES,
-            GROUPS,
-            GROUP,
+        totals, slot, phase = _multiply(
+            rings, slot, phase, blocks, COLUMNS, WIDTH, STAGES, GROUPS, GROUP
         )
         unit = unit_ptr + step * 64
         end = _opaque(end)
         first = _opaque(first)
-        STORE(total, results, unit, first, end, row + step, limit, mma(FIRST))
-        if SECOND > 0:
-            start = first + FIRST
-            STORE(total2, results, unit, start, end, row + step, limit, mma(max(SECOND, 8)))
-        if THIRD > 0:
-            start = first + FIRST + SECOND
-            STORE(total3, results, unit, start, end, row + step, limit, mma(max(THIRD, 8)))
+        for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
+            start = first + _first(WIDTH, GROUPS, p)
+            STORE(totals[p], results, unit, start, end, row + step, limit)
+
+
+@gluon.constexpr_function
+def _widths(columns, groups):
+    """Columns that a program for up to `columns` pairs has code for, ascending."""
+    if columns <= 64:
+        return [columns]
+    steps = (64, 96, 128) if groups == 4 else (64, 128, 160, 192, 224, 256)
+    return [width for width in steps if width <= columns]
+
+
+@gluon.constexpr_function
+def _num_widths(columns, groups):
+    return len(_widths(columns, groups))
+
+
+@gluon.constexpr_function
+def _width(columns, groups, i):
+    """The i-th; before the first 0, after the last more than any block has."""
+    widths = [0, *_widths(columns, groups), 2**31 - 1]
+    return widths[i + 1]
 
 
 @gluon.jit
@@ -341,28 +379,14 @@ def _group(
 ):
     """What four warps do: their rows times as many columns as the block has pairs."""
     count = end - first
+    last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
     # fmt: off
-    if COLUMNS <= 64:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 COLUMNS, 0, 0, TILES, STAGES, GROUPS, GROUP)
-    elif count <= 64:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 64, 0, 0, TILES, STAGES, GROUPS, GROUP)
-    elif COLUMNS == 128 or count <= 128:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 128, 0, 0, TILES, STAGES, GROUPS, GROUP)
-    elif count <= 160:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 128, 32, 0, TILES, STAGES, GROUPS, GROUP)
-    elif count <= 192:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 128, 64, 0, TILES, STAGES, GROUPS, GROUP)
-    elif count <= 224:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 128, 64, 32, TILES, STAGES, GROUPS, GROUP)
-    else:
-        _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                 128, 128, 0, TILES, STAGES, GROUPS, GROUP)
+    for i in gl.static_range(last + 1):
+        if (count > _width(COLUMNS, GROUPS, i - 1)) & (
+            count <= _width(COLUMNS, GROUPS, i + (i == last))
+        ):
+            _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                     _width(COLUMNS, GROUPS, i), TILES, STAGES, GROUPS, GROUP)
     # fmt: on
 
 
@@ -418,7 +442,24 @@ def _run(
     unit_ptr += tile * 64
     rings = _rings(descs, COLUMNS, STAGES, GROUPS)
     # fmt: off
-    if GROUPS == 2:
+    if GROUPS == 4:
+        gl.warp_specialize(
+            [
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 0)),
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 1)),
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 2)),
+                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
+                          TILES, STAGES, GROUPS, 3)),
+                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
+                         GROUPS, PDL)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, 24],
+        )
+    elif GROUPS == 2:
         gl.warp_specialize(
             [
                 (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
@@ -577,8 +618,9 @@ def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, Tens
 def _descriptors(
     x: Tensor, scale: Tensor, w: Tensor, steps: Tensor, columns: int
 ) -> tuple[TensorDescriptor, ...]:
+    height = 32 if columns == 128 else min(columns, 64)  # of a box: 96 columns need three of 32
     return (
-        TensorDescriptor.from_tensor(x, [min(columns, 64), 128], BYTES),
+        TensorDescriptor.from_tensor(x, [height, 128], BYTES),
         TensorDescriptor.from_tensor(
             scale, [1, max(columns, 32)], WORDS
         ),  # 128 bytes: a tile's unit
@@ -587,11 +629,11 @@ def _descriptors(
 
 
 def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
-    """Registers a thread: at launch, and of the second group of warps then; the loader keeps 24,
-    and the first group gets the rest: 104 of 64 at launch, with which four programs share a
-    multiprocessor (two with 128: a fifth slower for 30 to 50 pairs an expert).
+    """Registers a thread: at launch, and of each group of warps after the first then; the loader
+    keeps 24, and the first group gets the rest: 104 of 64 at launch, with which four programs share
+    a multiprocessor (two with 128: a fifth slower for 30 to 50 pairs an expert).
     """
-    registers, at_launch = (80, 64) if groups == 1 else (232, 168)
+    registers, at_launch = {1: (80, 64), 2: (232, 168), 4: (112, 96)}[groups]
     return {
         "num_warps": 4,
         "maxnreg": at_launch,
@@ -601,6 +643,15 @@ def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, in
         "TILES": tiles,
         "STAGES": stages,
     }
+
+
+def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
+    """(groups of a program, its steps, programs) for an even number of tiles of rows: no more than
+    asked for of either, and no rest.
+    """
+    groups = math.gcd(groups, rows)
+    tiles = math.gcd(tiles, rows // groups)
+    return groups, tiles, rows // (groups * tiles)
 
 
 def gate_up(
@@ -621,8 +672,8 @@ def gate_up(
     start when those before it have ended.
     """
     width, inner = x.shape[1], hidden.shape[1]
-    tiles = math.gcd(plan.gate_up[0], inner // 32 // plan.groups)
-    _gate_up_kernel[(inner // (32 * plan.groups * tiles), len(blocks))](
+    groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
+    _gate_up_kernel[(programs, len(blocks))](
         *_descriptors(x, x_scale, w13, steps13, columns),
         blocks,
         unit13,
@@ -630,7 +681,7 @@ def gate_up(
         width,
         inner,
         limit,
-        **_options(columns, plan.groups, tiles, plan.gate_up[1]),
+        **_options(columns, groups, tiles, plan.gate_up[1]),
         **early_launch(x),
     )
 
@@ -650,8 +701,8 @@ def down(
 ) -> None:
     """out bfloat16 [pairs,D] of hidden E4M3 [P,I] and its scales [I/128,P]; as `gate_up`."""
     width, inner = out.shape[1], hidden.shape[1]
-    tiles = math.gcd(plan.down[0], width // 64 // plan.groups)
-    _down_kernel[(width // (64 * plan.groups * tiles), len(blocks))](
+    groups, tiles, programs = _cut(width // 64, plan.groups, plan.down[0])
+    _down_kernel[(programs, len(blocks))](
         *_descriptors(hidden, hidden_scale, w2, steps2, columns),
         blocks,
         unit2,
@@ -660,6 +711,6 @@ def down(
         out,
         width,
         inner,
-        **_options(columns, plan.groups, tiles, plan.down[1]),
+        **_options(columns, groups, tiles, plan.down[1]),
         **early_launch(hidden),
     )
