@@ -207,6 +207,14 @@ def test_layers_of_a_kind_share_their_graphs(
     assert all(isinstance(layer, CompiledLayer) for layer in layers) and len(layers) == 5
 
 
+def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: Path) -> None:
+    """They launch different kernels: attention rounds its output in the default mode alone."""
+    engine = LLM(tiny_path, device="cpu").engine
+    launches, config = engine.runner._launches, engine.config
+    assert launches(config, 64) == launches(replace(config, cache_dir="elsewhere"), 64)
+    assert launches(config, 64) != launches(replace(config, compile=True), 64)
+
+
 def signatures(make: Callable[..., LLM], **options: Any) -> set[str]:
     found: list[str] = []
 

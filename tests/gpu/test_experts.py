@@ -1,10 +1,11 @@
-"""One token's experts, which have kernels of their own on Hopper, beside those of more tokens."""
+"""The experts' kernels on Hopper beside each other: one token's, and every plan's, bit for bit."""
 
 import pytest
 import torch
 
 from finwhale.ops.moe import ExpertWeight, triton_fold
 from finwhale.ops.moe import triton_experts as kernels
+from finwhale.ops.moe.hopper_experts import HopperPlan
 
 # D, I, E, K of Flash, Pro (fewer experts) and the demo model.
 SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 128, 16, 4)]
@@ -48,3 +49,53 @@ def test_one_token_has_the_bits_it_has_among_others(D: int, I: int, E: int, K: i
             )
             assert alone.isfinite().all()
             assert torch.equal(together, alone.repeat(2, 1))
+
+
+def every_plan(num_experts: int) -> list[kernels.Plan]:
+    """Those that 1 to 300 pairs an expert take."""
+    device = torch.device("cuda")
+    plans = [kernels.plan(each * num_experts, num_experts, device) for each in range(1, 301)]
+    return list(dict.fromkeys(plans))
+
+
+@pytest.mark.parametrize(("D", "I", "E", "K"), SIZES, ids=["flash", "pro", "demo"])
+def test_a_token_has_the_same_bits_by_every_plan(
+    D: int,
+    I: int,  # noqa: E741
+    E: int,
+    K: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Experts evenly chosen and not, so that blocks are empty, full, and of every width between."""
+    plans = every_plan(E)
+    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2, 4}
+    w = weights(D, I, E)
+    generator = torch.Generator("cuda").manual_seed(0)
+    for pairs, skew in ((3, 0.0), (48, 0.1), (94, 0.0), (120, 0.1), (192, 0.03)):
+        num_tokens = pairs * E // K
+        x = torch.randn(num_tokens, D, device="cuda", generator=generator).bfloat16()
+        score = torch.rand(num_tokens, E, device="cuda", generator=generator)
+        score += skew * torch.randn(E, device="cuda", generator=generator)
+        ids = score.topk(K, 1).indices.int()
+        ids[::7, 0] = -1
+        routed = torch.rand(num_tokens, K, device="cuda", generator=generator)
+        results = []
+        for plan in plans:
+            monkeypatch.setattr(kernels, "plan", lambda *_, plan=plan: plan)
+            results.append(kernels.experts(x, ids, routed, w, 10.0))
+        assert results[0].isfinite().all()
+        for plan, result in zip(plans, results, strict=True):
+            assert torch.equal(result, results[0]), (pairs, plan)
+
+
+def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """384 values of D are six tiles of rows: two groups take them."""
+    w = weights(384, 128, 16)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(400, 384, device="cuda", generator=generator).bfloat16()
+    ids = torch.rand(400, 16, device="cuda", generator=generator).topk(4, 1).indices.int()
+    routed = torch.rand(400, 4, device="cuda", generator=generator)
+    four = kernels.experts(x, ids, routed, w, 10.0)
+    one = kernels.Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4)))
+    monkeypatch.setattr(kernels, "plan", lambda *_: one)
+    assert torch.equal(kernels.experts(x, ids, routed, w, 10.0), four)

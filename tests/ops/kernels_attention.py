@@ -320,3 +320,8 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r"a multiple of 128 values .* got torch.bfloat16 of 96"):
         tail = (case.sink, 1.0, case.q, case.sink[None])
         kernels.sparse_attention(case.q, case.rotary, EPS, case.tokens, case.window, None, *tail)
+    case = Case(((5, 6),), 4, 128, 16, 16, "none")
+    head = (case.q, case.rotary, EPS, case.tokens, case.window, None, case.sink, 1.0)
+    for out, scales in ((case.q, case.sink[None]), (case.q.to(torch.float8_e4m3fn), None)):
+        with pytest.raises(ValueError, match="an output with scales is E4M3, and no other"):
+            kernels.sparse_attention(*head, out, scales)

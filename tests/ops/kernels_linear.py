@@ -189,6 +189,8 @@ def deepgemm(monkeypatch: pytest.MonkeyPatch) -> Any:
     stand_in = SimpleNamespace(set_pdl=lambda _: None, fp8_einsum=fp8_einsum)
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
     name = "finwhale.ops.linear.deepgemm"
+    # A real package may have been found before.
+    monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(invariant, "deepgemm", module)

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+from finwhale.ops.moe.hopper_experts import _cut
+
 HERE = Path(__file__).parent
 KERNELS = {
     ("_fold_kernel", False),
@@ -40,3 +42,12 @@ def test_kernels_compile_for_sm90(tmp_path: Path) -> None:
         assert report["spilled"] <= (64 if report["gluon"] else 0), report
         assert report["registers"] <= 255, report
         assert report["shared"] <= SHARED_LIMIT, report
+
+
+def test_programs_share_all_rows() -> None:
+    """No rest, whatever the width: tiles of rows come in pairs."""
+    for rows in range(2, 130, 2):
+        for groups, tiles in ((1, 1), (2, 1), (2, 4), (4, 2)):
+            found, steps, programs = _cut(rows, groups, tiles)
+            assert found * steps * programs == rows
+            assert found <= groups and steps <= tiles and found >= min(2, groups)

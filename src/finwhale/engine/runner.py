@@ -189,6 +189,7 @@ class ModelRunner:
             "steps": asdict(self._largest(config, max_len)),
             "batch_invariant": config.batch_invariant,
             "eager": config.enforce_eager,
+            "compile": config.compile,
         }
 
     def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:

@@ -393,7 +393,8 @@ class CompiledLayer(nn.Module):
             query = q_NX[:, : self._query_width].contiguous()
             x, post, res, residual = leave([query, *mixes, tokens.rotation(rotary), *rows, *left])
             return x, post, res, residual
-        o_NAC, _ = attn.empty_output(q_NX)
+        o_NAC, scales_NS = attn.empty_output(q_NX)
+        assert scales_NS is None, "a graph's input is not rounded"
         segments.eager(attn.attend, q_NX, projected, inputs, rotary, cache, o_NAC, None)
         x, post, res, residual, shared, ids, weights = leave([o_NAC, *mixes, *left])
         return self.layer.ffn.mix(x, ids, weights, shared), post, res, residual

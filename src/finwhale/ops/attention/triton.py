@@ -251,6 +251,8 @@ def sparse_attention(
             f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
             f"{q_NAC.dtype} of {width}"
         )
+    if (out_NAC.dtype == torch.float8_e4m3fn) != (scales_NS is not None):
+        raise ValueError(f"an output with scales is E4M3, and no other, got {out_NAC.dtype}")
     if num_tokens == 0:
         return
     problem = Problem(

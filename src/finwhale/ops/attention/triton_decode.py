@@ -18,8 +18,9 @@ unless the plan is `invariant`, and not on the other tokens' values.
 
 Where scales are wanted (ROUND), whoever writes the output rounds it for the grouped projection.
 
-State: bytes, 584 a key and token, and 4 A C for query and output; 4 A C products a key. At 4.39
-TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4 us at 32.
+State: bytes, 584 a key and token, and 4 A C for query and output (3 where it is rounded); 4 A C
+products a key. At 4.39 TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4
+us at 32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,0 +1,67 @@
+"""Attention that rounds its output for the grouped projection: bits of rounding it afterwards."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale.bench import ops as bench
+from finwhale.bench.packing import padded, ready
+from finwhale.bench.works import CONFIGS, Draw, works
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.case import Chunks
+from finwhale.ops.linear.quantise import quantise
+from finwhale.platform import Platform
+
+pytest.importorskip("deep_gemm", reason="without DeepGEMM attention rounds nothing")
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def steps(count: int) -> list[Chunks]:
+    """Decodes, or a prompt; for some numbers a mixed step too."""
+    alone = bench.step(count, 8192) if count <= 128 else ((0, count),)
+    return [alone, bench.mixed_step(count)] if count in (17, 1500) else [alone]
+
+
+def check(ops: Ops, args: Any, w: Any) -> None:
+    q, out = args[0], args[8]
+    ops.sparse_attention(*args[:9])
+    x_NGK = out.view(len(out), len(w.weight), -1)
+    values, scales = quantise(x_NGK)
+    wanted = ops.grouped_linear(x_NGK, w)
+    rounded, rounded_scales = ops.grouped_input(q.flatten(1), q.shape[2], w)
+    assert rounded_scales is not None
+    ops.sparse_attention(*args[:8], rounded.view(q.shape), rounded_scales)
+    assert wanted.isfinite().all()
+    assert same(rounded, values) and same(rounded_scales, scales.flatten(1))
+    assert same(ops.grouped_linear(rounded, w, rounded_scales), wanted)
+
+
+@pytest.mark.parametrize("kind", ["window", "C4", "C128"])
+@pytest.mark.parametrize("config", ["flash", "pro"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_rounding_in_attention_is_rounding_afterwards(
+    config: str, kind: str, invariant: bool
+) -> None:
+    ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), Draw("cuda")
+    found = works(CONFIGS[config], draw)
+    (attend,) = (work for work in found if (work.operator, work.name) == ("sparse_attention", kind))
+    (grouped,) = (work for work in found if work.operator == "grouped_linear")
+    assert grouped.weight is not None
+    w = ready(ops, grouped.weight())
+    for count in (1, 17, 1500) if invariant else (2, 3, 17, 128, 300, 1500):
+        for chunks in steps(count):
+            args = attend.args(chunks, None)
+            # Behind a decode, tokens that are none.
+            check(ops, padded(args, bench.PAGED["sparse_attention"], 3) if count == 17 else args, w)
