@@ -434,7 +434,11 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
         def args(chunks: Chunks, _: Any) -> Args:
             tokens, N = draw.tokens(chunks), num_tokens(chunks)
             table, num_rows = draw.table(window_rows(chunks, WINDOW), 64)
-            out = (torch.full((N, A, C), torch.nan, dtype=draw.dtype),)
+            out: tuple[Tensor, ...]
+            if rounded:
+                out = rounded_heads(N, A, C, draw.device)
+            else:
+                out = (torch.full((N, A, C), torch.nan, dtype=draw.dtype, device=draw.device),)
             fused = draw.activation(N, A * C + s.index_n_heads * s.index_head_dim)
             window = Window(draw.rows(num_rows, 64, C, R), table, WINDOW)
             return (
@@ -446,7 +450,7 @@ def _attend(s: Sizes, draw: Draw) -> Iterator[Work]:
                 entries(chunks, tokens),
                 draw.normal(A),
                 C**-0.5 * 3,
-                *to_device(rounded_heads(N, A, C) if rounded else out, draw.device),
+                *out,
             )
 
         def entries(chunks: Chunks, tokens: Tokens) -> Selected | Complete | None:

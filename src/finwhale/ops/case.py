@@ -153,11 +153,14 @@ def entry_rows(chunks: Chunks, ratio: int) -> list[tuple[range]]:
     return [(range(end // ratio),) for _, end in chunks]
 
 
-def rounded_heads(num_tokens: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
+def rounded_heads(
+    num_tokens: int, heads: int, head_dim: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """Where rounded heads are written: E4M3 [N,A,C] and scales [N,S], in columns as DeepGEMM's."""
     num_scales = heads * head_dim // 128
-    scales = torch.full((num_scales, -(-num_tokens // 4) * 4), torch.nan)
-    values = torch.full((num_tokens, heads, head_dim), torch.nan).to(torch.float8_e4m3fn)
+    scales = torch.full((num_scales, -(-num_tokens // 4) * 4), torch.nan, device=device)
+    shape = num_tokens, heads, head_dim
+    values = torch.full(shape, torch.nan, device=device).to(torch.float8_e4m3fn)
     return values, scales.T[:num_tokens]
 
 
