@@ -82,12 +82,7 @@ def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _load(
-    descs,
-    rings,
-    first,
-    count,
-    tile,
-    blocks,
+    load,
     COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
     STAGES: gl.constexpr,
@@ -99,6 +94,7 @@ def _load(
     Its first weights are asked for while the kernel before still writes x. Of x come as many boxes
     of rows as `count` pairs need.
     """
+    descs, rings, first, count, tile, blocks = load
     height: gl.constexpr = descs[0].block_type.shape[0]
     empty = rings[5]
     boxes = gl.minimum((count + height - 1) // height, COLUMNS // height)
@@ -362,14 +358,7 @@ def _width(columns, groups, i):
 
 @gluon.jit
 def _group(
-    rings,
-    results,
-    unit_ptr,
-    first,
-    end,
-    row,
-    blocks,
-    limit,
+    work,
     STORE: gl.constexpr,
     COLUMNS: gl.constexpr,
     TILES: gl.constexpr,
@@ -378,6 +367,7 @@ def _group(
     GROUP: gl.constexpr,
 ):
     """What four warps do: their rows times as many columns as the block has pairs."""
+    rings, results, unit_ptr, first, end, row, blocks, limit = work
     count = end - first
     last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
     # fmt: off
@@ -441,20 +431,16 @@ def _run(
     tile = expert * tiles + row
     unit_ptr += tile * 64
     rings = _rings(descs, COLUMNS, STAGES, GROUPS)
-    # fmt: off
+    work = rings, results, unit_ptr, first, end, row, blocks, limit
+    load = descs, rings, first, end - first, tile, blocks
     if GROUPS == 4:
         gl.warp_specialize(
             [
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 0)),
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 1)),
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 2)),
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 3)),
-                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
-                         GROUPS, PDL)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 2)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 3)),
+                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
             ],
             [4, 4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS, 24],
@@ -462,12 +448,9 @@ def _run(
     elif GROUPS == 2:
         gl.warp_specialize(
             [
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 0)),
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 1)),
-                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
-                         GROUPS, PDL)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 1)),
+                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
             ],
             [4, 1],
             [REGISTERS, 24],
@@ -475,15 +458,12 @@ def _run(
     else:
         gl.warp_specialize(
             [
-                (_group, (rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
-                          TILES, STAGES, GROUPS, 0)),
-                (_load, (descs, rings, first, end - first, tile, blocks, COLUMNS, TILES, STAGES,
-                         GROUPS, PDL)),
+                (_group, (work, STORE, COLUMNS, TILES, STAGES, GROUPS, 0)),
+                (_load, (load, COLUMNS, TILES, STAGES, GROUPS, PDL)),
             ],
             [1],
             [24],
         )
-    # fmt: on
 
 
 @gluon.jit
