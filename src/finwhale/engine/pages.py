@@ -214,12 +214,17 @@ class PageManager:
         if not table.pages:
             table.due = 0
             table.first = start // group.tokens_per_page if shares else first
-        for number in range(table.end, last + 1):
-            # Pages between those read and those written are never touched.
-            wanted = group.keep is None or number >= first
-            if not wanted and shares:
-                wanted = _is_at_block_end(group, number, end)
-            table.pages.append(self._take(group) if wanted else 0)
+        begin = table.end
+        if group.keep is None:
+            table.pages += [self._take(group) for _ in range(begin, last + 1)]
+            return
+        # Pages between those read and those written are never touched.
+        wanted = set(range(max(begin, first), last + 1))
+        if shares:
+            wanted |= _at_block_ends(group, begin, end)
+        table.pages += [
+            self._take(group) if number in wanted else 0 for number in range(begin, last + 1)
+        ]
 
     def _take(self, group: PageGroup) -> int:
         pool = self.pools[group.name]
@@ -270,11 +275,17 @@ class PageManager:
             self.pools[group.name].check_integrity(held, group.name)
 
 
-def _is_at_block_end(group: PageGroup, number: int, end: int) -> bool:
-    """Whether a sequence that goes on at the end of the page's block needs the page."""
-    page_end = (number + 1) * group.tokens_per_page
-    block_end = -(-page_end // group.block_tokens) * group.block_tokens
-    return block_end <= end and group.first_needed(block_end) < page_end
+def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
+    """Pages number `first` and later of blocks that end by token `end`: those that a sequence needs
+    that goes on at the end of their block.
+    """
+    size, rows = group.block_tokens, group.tokens_per_page
+    found: set[int] = set()
+    for block in range(first * rows // size, end // size):
+        block_end = (block + 1) * size
+        needed = max(group.first_needed(block_end), block * size)
+        found.update(range(max(first, needed // rows), block_end // rows))
+    return found
 
 
 def pages_at_block_end(group: PageGroup) -> int:
