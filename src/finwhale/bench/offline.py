@@ -7,7 +7,8 @@ its first token.
 
 Floor of a decode: bytes of the weights, with the experts that the step really hits, and of the
 cached rows that it reads, over the device's read bandwidth. Of a prefill: its products, over the
-device's rate in FP8.
+device's rate in the precision of each: FP8 where weights are stored so (or in FP4) and in the
+indexer, else bfloat16; beside it in the record all of them over the rate in FP8.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from rich.table import Table
 
 from finwhale.bench import drafting
 from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.works import BF16_RATE, FP4_BYTES, FP8_RATE, READ_RATE
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
@@ -38,11 +41,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.request import SamplingParams
 
-# Measured on one H200: bytes read a second, and operations a second in FP8.
-READ_BYTES_S = 4.39e12
-FP8_OPS_S = 1.42e15
 FP8_BLOCK_BYTES = 4 / 128**2
-FP4_BYTES = 0.5 + 1 / 32
 ROW_BYTES, KEY_BYTES = 584, 132
 WARM_UP = 5
 
@@ -114,7 +113,7 @@ class Bench:
         )
         hit = (hit + self._experts_hit()) / 2
         result["experts_hit"] = round(hit, 1)
-        result["floor_ms"] = round(1e3 * self._decode_bytes(shape, hit) / READ_BYTES_S, 4)
+        result["floor_ms"] = round(1e3 * self._decode_bytes(shape, hit) / READ_RATE, 4)
         for name in names:
             engine.abort(name)
         return result
@@ -123,13 +122,14 @@ class Bench:
         """Milliseconds from a request to its first token."""
         repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
 
-        def once() -> None:
-            self._prefill_once(shape.tokens)
-
-        once()
-        result: dict[str, Any] = {"ms": summary([self._timed(once) for _ in range(repeats)])}
+        prompts = [self.prompt(shape.tokens) for _ in range(repeats + 1)]
+        self._prefill_once(prompts.pop())
+        times = [self._timed(partial(self._prefill_once, prompt)) for prompt in prompts]
+        result: dict[str, Any] = {"ms": summary(times)}
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
-        result["floor_ms"] = round(1e3 * self._prefill_ops(shape.tokens) / FP8_OPS_S, 4)
+        fp8, bf16 = self._prefill_ops(shape.tokens)
+        result["floor_ms"] = round(1e3 * (fp8 / FP8_RATE + bf16 / BF16_RATE), 4)
+        result["floor_fp8_ms"] = round(1e3 * (fp8 + bf16) / FP8_RATE, 4)
         return result
 
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
@@ -139,7 +139,7 @@ class Bench:
         """
         if shape.batch:
             return self._profiled(self._replay_of(shape), count)
-        return self._profiled(lambda: self._prefill_once(shape.tokens), count)
+        return self._profiled(lambda: self._prefill_once(self.prompt(shape.tokens)), count)
 
     def _profiled(self, run: Any, count: int) -> list[tuple[str, int, float]]:
         run()
@@ -170,8 +170,8 @@ class Bench:
             return lambda: self.engine.runner.logits(chunks)
         return lambda: graphs.run(chunks)
 
-    def _prefill_once(self, tokens: int) -> None:
-        name = self.begin(self.prompt(tokens), 1)
+    def _prefill_once(self, prompt: list[int]) -> None:
+        name = self.begin(prompt, 1)
         while self.engine.has_work:
             self.engine.step()
         self.engine.abort(name)
@@ -259,27 +259,30 @@ class Bench:
                 rows += shape.tokens // 128 * ROW_BYTES
         return others + hit * expert + shape.batch * rows
 
-    def _prefill_ops(self, tokens: int) -> float:
-        """Multiplications and additions, attention and indexer included."""
+    def _prefill_ops(self, tokens: int) -> tuple[float, float]:
+        """Multiplications and additions in FP8 and in bfloat16, attention and indexer included."""
         c = self.config
-        ops = 0.0
+        fp8 = bf16 = 0.0
         for name, spec in weight_specs(c.without_draft_head()).items():
-            numel = torch.Size(spec.shape).numel()
             if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
                 continue
             if name.endswith("tid2eid"):
                 continue
             share = c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1.0
-            ops += 2 * numel * share * tokens
+            ops = 2 * torch.Size(spec.shape).numel() * share * tokens
+            if spec.storage in ("fp8_block", "fp4"):
+                fp8 += ops
+            else:
+                bf16 += ops
         for ratio in c.layer_ratios:
             keys = float(c.sliding_window)
             if ratio == 4:
                 keys += min(c.index_topk, tokens / 8)
-                ops += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
+                fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
             elif ratio == 128:
                 keys += tokens / 256
-            ops += 4 * tokens * keys * c.num_attention_heads * c.head_dim
-        return ops
+            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim
+        return fp8, bf16
 
 
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
@@ -380,7 +383,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             compile=args.compile,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(1, *(shape.batch for shape in shapes)),
-            graph_sizes=tuple({shape.batch for shape in shapes if shape.batch}) or None,
             max_num_batched_tokens=args.max_num_batched_tokens,
         ),
         config,
