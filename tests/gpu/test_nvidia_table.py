@@ -18,6 +18,9 @@ from finwhale.bench.ops import NO_KERNEL
 from finwhale.engine.sequences import Chunk
 from finwhale.engine.static_inputs import with_bounds
 from finwhale.engine.transfer import Arrival
+from finwhale.ops import load_ops
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
@@ -271,3 +274,27 @@ def test_requests_in_one_batch_end_as_alone(llm: LLM) -> None:
     )
     print(f"tokens that agree with the request alone: {same} of {32 * len(PROMPTS)}")
     assert same >= 0.3 * 32 * len(PROMPTS)
+
+
+@torch.inference_mode()
+def test_streams_of_a_long_prefill_have_the_bits_of_a_short_one() -> None:
+    """mHC takes other tiles from some thousands of tokens on; Flash's and Pro's widths."""
+    ops = load_ops(Platform.detect())
+    params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+    for width in (4096, 7168):
+        generator = torch.Generator("cuda").manual_seed(width)
+
+        def normal(*shape: int, generator: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", generator=generator)
+
+        fn = normal(24, 4 * width) * (4 * width) ** -0.5
+        w = MhcWeight(fn, normal(24).abs(), normal(24), normal(width))
+        count = 5000
+        x, streams = normal(count, width).bfloat16(), normal(count, 4, width).bfloat16()
+        post, res = normal(count, 4).abs(), normal(count, 4, 4).softmax(-1)
+        whole = ops.mhc_post_pre(x, post, res, streams, w, params)
+        for first, end in ((0, 129), (700, 1100), (4700, 5000)):
+            cut = slice(first, end)
+            part = ops.mhc_post_pre(x[cut], post[cut], res[cut], streams[cut], w, params)
+            for one, other in zip(part, whole, strict=True):
+                assert torch.equal(one, other[cut])

@@ -73,6 +73,17 @@ def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> N
     )
 
 
+def test_the_most_tokens_have_the_bits_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs()
+    w = weight(inputs, 64)
+    args = state(inputs, 130, 64, torch.bfloat16)
+    fewer = kernels.mhc_post_pre(*args, w, PARAMS)
+    monkeypatch.setattr(kernels, "MOST_TOKENS", 130)
+    most = kernels.mhc_post_pre(*args, w, PARAMS)
+    for one, other in zip(fewer, most, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     inputs = Inputs()
     w = weight(inputs, 100)

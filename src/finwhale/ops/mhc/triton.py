@@ -23,7 +23,7 @@ input), 8 D more for the second pass once the streams outgrow L2, and fn once, 1
 Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -85,6 +85,8 @@ _COMPILED = torch.version.hip is None and not triton.knobs.runtime.interpret
 # The first pass, then that of `mhc_post`, which takes no products.
 FEW = Plan(block_n=16, block_d=32, num_warps=4)
 MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
+MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
+MOST_TOKENS = 4096  # from here on
 MANY_FLOAT32 = Plan(block_n=32, block_d=16, slots=8, num_warps=8)
 POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
 POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
@@ -160,6 +162,8 @@ def _run_streams(
         tensors = (*tensors[:5], _planes(fn, streams_NHD.dtype), parts)
     is_narrow = streams_NHD.dtype == torch.bfloat16
     plan = POST_MANY if fn is None else MANY if is_narrow else MANY_FLOAT32
+    if plan is MANY and num_tokens >= MOST_TOKENS:
+        plan = MOST
     steps = triton.cdiv(triton.cdiv(width, plan.block_d), plan.slots)
     _streams_many_kernel[(plan.slots, triton.cdiv(num_tokens, plan.block_n))](
         *tensors,
