@@ -126,7 +126,7 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
             padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
             slots = experts + padded // block_n
             if pairs > triton_order.FEW_PAIRS:
-                found.add((block_n, "many", pairs > triton_order.MEDIUM_PAIRS))
+                found.add((block_n, "many"))
                 continue
             sizes = pairs, min(1024, pairs, slots)
             found.add((block_n, *(next_power_of_2(size) for size in sizes)))

@@ -16,6 +16,7 @@ KERNELS = {
     ("_fold_kernel", False),
     ("_order_few_kernel", False),
     ("_count_kernel", False),
+    ("_scan_kernel", False),
     ("_order_many_kernel", False),
     ("_round_rows_kernel", False),
     ("_gate_up_kernel", False),

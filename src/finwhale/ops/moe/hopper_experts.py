@@ -162,12 +162,26 @@ def _zeros(WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _add_part(total, a, x_tile, scale_tile, FROM: gl.constexpr, WIDTH: gl.constexpr):
-    """total + (a times WIDTH columns of the tile) times these columns' scale."""
+def _add_part(
+    total,
+    a,
+    x_tile,
+    scale_tile,
+    FROM: gl.constexpr,
+    WIDTH: gl.constexpr,
+    SCALES_FIRST: gl.constexpr,
+):
+    """total + (a times WIDTH columns of the tile) times these columns' scales, which are read
+    before the product (it takes longer than they do) or after it (in its registers).
+    """
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
+    scale_tile = scale_tile.slice(FROM, WIDTH, 0)
+    if SCALES_FIRST:
+        scale = scale_tile.load(gl.SliceLayout(0, mma(WIDTH)))
     part = warpgroup_mma(a, x, _zeros(WIDTH), use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=[part])
-    scale = scale_tile.slice(FROM, WIDTH, 0).load(gl.SliceLayout(0, mma(WIDTH)))
+    if not SCALES_FIRST:
+        scale = scale_tile.load(gl.SliceLayout(0, mma(WIDTH)))
     return total + part * gl.expand_dims(scale, 0)
 
 
@@ -200,6 +214,12 @@ def _first(width, groups, part):
 @gluon.constexpr_function
 def _size(width, groups, part):
     return _parts(width, groups)[part][1]
+
+
+@gluon.constexpr_function
+def _scales_first(width, groups, part):
+    """Whether registers are left for a part's scales beside the sums and the product."""
+    return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
 
 
 @gluon.jit
@@ -235,7 +255,8 @@ def _multiply(
         for p in gl.static_range(_num_parts(WIDTH, GROUPS)):
             # fmt: off
             added += (_add_part(  # type: ignore[assignment]
-                totals[p], a, x, scale, _first(WIDTH, GROUPS, p), _size(WIDTH, GROUPS, p)
+                totals[p], a, x, scale, _first(WIDTH, GROUPS, p), _size(WIDTH, GROUPS, p),
+                _scales_first(WIDTH, GROUPS, p),
             ),)
             # fmt: on
         totals = added
@@ -259,6 +280,18 @@ def swiglu(total, limit):
 
 
 @gluon.jit
+def _to_odd(x):
+    """float32 x as bfloat16, its last bit set if anything was cut off: "rounded to odd".
+
+    Rounding that to E4M3, which has four bits less, gives what rounding x itself would, and no x
+    changes sides at a scale's boundary, which is 448 times a power of two: a bfloat16.
+    """
+    bits = x.to(gl.int32, bitcast=True)
+    bits = (bits >> 16) | ((bits & 0xFFFF) != 0).to(gl.int32)
+    return bits.to(gl.int16).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
 def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     """32 values of I of each column, from rows that alternate, eight of w1 and eight of w3."""
     hidden_ptr, inner = hidden
@@ -267,8 +300,8 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
     result = swiglu(total, limit)
-    layout: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, 4], [0, 1])
-    result = gl.convert_layout(result, layout)
+    layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
+    result = gl.convert_layout(_to_odd(result), layout)
     place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
     i = row * 32 + gl.arange(0, 32, gl.SliceLayout(1, layout))
     target = hidden_ptr + gl.expand_dims(place.to(gl.int64) * inner, 0) + gl.expand_dims(i, 1)
@@ -646,7 +679,9 @@ def gate_up(
     columns: int,
     plan: HopperPlan,
 ) -> None:
-    """hidden float32 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
+    """hidden bfloat16 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
+
+    hidden is rounded to odd: what is to be rounded to E4M3 next loses nothing.
 
     blocks [B,3]: (expert, first row, end). The kernel before does not write them, and lets this one
     start when those before it have ended.

@@ -494,7 +494,7 @@ def _launch(
         rows, row_width = x.shape
         values = empty(padded, row_width, dtype=fp8)
         scale = empty(row_width // GROUP, padded + plan.block_n, dtype=f32)
-        groups = 8 if rows <= 256 else 32
+        groups = 8 if rows <= 256 else 16
         _round_rows_kernel[(rows, triton.cdiv(row_width, groups * GROUP))](
             x,
             place,
@@ -515,7 +515,7 @@ def _launch(
 
     x, x_scale = rounded(x_ND, place, topk, ordering)
     if plan.hopper:
-        hidden = empty(padded, inner, dtype=f32)
+        hidden = empty(padded, inner)
         tiles = block_n, plan.hopper
         hopper_experts.gate_up(x, x_scale, blocks, *w.first(), hidden, limit, *tiles)
         hidden, scale = rounded(hidden, None, 1)

@@ -14,10 +14,9 @@ from finwhale.ops.launch import early_launch
 
 # Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
 FEW_PAIRS = 2048
-# On an H200 16,380 pairs take 31 us in chunks of 256 and 47 in chunks of 512, 24,576 pairs 43 and
-# 50, 49,152 pairs 94 and 84.
-CHUNK, LARGE_CHUNK = 256, 512
-MEDIUM_PAIRS = 32768
+CHUNK = 128
+# Experts and chunks that a program of the second launch adds up at a time.
+SCAN_EXPERTS, SCAN_CHUNKS = 16, 128
 
 
 @triton.jit
@@ -86,8 +85,13 @@ def _order_few_kernel(
 
 
 @triton.jit(do_not_specialize=["P"])
-def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr):
+def _count_kernel(
+    ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
+):
     """How many pairs of a chunk each expert has: counts [chunks,BLOCK_E]; the last bin is -1's."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
@@ -95,11 +99,37 @@ def _count_kernel(ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.const
     tl.store(counts_ptr + chunk * BLOCK_E + tl.arange(0, BLOCK_E), counts)
 
 
+@triton.jit(do_not_specialize=["chunks"])
+def _scan_kernel(
+    counts_ptr,
+    totals_ptr,
+    chunks,
+    BLOCK_E: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Counts become those of the chunks before; totals [BLOCK_E]."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    expert = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in tl.range(0, chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        place = counts_ptr + chunk[:, None] * BLOCK_E + expert[None, :]
+        counts = tl.load(place, mask=(chunk < chunks)[:, None], other=0)
+        before = total[None, :] + tl.cumsum(counts, 0) - counts
+        tl.store(place, before, mask=(chunk < chunks)[:, None])
+        total += tl.sum(counts, axis=0)
+    tl.store(totals_ptr + expert, total)
+
+
 @triton.jit(do_not_specialize=["P", "chunks", "slots"])
 def _order_many_kernel(
     ids_ptr,
-    counts_ptr,
-    bases_ptr,
+    before_ptr,
+    totals_ptr,
     order_ptr,
     place_ptr,
     blocks_ptr,
@@ -109,42 +139,33 @@ def _order_many_kernel(
     slots,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    STEP: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The first programs order a chunk each, the others write an expert's blocks each.
 
     Expert e's blocks are numbered from first // BLOCK_N + e on, where there is room for them.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     program = tl.program_id(0)
     each = tl.arange(0, BLOCK_E)
-    total = tl.zeros([BLOCK_E], tl.int32)
-    before = tl.zeros([BLOCK_E], tl.int32)
-    for start in tl.range(0, chunks, 8):
-        chunk = start + tl.arange(0, 8)
-        counts = tl.load(
-            counts_ptr + chunk[:, None] * BLOCK_E + each[None, :],
-            mask=(chunk < chunks)[:, None],
-            other=0,
-        )
-        total += tl.sum(counts, axis=0)
-        before += tl.sum(tl.where((chunk < program)[:, None], counts, 0), axis=0)
+    total = tl.load(totals_ptr + each)
     aligned = tl.where(each < E, _aligned(total), 0)
     first = tl.cumsum(aligned, 0) - aligned
     if program < chunks:
         pair = program * CHUNK + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + pair, mask=pair < P, other=-1).to(tl.int32)
         is_used = ids >= 0
-        bases_ptr += program * BLOCK_E
-        tl.store(bases_ptr + each, first + before)
-        tl.debug_barrier()
-        rank = tl.load(bases_ptr + tl.where(is_used, ids, 0))
-        for start in tl.range(0, CHUNK, STEP):
-            other = program * CHUNK + start + tl.arange(0, STEP)
-            other_ids = tl.load(ids_ptr + other, mask=other < P, other=-1).to(tl.int32)
-            same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < pair[:, None])
-            rank += tl.sum(same.to(tl.int32), axis=1)
+        known = tl.where(is_used, ids, 0)
+        rank = tl.gather(first, known, 0)
+        rank += tl.load(before_ptr + program * BLOCK_E + known)
+        other = program * CHUNK + tl.arange(0, CHUNK)
+        other_ids = tl.load(ids_ptr + other, mask=other < P, other=-1).to(tl.int32)
+        same = (ids[:, None] == other_ids[None, :]) & (other[None, :] < pair[:, None])
+        rank += tl.sum(same.to(tl.int32), axis=1)
         tl.store(order_ptr + rank, pair, mask=is_used)
         tl.store(place_ptr + pair, tl.where(is_used, rank, -1), mask=pair < P)
     else:
@@ -200,14 +221,26 @@ def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor,
             **early_launch(ids_NK),
         )
         return order, place, blocks
-    chunk = CHUNK if pairs <= MEDIUM_PAIRS else LARGE_CHUNK
-    chunks = triton.cdiv(pairs, chunk)
-    counts = empty(chunks, block_e)
-    _count_kernel[(chunks,)](ids_NK, counts, pairs, CHUNK=chunk, BLOCK_E=block_e, num_warps=4)
+    chunks = triton.cdiv(pairs, CHUNK)
+    counts, totals = empty(chunks, block_e), empty(block_e)
+    options = early_launch(ids_NK)
+    _count_kernel[(chunks,)](
+        ids_NK, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4, **options
+    )
+    _scan_kernel[(triton.cdiv(block_e, SCAN_EXPERTS),)](
+        counts,
+        totals,
+        chunks,
+        BLOCK_E=block_e,
+        EXPERTS=min(SCAN_EXPERTS, block_e),
+        CHUNKS=SCAN_CHUNKS,
+        num_warps=4,
+        **options,
+    )
     _order_many_kernel[(chunks + num_experts,)](
         ids_NK,
         counts,
-        torch.empty_like(counts),
+        totals,
         order,
         place,
         blocks,
@@ -216,10 +249,10 @@ def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor,
         chunks,
         slots,
         BLOCK_N=block_n,
-        CHUNK=chunk,
-        STEP=min(16, chunk),
+        CHUNK=CHUNK,
         BLOCK_E=block_e,
         BLOCK_S=64,
-        num_warps=8,
+        num_warps=4,
+        **options,
     )
     return order, place, blocks
