@@ -4,8 +4,8 @@ compute-sanitizer --tool memcheck --kernel-name kns=_kernel python tests/gpu/san
 compute-sanitizer --tool racecheck --kernel-name kns=_kernel python tests/gpu/sanitize.py
 
 The shared cases, compared with the references, and the operators at the sizes of Flash and of the
-demo model for a few tokens, padding included. Every tensor gets memory of its own, so that what
-lies past its end is noticed.
+demo model for a few tokens, padding included; what is meant for thousands of tokens begins at a few
+hundred here. Every tensor gets memory of its own, so that what lies past its end is noticed.
 """
 
 import os
@@ -20,10 +20,16 @@ from finwhale.bench import ops as bench
 from finwhale.bench.works import CONFIGS, Draw, Sizes, works
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import results
+from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.moe import triton_order
 from finwhale.platform import Platform
 
-TOKENS = (1, 3, 40, 200)
+TOKENS = (1, 3, 40, 140, 200)
+# The same and what meets every plan of the experts: 0.75 to 150 pairs each.
 EXPERTS = 8
+EXPERTS_TOKENS = (*TOKENS, 60, 120)
+triton_order.FEW_PAIRS = 256
+mhc.MOST_TOKENS = 150
 
 
 def run_cases(operator: str, table: Ops, reference: Ops) -> tuple[int, int]:
@@ -42,7 +48,7 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
         if work.operator != operator:
             continue
         weight = bench.make_weight(work, table)
-        for count in TOKENS:
+        for count in EXPERTS_TOKENS if operator == "experts" else TOKENS:
             results(kernel, work.args(bench.mixed_step(count), weight.ready), work.written)
             calls += 1
         if operator in bench.PAGED:
