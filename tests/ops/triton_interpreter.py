@@ -4,10 +4,12 @@ As it comes, the interpreter computes with the bit patterns of bfloat16, truncat
 loses carries into E4M3, leaves the order of a product's sums to BLAS and refuses several autotune
 configurations. Here storage stays as it is (the interpreter's load and store need it); arithmetic
 goes through float32, products through float64, and casts down round to nearest even, as a GPU does.
+Two things that take it most of its time are made faster: calls of functions and reductions.
 To be imported before a kernel runs.
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -130,6 +132,30 @@ def reduction(as_it_comes: Any) -> Any:
     return run
 
 
+def reduce_by_pairs(self: Any, inputs: Any) -> Any:
+    """By any function: neighbours with each other, all of them at once, until one is left. As it
+    comes, value by value.
+    """
+    shape = inputs[0].handle.data.shape
+    parts, axis = self.unravel(inputs, self.axis)
+    arrays = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
+    while len(arrays[0]) > 1:
+        even, odd = (
+            [self.to_tensor(a[first::2], p.dtype) for a, p in zip(arrays, parts, strict=True)]
+            for first in (0, 1)
+        )
+        result = self.combine_fn.fn(*even, *odd)
+        arrays = [t.handle.data for t in (result if isinstance(result, tuple) else (result,))]
+    if self.axis is None:
+        shape = (1,) * len(shape) if self.keep_dims else ()
+    else:
+        shape = (*shape[:axis], *[1] * self.keep_dims, *shape[axis + 1 :])
+    return [
+        self.to_tensor(a.reshape(shape) if shape else a.item(), p.dtype)
+        for a, p in zip(arrays, parts, strict=True)
+    ]
+
+
 def first_config(run_tuned: Any) -> Any:
     """There is nothing to time: the first configuration that is not pruned."""
 
@@ -143,8 +169,26 @@ def first_config(run_tuned: Any) -> Any:
     return run
 
 
+def call_device_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As it comes, every call replaces the whole language once more, which takes most of the time:
+    its kernel has replaced it.
+    """
+    try:
+        return self.rewrite()(*args, **kwargs)
+    except Exception as e:
+        raise interpreter.InterpreterError(repr(e)) from e
+
+
+def patch_whole_language(patch: Any) -> Any:
+    """For the functions of Triton's own library too, which see it by another name."""
+    whole = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    return lambda kernel: patch(whole)
+
+
 def repair() -> None:
     builder = interpreter.InterpreterBuilder
+    interpreter._patch_lang = patch_whole_language(interpreter._patch_lang)
+    interpreter.InterpretedFunction.__call__ = call_device_function
     interpreter._convert_float = convert_float
     for name in ("binary_op", "ternary_op", "unary_op"):
         setattr(builder, name, through_float32(getattr(builder, name)))
@@ -152,6 +196,7 @@ def repair() -> None:
     for name in ("si_to_fp", "ui_to_fp", "fp_to_si", "fp_to_ui", "fp_ext", "fp_trunc"):
         setattr(builder, f"create_{name}", lambda self, x, to: self.cast_impl(x, to))
     builder.create_dot = dot
+    interpreter.ReduceOps.generic_reduce = reduce_by_pairs
     for operations in (interpreter.ReduceOps, interpreter.ScanOps):
         operations.apply_impl = reduction(operations.apply_impl)
     Autotuner.run = first_config(Autotuner.run)
