@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# Before torch: with more threads than cores, those of OpenMP that wait take the cores from others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import deepseek_recipe as recipe
 import pytest
 import tokenizers
