@@ -77,10 +77,14 @@ def test_the_most_tokens_have_the_bits_of_fewer(monkeypatch: pytest.MonkeyPatch)
     inputs = Inputs()
     w = weight(inputs, 64)
     args = state(inputs, 130, 64, torch.bfloat16)
-    fewer = kernels.mhc_post_pre(*args, w, PARAMS)
+
+    def both() -> tuple[torch.Tensor, ...]:
+        post_pre = kernels.mhc_post_pre(*args, w, PARAMS)
+        return *post_pre, *kernels.mhc_pre(args[3], w, PARAMS)
+
+    fewer = both()
     monkeypatch.setattr(kernels, "MOST_TOKENS", 130)
-    most = kernels.mhc_post_pre(*args, w, PARAMS)
-    for one, other in zip(fewer, most, strict=True):
+    for one, other in zip(fewer, both(), strict=True):
         assert torch.equal(one, other)
 
 

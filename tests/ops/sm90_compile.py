@@ -55,6 +55,11 @@ MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
 DONE: set[str] = set()
 
 
+def special(parameter: Any, value: Any) -> bool:
+    """Whether Triton compiles a kernel once more for what this number is or divides."""
+    return isinstance(value, int) and not parameter.do_not_specialize
+
+
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """As a launch specialises it: 16-byte pointers, integers of 1 and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
@@ -63,12 +68,12 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
         if isinstance(value, Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        elif parameter.is_constexpr or (special(parameter, value) and value == 1):
             signature[name] = "constexpr"
             constants[(position,)] = value
         elif isinstance(value, int):
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0:
+            if special(parameter, value) and value % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -112,8 +117,7 @@ def f32(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.float32)
 
 
-def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
-    """Every operator that has a kernel, for N tokens."""
+def call_mhc(D: int, N: int) -> None:
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
@@ -122,6 +126,12 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
     mhc.mhc_post(meta(N, D), post, res, streams)
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params)
     mhc.hc_head(streams, head, params)
+
+
+def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
+    """Every operator of activations that has a kernel, for N tokens; mHC and linear layers have
+    more classes.
+    """
     norm.rms_norm(meta(N, Q), f32(Q), 1e-6)
     for dtype in (torch.float32, torch.bfloat16):
         gate = meta(E, D, dtype=dtype)
@@ -227,6 +237,8 @@ def main(part: str) -> None:
         for D, A, Q, E in MODELS.values():
             for tokens in (8, 8192):
                 call_all(D, A, Q, E, tokens)
+            for tokens in (8, 1024, 8192):
+                call_mhc(D, tokens)
             for tokens in (1, 8, 64, 8192):
                 call_linear(D, A, Q, 2048 if D == 4096 else 3072, tokens)
         return

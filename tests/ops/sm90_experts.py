@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import triton
-from sm90_compile import CUOBJDUMP, TARGET, TYPES, f32, meta
+from sm90_compile import CUOBJDUMP, TARGET, TYPES, f32, meta, special
 from torch import Tensor
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -57,12 +57,12 @@ def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
         elif isinstance(value, Tensor):
             signature[name] = ALL_TYPES[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        elif parameter.is_constexpr or value is None or (special(parameter, value) and value == 1):
             signature[name] = "constexpr"
             constants[(position,)] = value
         elif isinstance(value, int):
             signature[name] = "i32" if value < 2**31 else "i64"
-            if value % 16 == 0:
+            if special(parameter, value) and value % 16 == 0:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"

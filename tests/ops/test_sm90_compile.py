@@ -51,7 +51,7 @@ SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 def test_kernels_compile_for_sm90(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    env["TRITON_DISABLE_LINE_INFO"] = "1"  # no need of them here
+    env["TRITON_DISABLE_LINE_INFO"] = "1"  # line numbers are not needed
     halves = [
         subprocess.Popen(
             [sys.executable, str(HERE / "sm90_compile.py"), part],

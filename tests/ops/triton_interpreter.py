@@ -136,9 +136,11 @@ def reduce_by_pairs(self: Any, inputs: Any) -> Any:
     """By any function: neighbours with each other, all of them at once, until one is left. As it
     comes, value by value.
     """
+    assert self.axis is not None or len(inputs) == 1, "Triton flattens the first alone"
     shape = inputs[0].handle.data.shape
     parts, axis = self.unravel(inputs, self.axis)
     arrays = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
+    assert len(arrays[0]).bit_count() == 1
     while len(arrays[0]) > 1:
         even, odd = (
             [self.to_tensor(a[first::2], p.dtype) for a, p in zip(arrays, parts, strict=True)]

@@ -91,7 +91,9 @@ class Memory:
     def place(self, group: CacheGroup, sequence: Sequence, number: int) -> tuple[str, int]:
         """Where the sequence's page of this number lies."""
         table = sequence.tables[group.name]
-        assert 0 <= number - table.first < len(table.pages), f"page {number} of {group.name} is not"
+        assert 0 <= number - table.first < len(table.pages), (
+            f"page {number} of {group.name} has no entry"
+        )
         page = table.pages[number - table.first]
         assert page, f"page {number} of {group.name} is nobody's"
         return group.name, page

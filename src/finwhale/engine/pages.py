@@ -216,15 +216,15 @@ class PageManager:
             table.first = start // group.tokens_per_page if shares else first
         begin = table.end
         if group.keep is None:
-            table.pages += [self._take(group) for _ in range(begin, last + 1)]
+            table.pages.extend(self._take(group) for _ in range(begin, last + 1))
             return
         # Pages between those read and those written are never touched.
         wanted = set(range(max(begin, first), last + 1))
         if shares:
             wanted |= _at_block_ends(group, begin, end)
-        table.pages += [
+        table.pages.extend(
             self._take(group) if number in wanted else 0 for number in range(begin, last + 1)
-        ]
+        )
 
     def _take(self, group: PageGroup) -> int:
         pool = self.pools[group.name]

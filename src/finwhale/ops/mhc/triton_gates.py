@@ -122,6 +122,7 @@ def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.co
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
+# Compiled once, as _streams_many_kernel.
 @triton.jit(do_not_specialize=["N"])
 def _gates_kernel(
     parts_ptr,

@@ -186,7 +186,8 @@ def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr
         tl.store(target, fn, mask=column < 4 * D)
 
 
-# Not by what divides N: another compilation may fuse other multiplications with additions.
+# Compiled once, whether 16 divides N or not: another compilation may fuse other multiplications
+# with additions, and so give other bits.
 @triton.jit(do_not_specialize=["N"])
 def _streams_many_kernel(
     x_ptr,

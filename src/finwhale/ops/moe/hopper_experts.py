@@ -171,8 +171,9 @@ def _add_part(
     WIDTH: gl.constexpr,
     SCALES_FIRST: gl.constexpr,
 ):
-    """total + (a times WIDTH columns of the tile) times these columns' scales, which are read
-    before the product (it takes longer than they do) or after it (in its registers).
+    """total + (a times WIDTH columns of the tile) times these columns' scales.
+
+    SCALES_FIRST: they are read while the product is computed, in registers of their own.
     """
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
     scale_tile = scale_tile.slice(FROM, WIDTH, 0)
@@ -284,7 +285,8 @@ def _to_odd(x):
     """float32 x as bfloat16, its last bit set if anything was cut off: "rounded to odd".
 
     Rounding that to E4M3, which has four bits less, gives what rounding x itself would, and no x
-    changes sides at a scale's boundary, which is 448 times a power of two: a bfloat16.
+    changes sides at a scale's boundary, which is 448 times a power of two: a bfloat16. (Also with
+    1/448 rounded to float32, and at the least amax; test_rounding_to_odd.py.)
     """
     bits = x.to(gl.int32, bitcast=True)
     bits = (bits >> 16) | ((bits & 0xFFFF) != 0).to(gl.int32)

@@ -494,7 +494,7 @@ def _launch(
         rows, row_width = x.shape
         values = empty(padded, row_width, dtype=fp8)
         scale = empty(row_width // GROUP, padded + plan.block_n, dtype=f32)
-        groups = 8 if rows <= 256 else 16
+        groups = 8 if rows <= 256 else 16  # Flash's hidden values have 16
         _round_rows_kernel[(rows, triton.cdiv(row_width, groups * GROUP))](
             x,
             place,

@@ -1,7 +1,8 @@
 """Which tokens an expert has, as Triton kernels: pairs (token, expert) sorted by expert.
 
 Legend: P pairs, E experts. Nothing depends on the host knowing how the tokens spread. Few pairs:
-every expert's program looks at all of them. More: pairs are counted in chunks first.
+every expert's program looks at all of them. More: one launch counts each chunk's pairs, one adds up
+the chunks before each, one finds every pair's row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -14,7 +15,7 @@ from finwhale.ops.launch import early_launch
 
 # Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
 FEW_PAIRS = 2048
-CHUNK = 128
+CHUNK = 128  # one tile compares a chunk's pairs with each other
 # Experts and chunks that a program of the second launch adds up at a time.
 SCAN_EXPERTS, SCAN_CHUNKS = 16, 128
 
@@ -239,7 +240,7 @@ def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor,
     )
     _order_many_kernel[(chunks + num_experts,)](
         ids_NK,
-        counts,
+        counts,  # by now those of the chunks before
         totals,
         order,
         place,
