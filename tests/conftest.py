@@ -5,7 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before torch: with more threads than cores, those of OpenMP that wait take the cores from others.
+# Before torch. Every core has a worker of pytest's: one thread each, here and in child processes,
+# where a test does not ask for more; of these, those that wait sleep.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import deepseek_recipe as recipe
