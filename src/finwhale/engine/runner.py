@@ -112,6 +112,9 @@ class ModelRunner:
             )
             if self.device.type == "cuda":
                 self._weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
+                # Free the loader's temporaries now: a block that stays (a cuBLAS workspace) would
+                # otherwise land in one of their segments and keep its gigabyte reserved.
+                torch.cuda.empty_cache()
             else:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")
@@ -121,6 +124,8 @@ class ModelRunner:
                 self.built = self._prepare(config, model, longest)
             self.phases.end("kernels")
             self.plan = self._plan(config, model, longest)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # of what building and measuring left behind
             self.max_model_len = min(longest, self.plan.capacity_tokens)
             if config.max_model_len is not None and self.max_model_len < config.max_model_len:
                 raise ResourceError(
