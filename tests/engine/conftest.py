@@ -10,14 +10,14 @@ import torch
 
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
-# Seed, window, activations, whether the operators are the references.
-MODELS = ((3, 13, "exact", False), (4, 128, "as-trained", False), (5, 100, "as-trained", True))
+# Seed, window, activations. Only the CPU table promises bits, so the references are not here.
+MODELS = ((3, 13, "exact"), (4, 128, "as-trained"))
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=["cpu-exact", "cpu-as-trained", "reference"])
+@pytest.fixture(scope="module", params=MODELS, ids=["exact", "as-trained"])
 def small(request: pytest.FixtureRequest) -> Iterator[tuple[Path, dict[str, Any]]]:
     """A checkpoint and options of an LLM that runs it; on one thread."""
-    seed, window, activations, reference = request.param
+    seed, window, activations = request.param
     config = tiny_config(seed) | {
         "vocab_size": 300,
         "hidden_size": 64,
@@ -43,7 +43,6 @@ def small(request: pytest.FixtureRequest) -> Iterator[tuple[Path, dict[str, Any]
             {
                 "device": "cpu",
                 "activations": activations,
-                "reference": reference,
                 "max_num_seqs": 4,
                 "max_num_batched_tokens": 2048,
             },

@@ -60,7 +60,10 @@ def test_logits(tmp_path: Path, seed: int, reference: bool) -> None:
             whole = mtp_streams(stepper, text)
             assert relative_error(mtp_logits(stepper, whole), wanted) < TOLERANCE
             chunked = mtp_streams(stepper, text, range(1, length - 1, 3))
-            assert torch.equal(chunked, whole)
+            if reference:
+                assert relative_error(chunked, whole) < TOLERANCE
+            else:
+                assert torch.equal(chunked, whole)
 
 
 @pytest.mark.parametrize("seed", [0, 3])

@@ -75,8 +75,27 @@ def pack(name: str, args: Args, plain: Args) -> None:
             part.entry_pool.copy_(packed)
 
 
+def token_by_token(work: Work) -> Callable[..., Any]:
+    """A reference called for one token at a time: its bits then do not depend on the batch."""
+    definition = getattr(REFERENCE, work.operator)
+
+    def run(*args: Any) -> Any:
+        count = len(args[work.by_token[0]])
+        if not count:
+            return definition(*args)
+        found = [definition(*take_tokens(args, work.by_token, i, i + 1)) for i in range(count)]
+        if isinstance(found[0], tuple):
+            return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        return torch.cat(found)
+
+    return run
+
+
 PACKED: Ops = replace(
-    REFERENCE, packed=True, **{name: packed_operator(name) for name in ACTIVATIONS}
+    REFERENCE,
+    packed=True,
+    **{w.operator: token_by_token(w) for w in WORKS if w.own_bits and w.by_token}
+    | {name: packed_operator(name) for name in ACTIVATIONS},
 )
 
 

@@ -1,16 +1,11 @@
 """mHC, the definition. Legend: N tokens, H residual streams, D hidden."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops.linear.ref import matmul_rows
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.norm.ref import rms_norm
-
-
-def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + e^-x). torch.sigmoid gives other bits in a vector's tail than inside it."""
-    return torch.exp(-x).add_(1.0).reciprocal_()
 
 
 def sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
@@ -30,14 +25,14 @@ def sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
 
 def _mixes(flat_NK: Tensor, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> Tensor:
     rstd = torch.rsqrt(flat_NK.square().mean(-1, keepdim=True).add_(rms_eps))
-    return matmul_rows(flat_NK, fn).mul(rstd).mul_(scale).add_(base)
+    return F.linear(flat_NK, fn).mul(rstd).mul_(scale).add_(base)
 
 
 def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
     streams = residual_NHD.shape[1]
     residual = residual_NHD.float()
     mixes = _mixes(residual.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
-    gates = sigmoid(mixes[:, : 2 * streams])
+    gates = torch.sigmoid(mixes[:, : 2 * streams])
     pre = gates[:, None, :streams] + params.eps
     post_NH = gates[:, streams:] * 2.0
     logits = mixes[:, 2 * streams :].unflatten(1, (streams, streams))
@@ -66,6 +61,6 @@ def mhc_post_pre(
 def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     streams = streams_NHD.float()
     mixes = _mixes(streams.flatten(1), w.fn, w.scale, w.base, params.rms_eps)
-    pre = sigmoid(mixes).add_(params.eps)[:, None]
+    pre = torch.sigmoid(mixes).add_(params.eps)[:, None]
     collapsed = torch.bmm(pre, streams).squeeze(1)
     return rms_norm(collapsed, w.norm, params.rms_eps).to(streams_NHD.dtype)
