@@ -284,6 +284,40 @@ def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyP
     products._rows_are_independent.cache_clear()
 
 
+def _by_the_stack(a: Any, b: Any, out: Any = None) -> Any:
+    found = np.asarray(a @ b)
+    return found * np.float32(1 + 2**-20) if found.ndim > 2 and len(found) > 2 else found
+
+
+def _by_the_rows(a: Any, b: Any) -> Any:
+    return (a * b).sum(-1) * np.float32(1 + 2**-20)
+
+
+@pytest.mark.parametrize("name, wrong", [("matmul", _by_the_stack), ("vecdot", _by_the_rows)])
+def test_a_blas_that_breaks_the_promise_is_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any
+) -> None:
+    assert host.blas_keeps_bits()
+    host.blas_keeps_bits.cache_clear()
+    monkeypatch.setattr(np, name, wrong)
+    assert not host.blas_keeps_bits()
+    monkeypatch.undo()
+    host.blas_keeps_bits.cache_clear()
+
+
+def _is_small(case: OpCase) -> bool:
+    return sum(arg.numel() for arg in case.args() if isinstance(arg, Tensor)) < 2**17
+
+
+@pytest.mark.parametrize("case", [c for c in CASES[::3] if c.by_token and _is_small(c)], ids=str)
+def test_the_table_s_own_products(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither library keeps the promise: right values, and bits that are a token's own."""
+    monkeypatch.setattr(host, "blas_keeps_bits", lambda: False)
+    monkeypatch.setattr(products, "_rows_are_independent", lambda: False)
+    test_against_the_reference(case)
+    test_a_token_s_bits_are_its_own(case)
+
+
 def _fails(*_: Any) -> Tensor:
     raise RuntimeError("FBGEMM doesn't support this processor")
 

@@ -1,9 +1,11 @@
 """Building blocks of the CPU table, in numpy.
 
-numpy costs a fraction of torch for the small arrays of a decode step. A row of a result never
-depends, in any bit, on the other rows or on how many there are, because every product has a fixed
-shape a row (matmul of [N,1,K] by [K,M] is one gemv a row, whatever N), every other function works
-on each element alone, and sums run over an axis of fixed length or in order.
+numpy costs a fraction of torch for the small arrays of a decode step. The CPU table promises bits:
+a row of a result never depends, in any bit, on the other rows or on how many there are. Every
+matrix product has a fixed shape a row (matmul of [N,1,K] by [K,M] is one gemv a row, whatever N),
+every other function works on each element alone, and sums run over an axis of fixed length or in
+order. numpy leaves matrix products to a BLAS library. `blas_keeps_bits` tries that library out
+once, on this machine; if it breaks the promise, `matmul` takes a slower path of its own.
 
 Legend: N rows, K input width, M output width, D width, R rope dimensions.
 """
@@ -97,16 +99,71 @@ def constant(value: float) -> F32:
     return array
 
 
+# Rows, input width and output width of the products that `blas_keeps_bits` tries: widths of whole
+# blocks of a BLAS kernel, a little more, and odd ones. One row is a gemv, more are a gemm.
+_TRIED = (
+    *((1, K, M) for K in (24, 100, 256, 1027) for M in (4, 24, 75, 256, 321)),
+    *((rows, K, M) for rows in (4, 16) for K, M in ((24, 32), (64, 128), (128, 24), (128, 96))),
+    (4, 4, 256),
+)
+
+
+@lru_cache(maxsize=1)
+def blas_keeps_bits() -> bool:
+    """Whether numpy's BLAS gives a matrix the same bits alone and within any stack.
+
+    Each product is computed within a stack, alone, and at other addresses. With the OpenBLAS that
+    comes with numpy, one thread and every kernel that was tried, the answer is yes.
+    """
+    stack = 3
+    numbers = np.random.default_rng(0).standard_normal(2**20, np.float32)
+    for rows, K, M in _TRIED:
+        x = numbers[: stack * rows * K].reshape(stack, rows, K)
+        weights = numbers[-stack * K * M :].reshape(stack, K, M)
+        for order in ("C", "F"):
+            shared: F32 = np.asarray(weights[0], order=order)
+            among = (np.matmul(x, shared), np.matmul(x, weights))
+            for i in range(stack):
+                moved = np.empty(rows * K + 1, np.float32)[1:].reshape(rows, K)  # another alignment
+                moved[...] = x[i]
+                alone = [(moved @ shared, moved @ weights[i])]
+                if rows == 1:
+                    alone.append((moved[0].dot(shared)[None], x[i, 0].dot(weights[i])[None]))
+                pairs = (pair for one in alone for pair in zip(one, among, strict=True))
+                if not all(np.array_equal(one, whole[i]) for one, whole in pairs):
+                    return False
+        squares = np.vecdot(x[:, 0], x[:, 0])
+        if any(float(x[i, 0].dot(x[i, 0])) != float(squares[i]) for i in range(stack)):
+            return False
+    return True
+
+
+def matmul(a: F32, b: F32, out: F32 | None = None) -> F32:
+    """a [...,N,K] @ b [...,K,M]: a matrix's bits do not depend on the rest of the stack."""
+    if blas_keeps_bits():
+        product: F32 = np.matmul(a, b, out)
+        return product
+    return _matmul_in_order(a, b, out)
+
+
+def _matmul_in_order(a: F32, b: F32, out: F32 | None) -> F32:
+    """The terms of each element are added in order, each rounded: no library, no freedom."""
+    total: F32 = np.multiply(a[..., :1], b[..., :1, :], out)
+    for k in range(1, a.shape[-1]):
+        np.add(total, a[..., k : k + 1] * b[..., k : k + 1, :], total)
+    return total
+
+
 def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
     """x [N,K] @ weight [K,M], one gemv a row."""
     num_rows = x_NK.shape[0]
-    if num_rows == 1:
+    if num_rows == 1 and blas_keeps_bits():
         one: F32 = x_NK[0].dot(weight_KM)
         return one[None]
     out_NM = np.empty((num_rows, weight_KM.shape[1]), np.float32)
 
     def run(rows: slice) -> None:
-        np.matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
+        matmul(x_NK[rows, None], weight_KM, out_NM[rows, None])
 
     split_rows(num_rows, weight_KM.size, run)
     return out_NM
@@ -118,9 +175,10 @@ def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
     In float64 from the sum on, so that Python's floats give the bits that arrays do.
     """
     share = 1.0 / x.shape[-1]
-    if x.ndim == 1:
+    if x.ndim == 1 and blas_keeps_bits():
         return np.float32(1.0 / math.sqrt(float(x.dot(x)) * share + eps))
-    mean = np.vecdot(x, x)[..., None].astype(np.float64)
+    squares = np.vecdot(x, x) if blas_keeps_bits() else np.add.reduce(np.square(x), -1)
+    mean = squares[..., None].astype(np.float64)
     mean *= share
     mean += eps
     np.sqrt(mean, mean)

@@ -124,7 +124,8 @@ def _rows_are_independent() -> bool:
     if _PACK is None or _MULTIPLY is None:
         return False
     generator = torch.Generator().manual_seed(0)
-    x_NK = torch.randn(64, 1100, generator=generator)
+    num_rows = 250
+    x_NK = torch.randn(num_rows, 1100, generator=generator)
     weight_MK = torch.randn(75, 1100, generator=generator).half().float()
     try:
         packed = _packed(weight_MK)
@@ -135,6 +136,6 @@ def _rows_are_independent() -> bool:
         return False
     return all(
         torch.equal(_MULTIPLY(x_NK[start:end], packed, None), whole_NM[start:end])
-        for size in range(1, 33)
-        for start, end in ((0, size), (64 - size, 64))
+        for size in (*range(1, 33), 64, 121)
+        for start, end in ((0, size), (num_rows - size, num_rows))
     ) and torch.allclose(whole_NM, x_NK @ weight_MK.T, rtol=0, atol=1e-2)

@@ -128,7 +128,7 @@ def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F
         rows_NKC = rows_PC.take(block_slots_NK, 0, mode="clip")
         start, end = end, end + rows_NKC.shape[1]
         part = weights_NAK[:, :, start:end]
-        np.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
+        host.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
         gathered.append((part, rows_NKC))
     missing_NK = np.less(slots_NK, 0)
     if missing_NK.any():
@@ -141,8 +141,8 @@ def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F
     np.exp(total, total)
     weight, rows_NKC = gathered[0]
     np.add(total, np.add.reduce(weight, -1), total)
-    np.matmul(weight, rows_NKC, out_NAC)
+    host.matmul(weight, rows_NKC, out_NAC)
     for weight, rows_NKC in gathered[1:]:
         np.add(total, np.add.reduce(weight, -1), total)
-        np.add(out_NAC, np.matmul(weight, rows_NKC), out_NAC)
+        np.add(out_NAC, host.matmul(weight, rows_NKC), out_NAC)
     np.divide(out_NAC, total[:, :, None], out_NAC)

@@ -112,12 +112,12 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, -1)[..., None])
     np.add(mix_NHH, constant(params.eps), mix_NHH)
     res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
-    collapsed = np.matmul(pre_NH[:, None], residual_NHD)[:, 0]
+    collapsed = host.matmul(pre_NH[:, None], residual_NHD)[:, 0]
     return host.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
 
 
 def _post(x_ND: F32, post_NH: F32, res_NHH: F32, residual_NHD: F32) -> F32:
-    mixed: F32 = np.matmul(res_NHH.swapaxes(1, 2), residual_NHD)
+    mixed: F32 = host.matmul(res_NHH.swapaxes(1, 2), residual_NHD)
     np.add(mixed, np.multiply(post_NH[:, :, None], x_ND[:, None]), mixed)
     return mixed
 
@@ -163,5 +163,5 @@ def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     np.add(pre, constant(1.0), pre)
     np.reciprocal(pre, pre)
     np.add(pre, constant(params.eps), pre)
-    collapsed = np.matmul(pre[:, None], streams)[:, 0]
+    collapsed = host.matmul(pre[:, None], streams)[:, 0]
     return torch.from_numpy(host.rms_norm(collapsed, view(w.norm), params.rms_eps))
