@@ -21,7 +21,8 @@ class EngineConfig:
             model was trained with; "exact" rounds none of them.
         reference: run the plain torch definitions instead of the platform's table.
         batch_invariant: give a request's tokens the same bits whatever else is in the batch and
-            however its prompt is cut, captured or not; on a CPU they always have them.
+            however its prompt is cut, captured or not. On a CPU float32 always does; other dtypes
+            and the references are refused.
         enforce_eager: launch every kernel from the host instead of replaying captured graphs.
         graph_sizes: batch sizes whose decode is captured; None: a ladder up to max_num_seqs.
         max_model_len: tokens of prompt and output of one sequence at most; None: what the

@@ -44,7 +44,7 @@ class LLM:
             trained; "exact" rounds none of them.
         reference: run the plain torch definitions of the operators instead of the platform's.
         batch_invariant: on a GPU, give a request's tokens the same bits whatever else is in the
-            batch, however its prompt is cut; slower. On a CPU they always have them.
+            batch, however its prompt is cut; slower. On a CPU float32 always does.
         enforce_eager: on a GPU, launch every kernel from the host instead of replaying graphs.
         max_model_len: tokens of prompt and output of one sequence at most.
         max_num_seqs: sequences that run at once.

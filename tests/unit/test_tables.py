@@ -80,3 +80,14 @@ def test_the_command_line_prints_each_table(name: str, capsys: pytest.CaptureFix
 def test_the_machine_s_own_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops"]) == 0
     assert f"operators on {Platform.detect().vendor}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("platform", PLATFORMS, ids=lambda p: p.arch)
+def test_batch_invariance_is_refused_where_nothing_promises_it(platform: Platform) -> None:
+    with pytest.raises(ResourceError, match="batch_invariant needs"):
+        load_ops(platform, reference=True, batch_invariant=True)
+    if platform == Platform.cpu() or platform.arch == "sm90":
+        load_ops(platform, batch_invariant=True)
+    else:
+        with pytest.raises(ResourceError, match="batch_invariant needs"):
+            load_ops(platform, batch_invariant=True)

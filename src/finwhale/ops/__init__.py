@@ -75,15 +75,17 @@ def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool 
 
     The CPU's own table computes in float32 only; the references take any dtype and device.
     """
-    if batch_invariant and platform.vendor != "cpu":
-        if reference or platform != Platform("nvidia", "sm90"):
+    if batch_invariant:
+        hopper = platform == Platform("nvidia", "sm90")
+        if reference or not (hopper or platform.vendor == "cpu"):
             raise ResourceError(
-                "batch_invariant needs the kernels for Hopper GPUs or the CPU, and here the plain "
-                "definitions run on a GPU: their products depend on the batch"
+                "batch_invariant needs the operators for Hopper GPUs, or the CPU's with float32; "
+                "here the plain definitions would run, whose sums depend on the batch"
             )
-        from finwhale.ops.tables.nvidia import INVARIANT
+        if hopper:
+            from finwhale.ops.tables.nvidia import INVARIANT
 
-        return INVARIANT
+            return INVARIANT
     if reference:
         from finwhale.ops.tables.reference import OPS
 
