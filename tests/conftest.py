@@ -20,6 +20,11 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from finwhale import LLM
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
+# Before any kernel's module is imported. Without a GPU, this process runs Triton kernels in
+# Triton's interpreter; what compiles them does so in a process of its own (tests/ops/conftest.py).
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Random schedules: as many as CI has time for, and `pytest --hypothesis-profile long` by hand.
 settings.register_profile("short", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=3000)

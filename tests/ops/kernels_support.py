@@ -11,7 +11,6 @@ from torch import Tensor
 
 from . import triton_interpreter as triton_interpreter
 
-torch.set_num_threads(1)
 DTYPES = (torch.float32, torch.bfloat16)
 
 

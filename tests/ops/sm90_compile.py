@@ -1,15 +1,16 @@
-"""Compile every Triton kernel for SM90 without a GPU: a script that test_sm90_compile.py runs.
+"""Compile Triton kernels for SM90 without a GPU.
 
-It calls the operators on tensors of the meta device, with the sizes of Flash and Pro in bfloat16,
-and compiles each launch instead of running it. Prints a JSON object a compiled kernel.
+CALLS names calls of operators on tensors of the meta device, with the sizes of Flash and Pro in
+bfloat16; other modules named sm90_* have CALLS of their own. In sm90_worker.py, `compile_launch`
+stands in for a launch.
 """
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.engine.memory import every_choice
 from finwhale.ops.attention import Complete, Selected, Window
@@ -52,7 +55,10 @@ TYPES = {
 }
 # hidden_size, num_attention_heads, q_lora_rank, n_routed_experts.
 MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
-DONE: set[str] = set()
+Report = dict[str, Any]
+DONE: dict[str, Report] = {}  # by what decides the compiled kernel
+FOUND: list[Report] = []  # of the present call
+compiling = True  # or only the kernels' names are wanted
 
 
 def special(parameter: Any, value: Any) -> bool:
@@ -60,15 +66,23 @@ def special(parameter: Any, value: Any) -> bool:
     return isinstance(value, int) and not parameter.do_not_specialize
 
 
+def descriptor_type(value: Any) -> str:
+    element = TYPES[value.base.dtype][1:]
+    layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
+    return f"tensordesc<{element}{list(value.block_shape)}{layout}>"
+
+
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """As a launch specialises it: 16-byte pointers, integers of 1 and multiples of 16."""
     signature, constants, attributes = {}, {}, {}
     for position, parameter in enumerate(kernel.params):
         name, value = parameter.name, arguments[parameter.name]
-        if isinstance(value, Tensor):
+        if isinstance(value, TensorDescriptor | GluonDescriptor):
+            signature[name] = descriptor_type(value)
+        elif isinstance(value, Tensor):
             signature[name] = TYPES[value.dtype]
             attributes[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or (special(parameter, value) and value == 1):
+        elif parameter.is_constexpr or value is None or (special(parameter, value) and value == 1):
             signature[name] = "constexpr"
             constants[(position,)] = value
         elif isinstance(value, int):
@@ -77,36 +91,51 @@ def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
-    return ASTSource(kernel, signature, constants, attributes)
+    make = GluonASTSource if kernel.is_gluon() else ASTSource
+    return make(kernel, signature, constants, attributes)
+
+
+def arguments_of(kernel: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A launch's arguments by name, and its options."""
+    names = [parameter.name for parameter in kernel.params]
+    arguments = dict(zip(names, args, strict=False))
+    arguments |= {name: value for name, value in kwargs.items() if name in names}
+    return arguments, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    names = [parameter.name for parameter in self.params]
-    arguments = dict(zip(names, args, strict=False))
-    arguments |= {name: value for name, value in kwargs.items() if name in names}
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    ast = source(self, arguments)
-    key = f"{self.__name__} {ast.signature} {ast.constants} {ast.attrs} {options}"
-    if key in DONE:
+    """In place of a launch."""
+    arguments, options = arguments_of(self, args, kwargs)
+    constants = {name: value for name, value in arguments.items() if name.isupper()}
+    add_report(source(self, arguments), options, constants)
+
+
+def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any]) -> None:
+    """Add what a source compiles to, to FOUND."""
+    kernel = ast.fn
+    name = f"{kernel.__module__.removeprefix('finwhale.ops.')}.{kernel.__name__}"
+    key = f"{name} {ast.signature} {ast.constants} {ast.attrs} {options}"
+    if not compiling:
+        FOUND.append({"kernel": name})
         return
-    DONE.add(key)
+    if key in DONE:
+        FOUND.append(DONE[key])
+        return
     compiled = triton.compile(ast, target=TARGET, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [CUOBJDUMP, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    report = {
-        "kernel": self.__name__,
-        "constants": {name: arguments[name] for name in names if name.isupper()},
+    DONE[key] = {
+        "kernel": name,
+        "signature": str(ast.signature),
+        "constants": str(constants),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared": compiled.metadata.shared,
     }
-    report["constants"] = {
-        name: value for name, value in report["constants"].items() if not isinstance(value, Tensor)
-    }
-    print(json.dumps(report), flush=True)
+    FOUND.append(DONE[key])
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -230,27 +259,27 @@ def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) ->
         )
 
 
-def main(part: str) -> None:
-    """part: "layers", what works on activations alone, or "caches"."""
-    JITFunction.run = compile_launch
-    if part == "layers":
-        for D, A, Q, E in MODELS.values():
-            for tokens in (8, 8192):
-                call_all(D, A, Q, E, tokens)
-            for tokens in (8, 1024, 8192):
-                call_mhc(D, tokens)
-            for tokens in (1, 8, 64, 8192):
-                call_linear(D, A, Q, 2048 if D == 4096 else 3072, tokens)
-        return
-    for width, heads, topk in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):
+def calls() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for name, (D, A, Q, E) in MODELS.items():
+        for N in (8, 8192):
+            found[f"activations-{name}-{N}"] = partial(call_all, D, A, Q, E, N)
+        for N in (8, 1024, 8192):
+            found[f"mhc-{name}-{N}"] = partial(call_mhc, D, N)
+        for N in (1, 8, 64, 8192):
+            found[f"linear-{name}-{N}"] = partial(
+                call_linear, D, A, Q, 2048 if D == 4096 else 3072, N
+            )
+    for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk
         for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
-            call_indexer(width, heads, topk, *step)
-    flash, pro, demo = (64, 512, 1024, 512), (128, 512, 1536, 1024), (8, 128, 128, 64)
-    for tokens, max_query in ((1, 1), (32, 1), (8192, 8192)):
-        call_attention(*flash, tokens, max_query)
-    for sizes in (pro, demo):  # their decodes differ in the number of heads and shares alone
-        call_attention(*sizes, 8192, 8192)
+            found[f"indexer-{sizes[2]}-{step[0]}-{step[1]}"] = partial(call_indexer, *sizes, *step)
+    flash = (64, 512, 1024, 512)
+    for N, max_query in ((1, 1), (32, 1), (8192, 8192)):
+        found[f"attention-flash-{N}"] = partial(call_attention, *flash, N, max_query)
+    # Their decodes differ in the number of heads and shares alone.
+    for name, sizes in (("pro", (128, 512, 1536, 1024)), ("demo", (8, 128, 128, 64))):
+        found[f"attention-{name}-8192"] = partial(call_attention, *sizes, 8192, 8192)
+    return found
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+CALLS = calls()

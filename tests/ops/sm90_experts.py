@@ -1,29 +1,20 @@
-"""Compile the routed experts' kernels for SM90 without a GPU: a script for test_sm90_experts.py.
+"""Calls of the routed experts' kernels, which sm90_compile.py compiles for SM90."""
 
-As sm90_compile.py does; besides, it knows tensor descriptors and kernels in Gluon.
-"""
-
-import json
-import re
-import subprocess
-import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import triton
-from sm90_compile import CUOBJDUMP, TARGET, TYPES, f32, meta, special
 from torch import Tensor
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.ops.moe import ExpertWeight, hopper_experts, hopper_one, triton_fold, triton_order
 from finwhale.ops.moe import triton_experts as kernels
 from finwhale.ops.moe.hopper_experts import HopperPlan
 
-ALL_TYPES = {**TYPES, torch.uint8: "*u8"}
+from .sm90_compile import f32, meta
+
 # D, I, E, K.
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 128, 16, 4)}
 # Every plan that plan() makes for Hopper, and one of those for other GPUs.
@@ -35,58 +26,6 @@ PLANS = (
     kernels.Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4))),
     kernels.Plan(16, (128, 4, 8), (64, 4, 4)),
 )
-DONE: set[str] = set()
-
-
-def descriptor_type(value: Any) -> str:
-    element = ALL_TYPES[value.base.dtype][1:]
-    layout = f",{value.layout!r}" if isinstance(value, GluonDescriptor) else ""
-    return f"tensordesc<{element}{list(value.block_shape)}{layout}>"
-
-
-def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-    names = [parameter.name for parameter in self.params]
-    arguments = dict(zip(names, args, strict=False))
-    arguments |= {name: value for name, value in kwargs.items() if name in names}
-    options = {name: value for name, value in kwargs.items() if name not in names}
-    signature, constants, attributes = {}, {}, {}
-    for position, parameter in enumerate(self.params):
-        name, value = parameter.name, arguments[parameter.name]
-        if isinstance(value, TensorDescriptor | GluonDescriptor):
-            signature[name] = descriptor_type(value)
-        elif isinstance(value, Tensor):
-            signature[name] = ALL_TYPES[value.dtype]
-            attributes[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (special(parameter, value) and value == 1):
-            signature[name] = "constexpr"
-            constants[(position,)] = value
-        elif isinstance(value, int):
-            signature[name] = "i32" if value < 2**31 else "i64"
-            if special(parameter, value) and value % 16 == 0:
-                attributes[(position,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    key = f"{self.__module__} {self.__name__} {signature} {constants} {attributes} {options}"
-    if key in DONE:
-        return
-    DONE.add(key)
-    make_source = GluonASTSource if self.is_gluon() else ASTSource
-    source = make_source(self, signature, constants, attributes)
-    compiled = triton.compile(source, target=TARGET, options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        command = [CUOBJDUMP, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    report = {
-        "kernel": self.__name__,
-        "gluon": self.is_gluon(),
-        "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
-        "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
-        "shared": compiled.metadata.shared,
-        "signature": str(signature),
-    }
-    print(json.dumps(report), flush=True)
 
 
 def u8(*shape: int) -> Tensor:
@@ -102,18 +41,29 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  #
     kernels._sum(each, ids, meta(N, D), N)
 
 
-def main() -> None:
-    JITFunction.run = compile_launch
-    # As on the GPU: no tensor here is on one.
-    for module in (kernels, triton_order, hopper_experts, hopper_one):
-        module.early_launch = lambda x, pays=True: {"PDL": pays, "launch_pdl": pays}
+def early(x: Tensor, pays: bool = True) -> dict[str, bool]:
+    return {"PDL": pays, "launch_pdl": pays}
+
+
+def call_as_on_a_gpu(*args: Any) -> None:
+    """No tensor here is on one."""
+    with ExitStack() as stack:
+        for module in (kernels, triton_order, hopper_experts, hopper_one):
+            stack.enter_context(patch.object(module, "early_launch", early))
+        call(*args)
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    found = {}
     for name, (D, I, E, K) in MODELS.items():  # noqa: E741
         for plan in PLANS:
             if plan.block_n > 64 and name == "demo":
                 continue  # Flash's with fewer steps; they take longest to compile
             for N in (1, 8, 8192) if plan.block_n in (16, 256) else (1024,):
-                call(D, I, E, K, N, plan)
+                kind = "hopper" if plan.hopper else "portable"
+                key = f"{name}-{kind}-{plan.block_n}-{N}"
+                found[key] = partial(call_as_on_a_gpu, D, I, E, K, N, plan)
+    return found
 
 
-if __name__ == "__main__":
-    main()
+CALLS = calls()

@@ -5,14 +5,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import finwhale
+from .kernel_sources import SOURCES, kernels
 
-SOURCES = sorted((Path(finwhale.__file__).parent / "ops").rglob("*.py"))
 LOST = """
 @gluon.jit
 def load(rings, ahead, blocks, TILES):
@@ -24,15 +22,6 @@ def load(rings, ahead, blocks, TILES):
         start = 0
     return slot
 """
-
-
-def kernels(source: str) -> Iterator[ast.FunctionDef]:
-    """Functions that Triton compiles."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef):
-            decorators = " ".join(ast.unparse(decorator) for decorator in node.decorator_list)
-            if "jit" in decorators or "kernel" in decorators:
-                yield node
 
 
 def names(nodes: list[ast.AST], context: type[ast.expr_context]) -> set[str]:

@@ -1,74 +1,46 @@
-"""Every Triton kernel compiles for SM90 with the model's sizes and fits; what spills is known.
-
-In a process of its own: under TRITON_INTERPRET a kernel's module holds nothing to compile.
-"""
-
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Every Triton kernel compiles for SM90 with the models' sizes and fits; what spills is known."""
 
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-HERE = Path(__file__).parent
-KERNELS = {
-    "_streams_few_kernel",
-    "_planes_kernel",
-    "_streams_many_kernel",
-    "_gates_kernel",
-    "_block_input_kernel",
-    "_rms_norm_kernel",
-    "_gate_few_kernel",
-    "_gate_many_kernel",
-    "_choose_kernel",
-    "_hash_kernel",
-    "_best_kernel",
-    "_pick_kernel",
-    "_penalise_kernel",
-    "_add_kernel",
-    "_restrict_kernel",
-    "_scan_kernel",
-    "_draw_kernel",
-    "_quantise_kernel",
-    "_prepare_qkv_kernel",
-    "_attend_kernel",
-    "_combine_kernel",
-    "_compress_kernel",
-    "_scores_kernel",
-    "_select_kernel",
-    "row_kernel",
-    "tile_kernel",
-    "sum_kernel",
+
+from . import sm90_attention, sm90_compile, sm90_experts
+from .conftest import Compile
+from .kernel_sources import kernel_names
+
+CALLS = [
+    pytest.param(module.__name__.rpartition(".")[2], call, id=call)
+    for module in (sm90_compile, sm90_attention, sm90_experts)
+    for call in module.CALLS
+]
+# Bytes of stack a thread: attention of many tokens on other GPUs than Hopper, where hopper.py runs;
+# the indexer's scores of a prefill; Gluon programs of many columns, outside their loops over tiles.
+SPILLING = {
+    "attention.triton_decode._attend_kernel": 256,
+    "indexer.triton._scores_kernel": 896,
+    "attention.hopper._attend_kernel": 32,
+    "moe.hopper_experts._gate_up_kernel": 64,
+    "moe.hopper_experts._down_kernel": 64,
+    "moe.hopper_one._one_gate_up_kernel": 64,
+    "moe.hopper_one._one_down_kernel": 64,
 }
-# Bytes of stack a thread: attention of many tokens on other GPUs than Hopper, where hopper.py runs,
-# and the indexer's scores of a prefill.
-SPILLING = {"_attend_kernel": 256, "_scores_kernel": 896}
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 
 
-def test_kernels_compile_for_sm90(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path)}
-    env["TRITON_DISABLE_LINE_INFO"] = "1"  # line numbers are not needed
-    halves = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "sm90_compile.py"), part],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for part in ("layers", "caches")
-    ]
-    reports = []
-    for half in halves:
-        out, error = half.communicate()
-        assert half.returncode == 0, error[-6000:]
-        reports += [json.loads(line) for line in out.splitlines()]
-    assert {report["kernel"] for report in reports} == KERNELS
+@pytest.mark.parametrize("module, call", CALLS)
+def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
+    reports = sm90(module, call, compiled=True)
+    assert reports
     for report in reports:
         assert report["spilled"] <= SPILLING.get(report["kernel"], 0), report
         assert report["registers"] <= 255, report
         assert report["shared"] <= SHARED_LIMIT, report
+
+
+def test_every_kernel_is_compiled(sm90: Compile) -> None:
+    found = {
+        report["kernel"]
+        for module, call in (param.values for param in CALLS)
+        for report in sm90(module, call, compiled=False)
+    }
+    assert found == kernel_names()

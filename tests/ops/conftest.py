@@ -1,0 +1,87 @@
+"""Where Triton kernels run without a GPU (its interpreter), and where they are compiled."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+# A kernel's module is for the interpreter or for the compiler: which, is decided when it is
+# imported. A process that has a GPU imports kernels for the GPU.
+collect_ignore_glob = [] if TRITON and INTERPRETED else ["test_triton_*.py"]
+Report = dict[str, Any]
+
+
+class Compile(Protocol):
+    def __call__(self, module: str, call: str, compiled: bool) -> list[Report]: ...
+
+
+def pytest_report_header() -> str | None:
+    if not TRITON:
+        return "triton is not installed: the tests of Triton kernels are left out"
+    if not INTERPRETED:
+        return (
+            "kernels are for the GPU here; in the interpreter: TRITON_INTERPRET=1 pytest tests/ops"
+        )
+    return None
+
+
+@pytest.fixture(autouse=True)
+def one_thread_in_the_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The interpreter's many small operations are slower on several threads."""
+    if not request.path.name.startswith("test_triton_"):
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
+    """Run one of a module's CALLS in a process that compiles each launch for SM90, or names it.
+
+    The process serves all tests of this worker. Workers share what Triton compiled.
+    """
+    if not TRITON:
+        pytest.skip("needs triton, which is installed with the GPU packages")
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(shared / "sm90")}
+    env["TRITON_DISABLE_LINE_INFO"] = "1"  # line numbers are not needed
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.ops.sm90_worker"],
+        cwd=ROOT,
+        env=env,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdin and child.stdout
+    requests, answers = child.stdin, child.stdout
+
+    def compile_call(module: str, call: str, compiled: bool) -> list[Report]:
+        requests.write(json.dumps([module, call, compiled]) + "\n")
+        requests.flush()
+        line = answers.readline()
+        assert line, f"the process that compiles ended with exit status {child.wait()}"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        reports: list[Report] = answer["reports"]
+        return reports
+
+    yield compile_call
+    requests.close()
+    child.wait()

@@ -1,0 +1,35 @@
+"""A process that compiles for SM90: conftest.py starts it, without TRITON_INTERPRET.
+
+It reads requests: a JSON list of a module, the name of one of its CALLS, and whether to compile
+what that launches. It answers each with a line: what the launches compile to, or the error.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+from typing import Any
+
+from triton.runtime.jit import JITFunction
+
+from . import sm90_compile
+
+
+def answer(module: str, call: str, compiled: bool) -> dict[str, Any]:
+    sm90_compile.compiling = compiled
+    sm90_compile.FOUND.clear()
+    try:
+        importlib.import_module(f"{__package__}.{module}").CALLS[call]()
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"reports": sm90_compile.FOUND}
+
+
+def main() -> None:
+    JITFunction.run = sm90_compile.compile_launch
+    for line in sys.stdin:
+        print(json.dumps(answer(*json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
