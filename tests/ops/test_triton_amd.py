@@ -24,8 +24,8 @@ from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_checkpoint
 
-from .kernels_mhc import PARAMS, state, weight
 from .kernels_support import DTYPES, Inputs, assert_all_close
+from .test_triton_mhc import PARAMS, state, weight
 
 AMD, NVIDIA = Platform("amd", "gfx942"), Platform("nvidia", "sm90")
 # What the kernels take: whole groups of 128. A C4 and a C128 layer, and the MTP layer's window.

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -181,27 +178,6 @@ def test_one_process_fills_at_a_time(tmp_path: Path, cache: Artefacts) -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-
-
-HOLD = """
-import sys, time
-from finwhale.artefacts import Artefacts
-with Artefacts(sys.argv[1], {"device": "x"}).filling():
-    print("in", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_who_is_killed_while_filling_holds_nobody_up(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    assert holder.stdout is not None and holder.stdout.readline() == "in\n"
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
-    holder.stdout.close()
-    with Artefacts(tmp_path, {"device": "x"}).filling():
-        pass
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -1,14 +1,7 @@
-"""The command line: what it prints where, exit codes, interruptions."""
+"""The command line without an engine: help, mistakes, options, inspect."""
 
 import argparse
-import io
-import json
-import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import finwhale
-from finwhale import LLM, SamplingParams
 from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.cli.main import COMMANDS, main
-from finwhale.demo import DEMO_PATH
-from finwhale.engine.runner import ModelRunner
 
 Capture = pytest.CaptureFixture[str]
-TEXT = "The fin whale is"
-
-
-@pytest.fixture
-def command(tiny_path: Path, one_thread: None) -> Callable[..., list[str]]:
-    """A command line on the tiny model."""
-
-    def make(name: str, *args: object) -> list[str]:
-        return [name, *map(str, args), "--model", str(tiny_path), "--device", "cpu"]
-
-    return make
-
-
-def give_stdin(monkeypatch: pytest.MonkeyPatch, data: str | bytes) -> None:
-    raw = data.encode() if isinstance(data, str) else data
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
 
 
 # --- Help -----------------------------------------------------------------------------------------
@@ -82,160 +56,6 @@ def test_a_mistake_in_the_command_itself(args: list[str], capsys: Capture) -> No
     assert captured.out == "" and "error: " in captured.err.splitlines()[-1]
 
 
-# --- generate -------------------------------------------------------------------------------------
-
-
-def test_generate_prints_the_text_and_nothing_else(
-    command: Callable[..., list[str]], llm: LLM, capsys: Capture
-) -> None:
-    options = ("--temperature", 0, "--max-tokens", 20, "--activations", "exact", "--ignore-eos")
-    assert main(command("generate", TEXT, *options)) == 0
-    captured = capsys.readouterr()
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    assert captured.out == llm.generate(TEXT, params)[0].outputs[0].text + "\n"
-    assert captured.err == ""
-
-
-def test_generate_from_stdin_with_stats(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = ("--seed", 3, "--max-tokens", 9, "--ignore-eos")
-    assert main(command("generate", TEXT, *options)) == 0
-    wanted = capsys.readouterr().out
-    give_stdin(monkeypatch, TEXT)
-    assert main(command("generate", "-", *options, "--stats")) == 0
-    captured = capsys.readouterr()
-    assert captured.out == wanted
-    assert "tokens/s over 9 tokens" in captured.err
-
-
-def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture) -> None:
-    options = ("--temperature", 0.8, "--seed", 1, "--max-tokens", 20, "--ignore-eos")
-    texts = []
-    for drafts in ("0", "2", "auto"):
-        assert main(command("generate", TEXT, *options, "--draft-tokens", drafts)) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[1:] == texts[:1] * 2
-    with pytest.raises(SystemExit):
-        main(command("generate", TEXT, "--draft-tokens", "many"))
-    assert 'a number or "auto" is wanted' in capsys.readouterr().err
-    assert main(command("generate", TEXT, "--draft-tokens", "9")) != 0
-    assert "draft_tokens must be 0 to 3" in capsys.readouterr().err
-
-
-def test_generate_stops_before_a_string(command: Callable[..., list[str]], capsys: Capture) -> None:
-    options = ("--temperature", 0, "--max-tokens", 20, "--ignore-eos")
-    assert main(command("generate", TEXT, *options)) == 0
-    whole = capsys.readouterr().out
-    stop = next(whole[i : i + 3] for i in range(4, 20) if "\ufffd" not in whole[i : i + 3])
-    assert main(command("generate", TEXT, *options, "--stop", "never", "--stop", stop)) == 0
-    assert capsys.readouterr().out == whole[: whole.index(stop)] + "\n"
-
-
-@pytest.mark.parametrize(
-    ("data", "wanted"),
-    [
-        (b"", "the prompt is empty"),
-        (b"\xff\xfe", "standard input is not text in utf-8"),
-        (b"whale " * 1000, "room for 512"),
-    ],
-)
-def test_bad_stdin(
-    command: Callable[..., list[str]],
-    capsys: Capture,
-    monkeypatch: pytest.MonkeyPatch,
-    data: bytes,
-    wanted: str,
-) -> None:
-    give_stdin(monkeypatch, data)
-    assert main(command("generate", "-")) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("finwhale: error: ") and captured.err.count("\n") == 1
-    assert wanted in captured.err
-
-
-def test_a_model_that_computes_nan(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits = ModelRunner.logits
-    steps = 0
-
-    def spoiled(self: ModelRunner, chunks: Any) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        return logits(self, chunks) * (1 if steps < 4 else torch.nan)
-
-    monkeypatch.setattr(ModelRunner, "logits", spoiled)
-    assert main(command("generate", TEXT, "--seed", 1, "--ignore-eos")) == 1
-    captured = capsys.readouterr()
-    assert captured.out.endswith("\n") and len(captured.out) > 1
-    assert captured.err.startswith("finwhale: error: ") and captured.err.count("\n") == 1
-    assert "not finite" in captured.err
-
-
-# --- chat -----------------------------------------------------------------------------------------
-
-
-def test_chat(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Turns add up, /reset forgets, commands are no turns."""
-    seen: list[Sequence[int]] = []
-    stream = LLM.stream
-
-    def watched(self: LLM, prompt: Any, params: Any = None) -> Any:
-        seen.append(prompt)
-        return stream(self, prompt, params)
-
-    monkeypatch.setattr(LLM, "stream", watched)
-    give_stdin(monkeypatch, "One\n\nTwo\n/what\n/think\n/reset\nThree\n/exit\nnever\n")
-    assert main(command("chat", "--max-tokens", 4, "--system", "Be brief", "--seed", 1)) == 0
-    captured = capsys.readouterr()
-    assert "thinking on" in captured.err and "/reset starts over" in captured.err
-    assert "Traceback" not in captured.err
-    llm_tokenizer = finwhale.LLM(command("chat")[2], device="cpu").tokenizer
-    assert llm_tokenizer is not None
-    prompts = [llm_tokenizer.decode(ids, skip_special=False) for ids in seen]
-    assert len(prompts) == 3
-    assert all("Be brief" in prompt for prompt in prompts)
-    assert "One" in prompts[1] and "Two" in prompts[1]
-    assert "One" not in prompts[2] and "Three" in prompts[2]
-    assert len(captured.out.rstrip("\n").splitlines()) >= 3
-
-
-def test_a_turn_that_fails_leaves_no_trace(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The conversation goes on; a script learns of it from the exit code."""
-    give_stdin(monkeypatch, "whale " * 1000 + "\nHello\n")
-    assert main(command("chat", "--max-tokens", 4, "--temperature", 0)) == 1
-    captured = capsys.readouterr()
-    assert captured.err.startswith("finwhale: error: the prompt has")
-    assert captured.err.count("\n") == 1
-    give_stdin(monkeypatch, "Hello\n")
-    assert main(command("chat", "--max-tokens", 4, "--temperature", 0)) == 0
-    assert captured.out == capsys.readouterr().out
-
-
-def test_chat_with_undecodable_input(
-    command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_stdin(monkeypatch, b"\xff\xfe\n")
-    assert main(command("chat")) == 1
-    assert capsys.readouterr().err.startswith("finwhale: error: standard input is not text")
-
-
-def test_chat_without_a_tokenizer(
-    no_tokenizer_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    give_stdin(monkeypatch, "Hello\n")
-    assert main(["chat", "--model", str(no_tokenizer_path), "--device", "cpu"]) == 1
-    assert main(["generate", "hi", "--model", str(no_tokenizer_path), "--device", "cpu"]) == 1
-    chat, generate = capsys.readouterr().err.splitlines()
-    assert "chat needs a tokenizer" in chat and "no tokenizer.json" in chat
-    assert "a text prompt needs a tokenizer" in generate
-
-
 # --- inspect --------------------------------------------------------------------------------------
 
 
@@ -272,70 +92,7 @@ def test_inspect_of_an_incomplete_checkpoint(
     assert "it cannot be loaded" in out
 
 
-# --- Processes ------------------------------------------------------------------------------------
-
-
-def start(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "finwhale.cli.main", *args],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        preexec_fn=heed_control_c,
-    )
-
-
-def heed_control_c() -> None:
-    """A shell's background jobs, such as CI, ignore the signal, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.fixture
-def endless(tiny_path: Path, tmp_path: Path) -> list[str]:
-    """A command that writes for longer than the test waits: a context of a million tokens."""
-    for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / name).symlink_to(tiny_path / name)
-    config = json.loads((tiny_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100000}))
-    return [
-        "generate", TEXT, "--model", str(tmp_path), "--device", "cpu", "--max-tokens", "90000",
-        "--ignore-eos",
-    ]  # fmt: skip
-
-
-def test_an_error_in_a_process_of_its_own() -> None:
-    process = start("generate", "hi", "--model", "/no/such/place")
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert out == ""
-    assert err == "finwhale: error: no checkpoint at /no/such/place: no such directory\n"
-
-
-def test_control_c(endless: list[str]) -> None:
-    process = start(*endless)
-    assert process.stdout is not None
-    process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.strip() == ""
-
-
-def test_a_reader_that_goes_away(endless: list[str]) -> None:
-    """`finwhale generate ... | head -c 20`."""
-    process = start(*endless)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.read(20)
-    process.stdout.close()
-    err = process.stderr.read()
-    assert process.wait(timeout=60) == 1
-    process.stderr.close()
-    assert err == ""
-
-
-# --- Starts ---------------------------------------------------------------------------------------
+# --- Options --------------------------------------------------------------------------------------
 
 
 def test_where_compiled_kernels_are_kept() -> None:
@@ -354,17 +111,6 @@ def test_where_compiled_kernels_are_kept() -> None:
     }
 
 
-def test_warmup_says_how_long_and_what(tiny_path: Path, tmp_path: Path, capsys: Capture) -> None:
-    cache = tmp_path / "kernels"
-    assert main(["warmup", str(tiny_path), "--device", "cpu", "--cache-dir", str(cache)]) == 0
-    phases, kernels = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"import [\d.]+ s, weights [\d.]+ s, kernels 0.0 s, .*rest [\d.]+ s, total [\d.]+ s", phases
-    )
-    assert kernels == "cpu needs no compiled kernels"
-    assert not cache.exists()  # a CPU keeps nothing
-
-
 def test_what_no_engine_takes_is_told_before_a_server_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -373,33 +119,3 @@ def test_what_no_engine_takes_is_told_before_a_server_starts(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == 'finwhale: error: draft_tokens must be 0 to 3 or "auto", got 9\n'
-
-
-def test_bench_start_measures_each_start(tmp_path: Path, capsys: Capture) -> None:
-    record = tmp_path / "start.jsonl"
-    small = "--device cpu --requests 2 --warm 1 --max-num-seqs 2 --max-model-len 256"
-    assert main(["bench", "start", *small.split(), "--record", str(record)]) == 0
-    assert "seconds of each start" in capsys.readouterr().out
-    found = json.loads(record.read_text())
-    assert [start["start"] for start in found["results"]] == ["cold", "warm"]
-    for start in found["results"]:
-        assert 0 < start["ready_s"] <= start["first_token_s"] <= start["process_s"]
-        assert start["early_ttft_ms"]["count"] == 2
-        assert not any(start["late_compilations"].values())
-
-
-def test_bench_throughput_among_others(tmp_path: Path, capsys: Capture) -> None:
-    record = tmp_path / "throughput.jsonl"
-    small = (
-        "--device cpu --requests 5 --prompt-tokens 260 --output-tokens 20 --max-num-seqs 3 "
-        f"--max-num-batched-tokens 256 --long-prompt 600 --model {DEMO_PATH}"
-    )
-    assert main(["bench", "throughput", *small.split(), "--record", str(record)]) == 0
-    assert "between tokens" in capsys.readouterr().out
-    found = json.loads(record.read_text())["results"]
-    for row in found.values():
-        assert row["output_tokens_per_s"] > 0
-        assert 0 < row["between_tokens_ms"]["p50"] <= row["between_tokens_ms"]["p99"]
-    others = found["among others"]["others"]
-    assert all(others["count"].values())
-    assert 0 < others["prefix_tokens_found"] <= 256  # once it was read

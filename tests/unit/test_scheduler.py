@@ -1,8 +1,12 @@
 """The scheduler under random traffic, over a memory that remembers what each row was made from."""
 
+import hashlib
+import math
 import random
+import sys
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from finwhale.bench import prefix as bench_prefix
+from finwhale.engine import prefix
 from finwhale.engine.kv_cache import plan_cache
 from finwhale.engine.pages import PageManager
 from finwhale.engine.scheduler import PATIENCE, Scheduler
@@ -619,8 +624,49 @@ def test_integrity_finds_what_is_wrong_with_a_block(what: str) -> None:
         driver.scheduler.check_integrity()
 
 
-def test_a_lookup_is_linear_and_cheap() -> None:
-    """Far below a microsecond a token, for any length; `finwhale bench prefix` says how far."""
-    assert bench_prefix.main(["--tokens", "2048", "32768", "--repeats", "5"]) == 0
-    short, long = (bench_prefix.measure(n, 5)["whole_ns"]["min"] for n in (8192, 131072))
-    assert long < 3 * short
+def operations(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Of a prompt that was read before, until it is planned: calls, and bytes hashed."""
+    scheduler = bench_prefix._scheduler(num_tokens)
+    prompt = list(range(num_tokens))
+    first, again = (bench_prefix._sequence(key, prompt) for key in ("first", "again"))
+    scheduler.add(first)
+    while first.remaining:
+        scheduler.computed(scheduler.schedule())
+    scheduler.finish(first)
+    calls = hashed = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def blake2b(data: bytes, **options: Any) -> Any:
+        nonlocal hashed
+        hashed += len(data)
+        return hashlib.blake2b(data, **options)
+
+    monkeypatch.setattr(prefix, "hashlib", SimpleNamespace(blake2b=blake2b))
+    before = sys.getprofile()
+    sys.setprofile(count)
+    scheduler.add(again)
+    scheduler.schedule()
+    sys.setprofile(before)
+    monkeypatch.undo()
+    assert again.num_cached > 0.9 * num_tokens
+    return calls, hashed
+
+
+def test_a_lookup_costs_the_same_for_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`finwhale bench prefix` says how long it takes."""
+    lengths = (8192, 131072)
+    short, long = (operations(n, monkeypatch) for n in lengths)
+    for few, many in zip(short, long, strict=True):
+        assert 0 < many <= 16 * 1.1 * few
+    assert long[0] < lengths[1] / 10
+    assert long[1] < 5 * lengths[1]
+
+
+def test_the_measurement_of_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_prefix, "stamp", lambda *args: {})
+    for allowed, status in ((0.0, 1), (math.inf, 0)):
+        monkeypatch.setattr(bench_prefix, "TOKEN_NS", allowed)
+        assert bench_prefix.main(["--tokens", "2048", "--repeats", "1"]) == status

@@ -102,8 +102,9 @@ def test_what_adjoins_is_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatc
         calls.append(offset)
         return read(number, [views[0][:4321]], offset)
 
-    infos = sorted(Checkpoint.open(path).tensors.values(), key=lambda i: (i.file, i.offset))
-    wanted = {i.name: Checkpoint.open(path).read(i.name) for i in infos}
+    checkpoint = Checkpoint.open(path)
+    infos = sorted(checkpoint.tensors.values(), key=lambda i: (i.file, i.offset))
+    wanted = {i.name: checkpoint.read(i.name) for i in infos}
     monkeypatch.setattr("finwhale.checkpoint.staging.os.preadv", preadv)
     for info, tensor in Staging(path, CPU).tensors(infos):
         assert tensor is not None

@@ -195,7 +195,7 @@ MODULES = (
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @MISTAKE
 def test_cuda_initialised_by_an_import_before_a_fork(tmp_path: Path, mistake: bool) -> None:
-    """Every module by itself: tests/unit/test_import_is_inert.py; with CUDA: tests/gpu."""
+    """Every module by itself: tests/process/test_import_is_inert.py; with CUDA: tests/gpu."""
     (tmp_path / "deep_gemm").mkdir()
     (tmp_path / "deep_gemm" / "__init__.py").write_text(DRIVER)
     names = "[" + ", ".join(f'"{name}"' for name in MODULES) + "]"
