@@ -218,15 +218,17 @@ def moe(
     out = swiglu(w.under("shared_experts."), config, x)
     for e in range(config["n_routed_experts"]):
         weight = (share * (chosen == e)).sum(1, keepdim=True)
-        out = out + weight * swiglu(w.under(f"experts.{e}."), config, x)
+        out = out + swiglu(w.under(f"experts.{e}."), config, x, weight)
     return out
 
 
-def swiglu(w: Part, config: Config, x: Tensor) -> Tensor:
+def swiglu(w: Part, config: Config, x: Tensor, weight: Tensor | None = None) -> Tensor:
+    """`weight` [T,1], the routing weight, multiplies the hidden values before w2 rounds them."""
     limit = config["swiglu_limit"]
     gate = linear(w, "w1", config, x).clamp(max=limit)
     up = linear(w, "w3", config, x).clamp(-limit, limit)
-    return linear(w, "w2", config, F.silu(gate) * up)
+    hidden = F.silu(gate) * up
+    return linear(w, "w2", config, hidden if weight is None else hidden * weight)
 
 
 # --- Projections and their roundings ---

@@ -379,13 +379,16 @@ def naive_route_by_hash(
     return [np.array(ids, np.float64), np.array(weights)]
 
 
-def expert(x: Floats, w13: Floats, w2: Floats, limit: float, rounds: bool) -> Floats:
+def expert(
+    x: Floats, w13: Floats, w2: Floats, limit: float, rounds: bool, weight: float = 1.0
+) -> Floats:
+    """The routing weight multiplies what enters w2, before it is rounded."""
     both = product(rounded(x, 128) if rounds else x, w13)
     width = len(both) // 2
     hidden = np.zeros(width)
     for i in range(width):
         gate, up = min(both[i], limit), max(-limit, min(both[width + i], limit))
-        hidden[i] = gate * sigmoid(gate) * up if gate > -700 else 0.0
+        hidden[i] = gate * sigmoid(gate) * up * weight if gate > -700 else 0.0
     return product(rounded(hidden, 128) if rounds else hidden, w2)
 
 
@@ -402,7 +405,7 @@ def naive_experts(
     for n, k in np.ndindex(*ids.shape):
         e = int(ids[n, k])
         if e >= 0:
-            out[n] += weights[n, k] * expert(x[n], w13[e], w2[e], limit, w.round_input)
+            out[n] += expert(x[n], w13[e], w2[e], limit, w.round_input, weights[n, k])
     return [out]
 
 

@@ -230,10 +230,9 @@ def experts(
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     width = w.w2.shape[2]
     gate_up = _each(x_ND[:, None], w.w13[ids_NK])[..., : 2 * width]
-    hidden = clamped_swiglu(gate_up, limit)
+    hidden = clamped_swiglu(gate_up, limit) * weights_NK[:, :, None]
     hidden = round_e4m3(hidden, ACTIVATION_GROUP) if w.round_input else hidden
-    out = _each(hidden, w.w2[ids_NK])[..., : x_ND.shape[1]]
-    mixed: Tensor = (out * weights_NK[:, :, None]).sum(1)
+    mixed: Tensor = _each(hidden, w.w2[ids_NK]).sum(1)[:, : x_ND.shape[1]]
     return mixed if shared_ND is None else mixed + shared_ND
 
 

@@ -83,7 +83,12 @@ class RouteByHash(Protocol):
 
 
 class Experts(Protocol):
-    """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)) of the experts."""
+    """sum_k w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)).
+
+    The weight multiplies the hidden values in float32. With `w.round_input` they are then rounded
+    to E4M3, one scale for each 128; w2's outputs are added without weights. This is the order of
+    the authors' inference code. Weighting w2's outputs instead rounds other values.
+    """
 
     def __call__(
         self,
@@ -95,15 +100,16 @@ class Experts(Protocol):
         shared_ND: Tensor | None = None,
         join: Callable[[], None] | None = None,
     ) -> Tensor:
-        """x [N,D]; an id of -1 skips. `shared`, the shared expert's output, is added; it may be
-        written. `join` is called once, before the current stream is given what reads it. Returns
-        [N,D] in the dtype of plain weights, else of x.
+        """x [N,D], ids [N,K] of an integer dtype, weights [N,K] float32. A pair with id -1 is
+        skipped and adds exactly 0. `shared`, the shared expert's output, is added; it may be
+        written. `join` is called once, before the current stream is given what reads `shared`.
+        Returns [N,D] in the dtype of plain weights, else of x.
         """
         ...
 
 
 class SwigluMlp(Protocol):
-    """The shared expert: the same with one expert, for every token."""
+    """The shared expert: w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), no weight."""
 
     def __call__(self, x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
         """Returns [N,D] in the weights' dtype."""

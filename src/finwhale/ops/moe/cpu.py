@@ -87,9 +87,13 @@ def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
     return hidden
 
 
-def _swiglu(gate_up: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    """What enters w2."""
+def _swiglu(
+    gate_up: Tensor, w: ExpertWeight, limit: float, weights_P1: F32 | None = None
+) -> Tensor:
+    """What enters w2: each row times its routing weight, then rounded."""
     hidden = _clamped_swiglu(gate_up.numpy(), limit)
+    if weights_P1 is not None:
+        np.multiply(hidden, weights_P1, hidden)
     if w.round_input:
         hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
     return torch.from_numpy(hidden)
@@ -110,38 +114,40 @@ def experts(
     shared_ND: Tensor | None = None,
     join: Callable[[], None] | None = None,
 ) -> Tensor:
-    """One row a (token, expert) pair; an expert's pairs lie one after the other."""
+    """One row for each (token, expert) pair; an expert's rows lie one after the other."""
     if join is not None:
         join()
     x: F32 = x_ND.numpy()
-    ids: I64 = ids_NK.numpy()
-    weights: F32 = weights_NK.numpy()
     if w.round_input:
         x = host.round_e4m3(x, ACTIVATION_GROUP)
-    pairs = _Pairs(ids)
-    if pairs.skipped:
-        weights = np.where(ids < 0, constant(0.0), weights)
-    rows = torch.from_numpy(x.take(pairs.order // ids.shape[1], 0))
-    hidden = _swiglu(pairs.multiply(rows, products(w.w13)), w, limit)
+    num_tokens, width = x.shape
+    pairs = _Pairs(ids_NK.numpy())
+    rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))
+    weights: F32 = weights_NK.numpy().T.ravel().take(pairs.order)
+    hidden = _swiglu(pairs.multiply(rows, products(w.w13)), w, limit, weights[:, None])
     out: F32 = pairs.multiply(hidden, products(w.w2)).numpy()
-    by_pair = np.empty((*ids.shape, x.shape[1]), np.float32)
-    by_pair.reshape(out.shape)[pairs.order] = out
-    result: F32 = np.matmul(weights[:, None], by_pair).reshape(x.shape)
+    by_pair = np.empty((ids_NK.numel(), width), np.float32)
+    if len(out) < len(by_pair):
+        by_pair.fill(0.0)
+    by_pair[pairs.order] = out
+    # Whole arrays are added, in order of k: a token's sum does not depend on the other tokens.
+    result: F32 = np.add.reduce(by_pair.reshape(ids_NK.shape[1], num_tokens, width), 0)
     if shared_ND is not None:
         np.add(result, shared_ND.numpy(), result)
     return torch.from_numpy(result)
 
 
 class _Pairs:
-    """(token, expert) pairs in order of the experts; `order` are their places in ids."""
+    """The (token, expert) pairs in order of the experts, without those of id -1.
+
+    `order` are their places in the flattened ids^T [K,N].
+    """
 
     def __init__(self, ids_NK: I64) -> None:
-        flat = ids_NK.ravel()
-        self.order = flat.argsort(kind="stable")
-        counts = np.bincount(flat + 1).tolist()
-        self.skipped = flat.size > 0 and counts[0] > 0
-        # Pairs of id -1 go to the last expert; their weights become 0.
-        self._experts = [e - 1 for e, count in enumerate(counts) if count]
+        flat = ids_NK.T.ravel()
+        skipped, *counts = np.bincount(flat + 1, minlength=1).tolist()
+        self.order = flat.argsort(kind="stable")[skipped:]
+        self._experts = [e for e, count in enumerate(counts) if count]
         self._counts = [count for count in counts if count]
 
     def multiply(self, rows_PX: Tensor, experts: tuple[Product, ...]) -> Tensor:

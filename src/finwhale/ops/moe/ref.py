@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP
-from finwhale.ops.linear.ref import ROW_TILE, matmul_rows
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import round_e4m3
 
@@ -21,7 +21,7 @@ def finish_experts(w: ExpertWeight) -> ExpertWeight:
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
     """sqrt(softplus(x gate^T)) in float32; softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
-    z = matmul_rows(x_ND.float(), gate_ED.float())
+    z = F.linear(x_ND.float(), gate_ED.float())
     return torch.exp(-z.abs()).log1p_().add_(z.clamp(min=0)).sqrt_()
 
 
@@ -65,10 +65,10 @@ def _clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
-    hidden = _clamped_swiglu(matmul_rows(x.to(w.w13.dtype), w.w13), limit)
+    hidden = _clamped_swiglu(F.linear(x.to(w.w13.dtype), w.w13), limit)
     if w.round_input:
         hidden = round_e4m3(hidden, ACTIVATION_GROUP)
-    return matmul_rows(hidden.to(w.w2.dtype), w.w2)
+    return F.linear(hidden.to(w.w2.dtype), w.w2)
 
 
 def experts(
@@ -80,47 +80,20 @@ def experts(
     shared_ND: Tensor | None = None,
     join: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Rows are sorted by expert, each expert's padded to a multiple of ROW_TILE rows."""
+    """One expert after the other, for the tokens that chose it."""
     if join is not None:
         join()
-    num_tokens, topk = ids_NK.shape
-    assigned: dict[int, list[int]] = {}
-    for position, expert in enumerate(ids_NK.flatten().tolist()):
-        if expert >= 0:
-            assigned.setdefault(expert, []).append(position)
-    if not assigned:
-        zeros = x_ND.new_zeros(x_ND.shape, dtype=w.w2.dtype)
-        return zeros if shared_ND is None else zeros.add_(shared_ND)
-    order = sorted(assigned)
-    sizes = [-(-len(assigned[expert]) // ROW_TILE) * ROW_TILE for expert in order]
-    tokens: list[int] = []
-    place = [-1] * (num_tokens * topk)
-    for expert, size in zip(order, sizes, strict=True):
-        for row, position in enumerate(assigned[expert], start=len(tokens)):
-            place[position] = row
-        tokens += [position // topk for position in assigned[expert]]
-        tokens += [0] * (size - len(assigned[expert]))
-
-    x = x_ND.index_select(0, torch.tensor(tokens, device=x_ND.device))
-    if w.round_input:
-        x = round_e4m3(x, ACTIVATION_GROUP)
-    gate_up = _matmul_each(x.to(w.w13.dtype), w.w13, order, sizes)
-    hidden = _clamped_swiglu(gate_up, limit)
-    if w.round_input:
-        hidden = round_e4m3(hidden, ACTIVATION_GROUP)
-    out = _matmul_each(hidden.to(w.w2.dtype), w.w2, order, sizes)
-
-    place_NK = torch.tensor(place, device=x_ND.device)
-    rows = out.index_select(0, place_NK.clamp(min=0)).view(num_tokens, topk, -1).float()
-    weights = weights_NK.masked_fill(place_NK.view(num_tokens, topk) < 0, 0.0)
-    result = torch.bmm(weights[:, None], rows).squeeze(1).to(w.w2.dtype)
+    x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
+    x = x.to(w.w13.dtype)
+    out_NKD = x.new_zeros(*ids_NK.shape, x.shape[1], dtype=w.w2.dtype)
+    for expert in ids_NK.unique().tolist():
+        if expert < 0:
+            continue
+        token, k = (ids_NK == expert).nonzero(as_tuple=True)
+        hidden = _clamped_swiglu(F.linear(x[token], w.w13[expert]), limit)
+        hidden *= weights_NK[token, k, None]
+        if w.round_input:
+            hidden = round_e4m3(hidden, ACTIVATION_GROUP)
+        out_NKD[token, k] = F.linear(hidden.to(w.w2.dtype), w.w2[expert])
+    result = out_NKD.float().sum(1).to(w.w2.dtype)
     return result if shared_ND is None else result.add_(shared_ND)
-
-
-def _matmul_each(x: Tensor, weight_EMK: Tensor, order: list[int], sizes: list[int]) -> Tensor:
-    """Rows of x in runs of `sizes`, each times its expert's weight^T; one after the other."""
-    out = x.new_empty(x.shape[0], weight_EMK.shape[1])
-    runs = zip(order, x.split(sizes), out.split(sizes), strict=True)
-    for expert, rows, target in runs:
-        torch.mm(rows, weight_EMK[expert].t(), out=target)
-    return out
