@@ -295,13 +295,20 @@ def _to_odd(x):
 
 @gluon.jit
 def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
-    """32 values of I of each column, from rows that alternate, eight of w1 and eight of w3."""
-    hidden_ptr, inner = hidden
+    """32 values of I of each column, times the pair's routing weight, from rows that alternate,
+    eight of w1 and eight of w3.
+    """
+    hidden_ptr, order_ptr, weights_ptr, inner = hidden
     MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
     result = swiglu(total, limit)
+    # This group of warps has not waited for the kernel before: as `_block`, from L2.
+    place = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
+    pair = gl.load(order_ptr + place, mask=place < end, other=0, cache_modifier=".cg")
+    weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
+    result *= gl.expand_dims(weight, 0)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [4, 8], [1, 4], [0, 1])
     result = gl.convert_layout(_to_odd(result), layout)
     place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
@@ -312,15 +319,12 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
 
 @gluon.jit
 def _store_out(total, out, unit_ptr, first, end, row, limit):
-    """64 values of D of each column, times its routed weight, to the pair's row."""
-    out_ptr, order_ptr, weights_ptr, width = out
+    """64 values of D of each column to the pair's row."""
+    out_ptr, order_ptr, width = out
     MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
-    place = first + gl.arange(0, columns, gl.SliceLayout(0, MMA))
-    pair = gl.load(order_ptr + place, mask=place < end, other=0)
-    total *= gl.expand_dims(gl.load(weights_ptr + pair), 0)
     layout: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
     result = gl.convert_layout(total.to(gl.bfloat16), layout)
     place = first + gl.arange(0, columns, gl.SliceLayout(0, layout))
@@ -519,8 +523,10 @@ def _gate_up_kernel(
     scale_desc,
     w_desc,
     steps_desc,
+    order_ptr,
     blocks_ptr,
     unit_ptr,
+    weights_ptr,
     hidden_ptr,
     D,
     I,  # noqa: E741
@@ -532,13 +538,13 @@ def _gate_up_kernel(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The clamped SwiGLU of w1 x and w3 x for a block of pairs."""
+    """hidden[place] = weight * the clamped SwiGLU of w1 x and w3 x, for a block of pairs."""
     start_next(PDL)
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
-            (hidden_ptr, I),
+            (hidden_ptr, order_ptr, weights_ptr, I),
             unit_ptr,
             gl.multiple_of(first, 8),
             end,
@@ -564,10 +570,9 @@ def _down_kernel(
     scale_desc,
     w_desc,
     steps_desc,
+    order_ptr,
     blocks_ptr,
     unit_ptr,
-    order_ptr,
-    weights_ptr,
     out_ptr,
     D,
     I,  # noqa: E741
@@ -578,13 +583,13 @@ def _down_kernel(
     REGISTERS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = weight * w2 hidden for a block of pairs."""
+    """out[pair] = w2 hidden for a block of pairs."""
     start_next(PDL)
     expert, first, end = _block(blocks_ptr)
     if expert >= 0:
         _run(
             (x_desc, scale_desc, w_desc, steps_desc),
-            (out_ptr, order_ptr, weights_ptr, D),
+            (out_ptr, order_ptr, D),
             unit_ptr,
             gl.multiple_of(first, 8),
             end,
@@ -672,10 +677,12 @@ def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
 def gate_up(
     x: Tensor,
     x_scale: Tensor,
+    order: Tensor,
     blocks: Tensor,
     w13: Tensor,
     steps13: Tensor,
     unit13: Tensor,
+    weights: Tensor,
     hidden: Tensor,
     limit: float,
     columns: int,
@@ -683,17 +690,21 @@ def gate_up(
 ) -> None:
     """hidden bfloat16 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
 
-    hidden is rounded to odd: what is to be rounded to E4M3 next loses nothing.
+    hidden is rounded to odd: what is to be rounded to E4M3 next loses nothing. That holds only
+    because the routing weight is multiplied here, in float32.
 
-    blocks [B,3]: (expert, first row, end). The kernel before does not write them, and lets this one
-    start when those before it have ended.
+    order [P]: each row's pair, a place in the routing weights [N,K]. blocks [B,3]: (expert, first
+    row, end). The kernel before writes none of these three, and lets this one start when those
+    before it have ended.
     """
     width, inner = x.shape[1], hidden.shape[1]
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
     _gate_up_kernel[(programs, len(blocks))](
         *_descriptors(x, x_scale, w13, steps13, columns),
+        order,
         blocks,
         unit13,
+        weights,
         hidden,
         width,
         inner,
@@ -711,7 +722,6 @@ def down(
     w2: Tensor,
     steps2: Tensor,
     unit2: Tensor,
-    weights: Tensor,
     out: Tensor,
     columns: int,
     plan: HopperPlan,
@@ -721,10 +731,9 @@ def down(
     groups, tiles, programs = _cut(width // 64, plan.groups, plan.down[0])
     _down_kernel[(programs, len(blocks))](
         *_descriptors(hidden, hidden_scale, w2, steps2, columns),
+        order,
         blocks,
         unit2,
-        order,
-        weights,
         out,
         width,
         inner,

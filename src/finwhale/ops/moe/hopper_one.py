@@ -115,15 +115,16 @@ def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _store_hidden(total, hidden_ptr, limit):
-    """32 values of I."""
-    _store_first(hidden_ptr, swiglu(total, limit))
+def _store_hidden(total, hidden):
+    """32 values of I, times the routing weight."""
+    hidden_ptr, weight_ptr, limit = hidden
+    _store_first(hidden_ptr, swiglu(total, limit) * gl.load(weight_ptr))
 
 
 @gluon.jit
-def _store_out(total, out_ptr, weight_ptr):
-    """64 values of D, times the routed weight."""
-    _store_first(out_ptr, (total * gl.load(weight_ptr)).to(gl.bfloat16))
+def _store_out(total, out_ptr):
+    """64 values of D."""
+    _store_first(out_ptr, total.to(gl.bfloat16))
 
 
 @gluon.jit
@@ -142,8 +143,7 @@ def _group(
     scales,
     x_ptr,
     unit_ptr,
-    out_ptr,
-    last,
+    result,
     STORE: gl.constexpr,
     WAIT: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -157,7 +157,7 @@ def _group(
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
     total = _multiply(rings, x, scales, BLOCKS, STAGES)
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
-    STORE(total * gl.expand_dims(unit, 1), out_ptr, last)
+    STORE(total * gl.expand_dims(unit, 1), result)
 
 
 @gluon.jit
@@ -174,7 +174,7 @@ def _run(
     LEAST: gl.constexpr,
 ):
     w_desc, steps_desc = descs
-    x_ptr, unit_ptr, out_ptr, last = arguments
+    x_ptr, unit_ptr, result = arguments
     tile = expert * gl.num_programs(0) + gl.program_id(0)
     w = ring(w_desc, STAGES, 64)
     steps = ring(steps_desc, STAGES, 1)
@@ -190,7 +190,7 @@ def _run(
     # fmt: off
     gl.warp_specialize(
         [
-            (_group, (rings, x, scales, x_ptr, unit_ptr, out_ptr, last, STORE, WAIT, BLOCKS, CHUNK,
+            (_group, (rings, x, scales, x_ptr, unit_ptr, result, STORE, WAIT, BLOCKS, CHUNK,
                       STAGES, TOP, LEAST)),
             (_load, (descs, rings, tile, BLOCKS, STAGES)),
         ],
@@ -207,6 +207,7 @@ def _one_gate_up_kernel(
     w_desc,
     steps_desc,
     unit_ptr,
+    weights_ptr,
     hidden_ptr,
     limit,
     BLOCKS: gl.constexpr,
@@ -216,7 +217,7 @@ def _one_gate_up_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """The clamped SwiGLU of w1 x and w3 x for an expert of the token, hidden [K,I]."""
+    """hidden[pair] = weight * the clamped SwiGLU of w1 x and w3 x, [K,I] for the token's pairs."""
     # In this order: what the next one reads before its wait was written before this one.
     wait_for_last(PDL)
     start_next(PDL)
@@ -224,7 +225,7 @@ def _one_gate_up_kernel(
     expert = gl.load(ids_ptr + pair).to(gl.int32)
     hidden_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 32
     if expert >= 0:
-        arguments = x_ptr, unit_ptr, hidden_ptr, limit
+        arguments = x_ptr, unit_ptr, (hidden_ptr, weights_ptr + pair, limit)
         _run(
             (w_desc, steps_desc),
             arguments,
@@ -246,7 +247,6 @@ def _one_down_kernel(
     w_desc,
     steps_desc,
     unit_ptr,
-    weights_ptr,
     out_ptr,
     BLOCKS: gl.constexpr,
     CHUNK: gl.constexpr,
@@ -255,16 +255,14 @@ def _one_down_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = weight * w2 hidden: its weights come while the kernel before still runs, which
-    wrote neither ids nor weights.
-    """
+    """out[pair] = w2 hidden. w2 is read while the kernel before, which did not write ids, runs."""
     start_next(PDL)
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
     hidden_ptr += pair * (BLOCKS * 128)
     out_ptr += (pair * gl.num_programs(0) + gl.program_id(0)) * 64
     if expert >= 0:
-        arguments = hidden_ptr, unit_ptr, out_ptr, weights_ptr + pair
+        arguments = hidden_ptr, unit_ptr, out_ptr
         _run(
             (w_desc, steps_desc),
             arguments,
@@ -308,13 +306,13 @@ def each_expert(
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
     w13, steps13, unit13 = w.first()
     _one_gate_up_kernel[(inner // 32, topk)](
-        *(x, ids, *weight_descriptors(w13, steps13), unit13, hidden, limit),
+        *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
         **_options(width),
         **early_launch(x),
     )
     w2, steps2, unit2 = w.second()
     _one_down_kernel[(width // 64, topk)](
-        *(hidden, ids, *weight_descriptors(w2, steps2), unit2, weights, out),
+        *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
         **_options(inner),
         **early_launch(x),
     )

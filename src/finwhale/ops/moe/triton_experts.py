@@ -4,9 +4,9 @@ Legend: N tokens, K experts a token, P = N K pairs, E experts, D hidden, I inter
 
 Launches: `order_pairs` sorts the pairs by expert (triton_order.py); one token needs no order, and
 on Hopper has kernels of its own (hopper_one.py).
-`_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with its tokens
-and applies the clamped SwiGLU, which is rounded; `_down_kernel` multiplies w2 and applies the
-routed weights; `_sum_kernel` adds a token's pairs in order of k. A weight is read once for a block
+`_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with its tokens,
+applies the clamped SwiGLU and the routing weights, and rounds; `_down_kernel` multiplies w2;
+`_sum_kernel` adds a token's pairs in order of k. A weight is read once for a block
 of tokens, whatever their number up to the block's size. Nothing depends on the host knowing how the
 tokens spread: blocks without tokens return at once.
 
@@ -211,10 +211,12 @@ def _round_rows_kernel(
 def _gate_up_kernel(
     x_desc,
     x_scale_ptr,
+    order_ptr,
     blocks_ptr,
     w_desc,
     steps_ptr,
     unit_ptr,
+    weights_ptr,
     hidden_ptr,
     hidden_scale_ptr,
     stride,
@@ -228,8 +230,8 @@ def _gate_up_kernel(
     E4M3_MAX: tl.constexpr,
     MIN_AMAX: tl.constexpr,
 ):
-    """clamped SwiGLU of BLOCK_I rows of w1 and of w3 for a block of pairs, which it rounds if
-    BLOCK_I is a whole group.
+    """hidden[place] = weight * clamped SwiGLU of BLOCK_I rows of w1 and of w3, for a block of
+    pairs. If BLOCK_I is a whole group, the kernel rounds the result.
 
     Rows of the product alternate, eight of w1 and eight of w3, so that a thread holds both.
     """
@@ -261,6 +263,8 @@ def _gate_up_kernel(
         hidden = gate / (1.0 + tl.exp(-gate)) * up
         hidden = tl.trans(tl.reshape(hidden, [BLOCK_I, BLOCK_N]))
         place = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + place, mask=place < end, other=0)
+        hidden *= tl.load(weights_ptr + pair)[:, None]
         i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
         target = hidden_ptr + place.to(tl.int64)[:, None] * I + i[None, :]
         if BLOCK_I == 128:
@@ -281,7 +285,6 @@ def _down_kernel(
     w_desc,
     steps_ptr,
     unit_ptr,
-    weights_ptr,
     out_ptr,
     stride,
     D,
@@ -291,7 +294,7 @@ def _down_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """out[pair] = weight * w2 hidden, BLOCK_D rows for a block of pairs."""
+    """out[pair] = w2 hidden, BLOCK_D rows for a block of pairs."""
     entry = blocks_ptr + tl.program_id(1) * 3
     expert = tl.load(entry)
     if expert >= 0:
@@ -315,7 +318,7 @@ def _down_kernel(
         total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
         place = first + tl.arange(0, BLOCK_N)
         pair = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
-        total = tl.trans(total) * tl.load(weights_ptr + pair)[:, None]
+        total = tl.trans(total)
         d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
         tl.store(
             out_ptr + pair[:, None] * D + d[None, :],
@@ -429,7 +432,7 @@ def experts(
     *,
     portable: bool = False,
 ) -> Tensor:
-    """sum_k weight_k * w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), plus `shared_ND`.
+    """sum_k w2(weight_k * silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), plus `shared_ND`.
 
     x bfloat16 [N,D], its rows any stride apart; ids int32 or int64 [N,K], -1 skips; weights
     float32 [N,K]; shared_ND bfloat16 [N,D] or None. What enters w13 and w2 is rounded to E4M3, one
@@ -517,10 +520,10 @@ def _launch(
     if plan.hopper:
         hidden = empty(padded, inner)
         tiles = block_n, plan.hopper
-        hopper_experts.gate_up(x, x_scale, blocks, *w.first(), hidden, limit, *tiles)
+        inputs = x, x_scale, order, blocks
+        hopper_experts.gate_up(*inputs, *w.first(), weights_NK, hidden, limit, *tiles)
         hidden, scale = rounded(hidden, None, 1)
-        inputs = hidden, scale, order, blocks
-        hopper_experts.down(*inputs, *w.second(), weights_NK, each, *tiles)
+        hopper_experts.down(hidden, scale, order, blocks, *w.second(), each, *tiles)
         return each
     block_i, stages, warps = plan.gate_up
     hidden = empty(padded, inner, dtype=fp8 if block_i == GROUP else f32)
@@ -528,9 +531,11 @@ def _launch(
     _gate_up_kernel[(inner // block_i, slots)](
         TensorDescriptor.from_tensor(x, [plan.block_n, 64]),
         x_scale,
+        order,
         blocks,
         _tiles(w.w13, 2 * block_i),
         *w.first()[1:],
+        weights_NK,
         hidden,
         hidden_scale,
         x_scale.stride(0),
@@ -556,7 +561,6 @@ def _launch(
         blocks,
         _tiles(w.w2, block_d),
         *w.second()[1:],
-        weights_NK,
         each,
         hidden_scale.stride(0),
         width,
