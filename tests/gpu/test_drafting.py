@@ -10,10 +10,15 @@ from finwhale import LLM, SamplingParams
 from finwhale.bench.drafting import Forced
 from finwhale.chat.grammar import regex_guide
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens, EngineConfig
+from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.testing.stepping import Stepper
+
+from ..models.drafts import STORY, Watch, compare, demo_weights, generate  # noqa: TID252
 
 PROMPTS = ["Once upon a time", "The whale", "A", "In the morning the baker"] * 2
 FREE: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
@@ -119,3 +124,41 @@ def test_forced_acceptance(flash: Engine, rate: float) -> None:
     proposed = found.drafts_proposed[0] - before.drafts_proposed[0]
     accepted = found.drafts_accepted[0] - before.drafts_accepted[0]
     assert accepted / proposed == pytest.approx(rate, abs=0.05)
+
+
+# One bfloat16 MTP layer moves a logit by up to 7% of the largest magnitude (measured with the
+# bfloat16 definitions; drafts at the wrong position lie 40% to 60% below the best logit).
+NEAR_TIE = 0.05
+FARTHEST = 0.15
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
+def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
+    """Captured: every draft against the MTP layer's formulas, from the engine's own streams.
+
+    The formulas begin from the model's streams as this GPU computes them, so only the draft layer
+    is compared. At most 3% of the drafts may differ where the choice is no near tie, and no draft's
+    logit may lie further than FARTHEST below the best one.
+    """
+    llm = load(draft_tokens, enforce_eager=False)
+    engine = llm.engine
+    assert llm.tokenizer is not None and engine.runner.verifications is not None
+    watch = Watch(engine)
+    texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=48)
+    accepted, proposed = engine.metrics().drafts_accepted[0], engine.metrics().drafts_proposed[0]
+    assert 0.2 < accepted / proposed < 0.95
+    stepper = Stepper(engine)
+    config = read_config(DEMO_PATH) | {"as_trained": True}
+    found = compare(
+        demo_weights(config),
+        config,
+        texts,
+        watch.proposals,
+        near_tie=NEAR_TIE,
+        streams_of=lambda text: stepper.read(text).float().cpu(),
+    )
+    assert len(found) == draft_tokens
+    for place, agreement in enumerate(found):
+        assert agreement.compared >= 60, (place, agreement)
+        assert agreement.equal >= 0.97 * agreement.compared, (place, agreement)
+        assert agreement.worst < FARTHEST, (place, agreement)

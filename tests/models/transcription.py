@@ -49,13 +49,40 @@ def forward(
 def mtp_logits(weights: Weights, config: Config, ids: list[int]) -> Tensor:
     """[T-1,V]: row t predicts token t+2 from the streams at t and the embedding of token t+1."""
     _, streams = forward(weights, config, ids)
-    tokens = torch.tensor(ids)
+    mixed = mtp_layer(weights, config, streams[:-1], ids[1:])
+    return head(weights, Part(weights, "mtp.0."), config, mixed)
+
+
+def draft_logits(
+    weights: Weights, config: Config, streams: Tensor, ids: list[int], drafts: list[int]
+) -> Tensor:
+    """[K,V]: row k is what draft k after the text `ids` is chosen from, given the drafts before it.
+
+    The first draft comes from the model's streams. Each further one comes from one more position
+    of the same layer: there the layer reads its own streams of the position before, in place of
+    the model's, together with the embedding of the draft before.
+
+    Args:
+        streams: the model's, of all tokens of the text but the last.
+    """
+    rows = []
+    following = list(ids[1:])
+    for draft in drafts:
+        mixed = mtp_layer(weights, config, streams, following)
+        rows.append(head(weights, Part(weights, "mtp.0."), config, mixed[-1:]))
+        streams = torch.cat([streams, mixed[-1:]])
+        following.append(draft)
+    return torch.cat(rows)
+
+
+def mtp_layer(weights: Weights, config: Config, streams: Tensor, following: list[int]) -> Tensor:
+    """The MTP layer's streams [T,H,D], from streams and the token that follows each position."""
+    tokens = torch.tensor(following)
     w, eps = Part(weights, "mtp.0."), config["rms_norm_eps"]
-    following = rms_norm(weights["embed.weight"][tokens[1:]], w["enorm.weight"], eps)
-    before = rms_norm(streams[:-1], w["hnorm.weight"], eps)
-    mixed = linear(w, "h_proj", config, before) + linear(w, "e_proj", config, following)[:, None]
-    mixed = decoder_layer(w, config, 0, False, mixed, tokens[1:], None)
-    return head(weights, w, config, mixed)
+    embedded = rms_norm(weights["embed.weight"][tokens], w["enorm.weight"], eps)
+    before = rms_norm(streams, w["hnorm.weight"], eps)
+    mixed = linear(w, "h_proj", config, before) + linear(w, "e_proj", config, embedded)[:, None]
+    return decoder_layer(w, config, 0, False, mixed, tokens, None)
 
 
 class Part:

@@ -1,0 +1,145 @@
+"""Every draft that a real engine made, beside the logits that it should have been chosen from."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale import RequestOutput, SamplingParams
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.demo import DEMO_PATH
+from finwhale.engine.engine import Engine
+from finwhale.engine.sequences import Chunk
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.weights import weight_specs
+
+from . import transcription
+
+# Lengths that put drafts across the ends of C4 windows (4 tokens), of the attention window and of
+# C128 windows (128), and of blocks and C128 windows (256).
+PROMPT_LENGTHS = (2, 3, 5, 118, 121, 127, 128, 129, 243, 250)
+STORY = (
+    "Once upon a time, in a small village by the sea, there lived a brave rabbit named Sam. One "
+    "day he wanted to see the old bridge, so he packed some apples and left. On the way he met a "
+    "fox named Lily. "
+) * 12
+
+
+def demo_weights(config: dict[str, Any]) -> dict[str, Tensor]:
+    """The embedded model's tensors by official name, as float32 numbers."""
+    source = WeightSource(Checkpoint.open(DEMO_PATH), weight_specs(ModelConfig.from_dict(config)))
+    return {spec.name: stored.dequantise(torch.float32) for spec, stored in source}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the engine drafted after a text."""
+
+    key: str
+    length: int
+    drafts: list[int]
+
+
+class Watch:
+    """Notes the drafts of a drafting engine when they reach its sequences."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.proposals: list[Proposal] = []
+        self._verified = engine.scheduler.verified
+        engine.scheduler.verified = self._note  # type: ignore[method-assign]
+
+    def _note(self, chunk: Chunk, num_accepted: int) -> None:
+        sequence = chunk.sequence
+        # At its last token a sequence may have dropped chosen tokens, and nobody reads the drafts.
+        if sequence.drafts and len(sequence.token_ids) < sequence.max_len:
+            found = Proposal(sequence.key, len(sequence.token_ids), list(sequence.drafts))
+            self.proposals.append(found)
+        self._verified(chunk, num_accepted)
+
+
+def generate(engine: Engine, encoded: list[int], max_tokens: int) -> dict[str, list[int]]:
+    """Run prompts of all lengths, greedy and drawn; each sequence's whole text by its key."""
+    results: list[RequestOutput] = []
+    for place, length in enumerate(PROMPT_LENGTHS):
+        params = SamplingParams(
+            temperature=0.8 * (place % 2), seed=place, max_tokens=max_tokens, ignore_eos=True
+        )
+        prompt = encoded[place : place + length]
+        results.append(engine.add_request(str(place), prompt, params))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return {
+        f"{result.request_id}/{output.index}": [*result.prompt_token_ids, *output.token_ids]
+        for result in results
+        for output in result.outputs
+    }
+
+
+@dataclass
+class Agreement:
+    """How the drafts of one place (first, second, third) compare with the transcription.
+
+    Attributes:
+        compared: drafts where the transcription's choice is no near tie.
+        equal: of these, those that are the transcription's choice.
+        ties: drafts that were left out.
+        worst: how far any draft's logit lies below the largest, over the largest magnitude.
+    """
+
+    compared: int = 0
+    equal: int = 0
+    ties: int = 0
+    worst: float = 0.0
+
+    def add(self, logits: Tensor, draft: int, near_tie: float) -> None:
+        largest = logits.abs().max()
+        first, second = logits.topk(2).values
+        self.worst = max(self.worst, float((first - logits[draft]) / largest))
+        if first - second < near_tie * largest:
+            self.ties += 1
+        else:
+            self.compared += 1
+            self.equal += int(logits.argmax() == draft)
+
+
+Streams = Callable[[list[int]], Tensor]
+
+
+@torch.inference_mode()
+def compare(
+    weights: dict[str, Tensor],
+    config: dict[str, Any],
+    texts: dict[str, list[int]],
+    proposals: Sequence[Proposal],
+    *,
+    near_tie: float,
+    streams_of: Streams | None = None,
+) -> list[Agreement]:
+    """The agreement of each place with the transcription, given the drafts before it.
+
+    Args:
+        near_tie: leave out choices whose two best logits differ by less than this share of the
+            largest magnitude.
+        streams_of: the model's streams [T,H,D] of a text, float32, which the MTP layer begins
+            from; None: the transcription's.
+    """
+    agreements = [Agreement() for _ in range(max(len(p.drafts) for p in proposals))]
+    for key, text in texts.items():
+        if streams_of is None:
+            _, streams = transcription.forward(weights, config, text)
+        else:
+            streams = streams_of(text)
+        for proposal in proposals:
+            if proposal.key != key:
+                continue
+            ids = text[: proposal.length]
+            logits = transcription.draft_logits(
+                weights, config, streams[: len(ids) - 1], ids, proposal.drafts
+            )
+            for place, (row, draft) in enumerate(zip(logits, proposal.drafts, strict=True)):
+                agreements[place].add(row, draft, near_tie)
+    return agreements

@@ -1,0 +1,58 @@
+"""The real drafter's proposals against the transcription, step by step."""
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from finwhale import LLM
+from finwhale.checkpoint.reader import read_config
+from finwhale.demo import DEMO_PATH
+
+from .drafts import STORY, Watch, compare, demo_weights, generate
+from .oracle import single_threaded
+
+# Two float32 implementations of the model agree to 1e-5 of the largest logit.
+NEAR_TIE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[dict[str, Tensor], dict[str, Any]]:
+    config = read_config(DEMO_PATH)
+    return demo_weights(config), config
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+@pytest.mark.parametrize("draft_tokens", [1, 2, 3])
+def test_every_proposal(
+    demo: tuple[dict[str, Tensor], dict[str, Any]], draft_tokens: int, ahead: bool
+) -> None:
+    """Prompts of many lengths, read in chunks; after drafts that were right and that were wrong.
+
+    "on-the-device" runs what a GPU captures (verification.py), a step ahead of the host.
+    """
+    with single_threaded():
+        llm = LLM(
+            device="cpu",
+            dtype="float32",
+            activations="exact",
+            draft_tokens=draft_tokens,
+            max_num_seqs=4,
+            max_num_batched_tokens=100,
+            max_model_len=300,
+        )
+        engine = llm.engine
+        assert llm.tokenizer is not None
+        if ahead:
+            engine.runner.verifications = engine.runner.new_verifications(engine.config, None)
+            engine.steps_ahead = 1
+        watch = Watch(engine)
+        texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=24)
+        metrics = engine.metrics()
+        assert 0.2 < metrics.drafts_accepted[0] / metrics.drafts_proposed[0] < 0.9
+        found = compare(*demo, texts, watch.proposals, near_tie=NEAR_TIE)
+        for place, agreement in enumerate(found):
+            assert agreement.compared >= 40, (place, agreement)
+            assert agreement.ties <= 0.02 * agreement.compared, (place, agreement)
+            assert agreement.equal == agreement.compared, (place, agreement)
+            assert agreement.worst < NEAR_TIE, (place, agreement)
