@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from finwhale.chat.effort import effort_ladder
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
@@ -108,7 +109,7 @@ class LLM:
             watchdog_seconds=watchdog_seconds,
             draft_tokens=draft_tokens,
         )
-        directory = Path(path) if path is not None else DEMO_PATH
+        self._directory = directory = Path(path) if path is not None else DEMO_PATH
         model_config, source = _open(directory, load_format, device, progress)
         self.tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
         self.engine = Engine(config, model_config, source, self.tokenizer)
@@ -196,7 +197,7 @@ class LLM:
         """The checkpoint's chat format. Raises RequestError where there is no tokenizer."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
-        return ChatTemplate(self.tokenizer)
+        return ChatTemplate(self.tokenizer, effort_ladder(self._directory))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -29,7 +29,7 @@ class RunningServer:
         self._engine_thread = threading.Thread(target=EngineLoop(engine, theirs).run, daemon=True)
         self._engine_thread.start()
         self.client = EngineClient(ours)
-        self.state = ServerState(config, self.client, engine.tokenizer)
+        self.state = ServerState(config, self.client, engine.tokenizer, "april")
         self._listener = listen(config)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._server = Server(self.state)

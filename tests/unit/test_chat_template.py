@@ -58,7 +58,7 @@ def bytes_only(directory: Path, control: list[str]) -> Tokenizer:
 
 @cache
 def official() -> ChatTemplate:
-    return ChatTemplate(Tokenizer.open(OFFICIAL))
+    return ChatTemplate(Tokenizer.open(OFFICIAL), "0731")
 
 
 @cache
@@ -113,7 +113,9 @@ def test_messages_never_make_control_tokens(parts: list[str]) -> None:
 
 def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
-    prompt = ChatTemplate(tokenizer).render(CONVERSATION, ChatOptions(thinking=False, tools=TOOLS))
+    prompt = ChatTemplate(tokenizer, "0731").render(
+        CONVERSATION, ChatOptions(thinking=False, tools=TOOLS)
+    )
     assert tokenizer.decode(prompt.token_ids, skip_special=False) == prompt.text
     added = {i: text for text, i in tokenizer.added_ids.items()}
     got = [added[i] for i in prompt.token_ids if i in added]
@@ -125,7 +127,7 @@ def test_another_tokenizer_with_the_same_control_tokens(tmp_path: Path) -> None:
 def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None:
     tokenizer = bytes_only(tmp_path, list(CONTROL.values()))
     assert tokenizer.added_id("</think>") in tokenizer.special_ids
-    template = ChatTemplate(tokenizer)
+    template = ChatTemplate(tokenizer, "0731")
     parser = template.parser(template.render([{"role": "user", "content": "Hi"}]))
     for i in tokenizer.encode_with_special(f"a é</think>b 🐋{CONTROL['Eos']}"):
         parser.feed([i])
@@ -137,7 +139,7 @@ def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None
 def test_a_vocabulary_without_a_control_token(tmp_path: Path, missing: str) -> None:
     tokenizer = bytes_only(tmp_path, [text for name, text in CONTROL.items() if name != missing])
     with pytest.raises(CheckpointError, match=f"no control token {CONTROL[missing]}"):
-        ChatTemplate(tokenizer).render(CONVERSATION, ChatOptions(tools=TOOLS))
+        ChatTemplate(tokenizer, "0731").render(CONVERSATION, ChatOptions(tools=TOOLS))
 
 
 def test_continuing_the_final_message() -> None:
@@ -183,7 +185,7 @@ USER = {"role": "user", "content": "x"}
         ([USER, {"role": "tool", "content": "x"}], "tool_call_id"),
         ([USER, {"role": "tool", "content": "x", "tool_call_id": "1"}], "preceding message"),
         ([USER, {"role": "assistant", "content": None}], "content or tool_calls must be set"),
-        ([USER, {"role": "assistant", "content": "", "tool_calls": 3}], "not a valid conversation"),
+        ([USER, {"role": "assistant", "content": "", "tool_calls": 3}], "not a valid request"),
         ([{"role": "assistant", "content": "x", "prefix": True}, USER], "prefix"),
     ],
 )
@@ -201,7 +203,7 @@ def test_bad_messages(messages: Any, found: str) -> None:
         ({"tools": [{"type": "function"}]}, "function"),
         ({"tools": [3]}, "tools must be a list of dicts"),
         ({"tools": 3}, "tools must be a list of dicts"),
-        ({"tool_choice": "sometimes"}, "not a valid conversation"),
+        ({"tool_choice": "sometimes"}, "not a valid request"),
         ({"tools": TOOLS, "tool_choice": "required"}, "does not support this tool_choice"),
     ],
 )

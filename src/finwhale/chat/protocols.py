@@ -83,8 +83,21 @@ def convert(
 
 
 def _parsed(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
+    if protocol == "chat" and isinstance(body.get("messages"), list):
+        body = {**body, "messages": [_with_known_role(message) for message in body["messages"]]}
     text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
     return _REQUESTS[protocol](text)
+
+
+def _with_known_role(message: Any) -> Any:
+    """A developer's message as a user's.
+
+    DeepSeek's encoder writes a developer's message as a turn of the user, and deepseek-recipe does
+    so in Responses, but does not know the role in Chat Completions.
+    """
+    if isinstance(message, Mapping) and message.get("role") == "developer":
+        return {**message, "role": "user"}
+    return message
 
 
 class AnswerStream:

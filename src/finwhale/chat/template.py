@@ -1,20 +1,20 @@
 """OpenAI-style messages to the model's prompt, through DeepSeek's own converter."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.effort import EffortLadder, worded
 from finwhale.chat.output import OutputParser
+from finwhale.chat.protocols import convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
 
 ChatMessages = Sequence[Mapping[str, Any]]
 
-ROLES = ("system", "user", "assistant", "tool")
-_MODEL = "DeepSeek-V4-Pro"  # deepseek-recipe's name for the V4 format, Flash and Pro alike
+ROLES = ("system", "developer", "user", "latest_reminder", "assistant", "tool")
 _STRUCTURE = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd")
 
 
@@ -25,7 +25,7 @@ class ChatOptions:
     Attributes:
         thinking: let the model reason before it answers.
         reasoning_effort: "low", "high", "xhigh" or "max"; None: DeepSeek's default ("high").
-            Only with thinking.
+            Only with thinking. What each writes depends on the checkpoint: chat/effort.py.
         tools: function tools that the model may call, as in OpenAI's Chat Completions.
         tool_choice: "auto", "none", "required" or a named tool, as in Chat Completions.
         continue_final: the last message, an assistant's, is the start of the answer, which the
@@ -62,17 +62,22 @@ class ChatPrompt:
 
 
 class ChatTemplate:
-    """Renders conversations for one tokenizer.
+    """Renders conversations for one checkpoint.
 
     Only what the format itself puts into a prompt becomes control tokens; messages that spell a
     control token remain text.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises CheckpointError where the vocabulary lacks a control token of the format."""
+    def __init__(self, tokenizer: Tokenizer, ladder: EffortLadder) -> None:
+        """A template of one tokenizer and one ladder of reasoning effort (`effort_ladder`).
+
+        Raises:
+            CheckpointError: the vocabulary lacks a control token of the format.
+        """
         for name in _STRUCTURE:
             tokenizer.added_id(getattr(recipe.SpecialToken, name).default_str())
         self._tokenizer = tokenizer
+        self._ladder = ladder
         self._encoding = recipe.DeepseekV4Encoding()
 
     @property
@@ -84,9 +89,9 @@ class ChatTemplate:
         """The prompt that asks for the next assistant message.
 
         Args:
-            messages: dicts with "role" (system, user, assistant, tool) and "content" (a string
-                or parts of type "text"); an assistant's may have "reasoning_content" and
-                "tool_calls", a tool's has "tool_call_id".
+            messages: dicts with "role" (see ROLES) and "content" (a string or parts of type
+                "text"; a latest_reminder's is a string); an assistant's may have
+                "reasoning_content" and "tool_calls", a tool's has "tool_call_id".
             options: how to ask; None: the defaults.
 
         Raises:
@@ -101,7 +106,7 @@ class ChatTemplate:
         Raises:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        rendered = self._encoding.render_conversation(request.conversation)
+        rendered = self._encoding.render_conversation(worded(request.conversation, self._ladder))
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, request)
 
@@ -123,7 +128,6 @@ class ChatTemplate:
 def _convert(messages: ChatMessages, options: ChatOptions) -> recipe.ConversationRequest:
     _check(messages)
     body: dict[str, Any] = {
-        "model": _MODEL,
         "messages": [dict(message) for message in messages],
         "thinking": {"type": "enabled" if options.thinking else "disabled"},
         "stream": True,
@@ -138,14 +142,7 @@ def _convert(messages: ChatMessages, options: ChatOptions) -> recipe.Conversatio
         body["tool_choice"] = options.tool_choice
     if options.reasoning_effort is not None:
         body["reasoning_effort"] = options.reasoning_effort
-    try:
-        text = json.dumps(body, ensure_ascii=False)
-        return recipe.ChatCompletionRequest(text).convert(recipe.ConversionOptions())
-    except recipe.ConversionError as error:
-        raise RequestError(str(error)) from error
-    # Not JSON (TypeError), lone surrogates (a ValueError), or not the protocol (ValueError).
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"not a valid conversation: {error}") from error
+    return convert("chat", body, default_thinking=options.thinking).request
 
 
 def _check(messages: ChatMessages) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.demo import DEMO_PATH
@@ -39,7 +40,8 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = Tokenizer.open(directory) if has_tokenizer else None
     options = engine_options(args, os.environ)
     logs.configure(args.log_level)
-    return serve(config, tokenizer, partial(load_engine, args.path, args.log_level, options))
+    load = partial(load_engine, args.path, args.log_level, options)
+    return serve(config, tokenizer, effort_ladder(directory), load)
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:

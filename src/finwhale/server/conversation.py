@@ -102,11 +102,7 @@ def _prepare(
 def plain_fields(body: ConversationBody) -> dict[str, Any]:
     """What the client sent, less what deepseek-recipe is not to see."""
     sent = body.model_dump(exclude_unset=True)
-    fields = {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}
-    for message in fields.get("messages", ()):
-        if isinstance(body, ChatBody) and message.get("role") == "developer":
-            message["role"] = "system"  # OpenAI's newer name
-    return fields
+    return {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}
 
 
 def _wanted_logprobs(body: ConversationBody, options: Any) -> int | None:

@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 
+from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.phases import table
 from finwhale.errors import EngineDeadError, FinwhaleError
@@ -24,11 +25,17 @@ logger = logging.getLogger(__name__)
 DEATH_NOTICE_S = 2.0
 
 
-def serve(config: ServerConfig, tokenizer: Tokenizer | None, load: Callable[[], object]) -> int:
+def serve(
+    config: ServerConfig,
+    tokenizer: Tokenizer | None,
+    ladder: EffortLadder,
+    load: Callable[[], object],
+) -> int:
     """Serves until told to stop; returns the exit code: 0, or 1 where the engine died or requests
     were cut off.
 
     Args:
+        ladder: what the checkpoint's levels of reasoning effort are.
         load: makes the engine, in a process of its own; it can be pickled.
 
     Raises:
@@ -39,7 +46,7 @@ def serve(config: ServerConfig, tokenizer: Tokenizer | None, load: Callable[[], 
     if tokenizer is not None:
         # What the first request would otherwise wait for, while the engine loads.
         _ = tokenizer.guidance, tokenizer.recipe
-    return asyncio.run(_serve(ServerState(config, client, tokenizer), listener))
+    return asyncio.run(_serve(ServerState(config, client, tokenizer, ladder), listener))
 
 
 async def _serve(state: ServerState, listener: socket.socket) -> int:

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 
+from finwhale.chat.effort import EffortLadder
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import EngineDeadError, RequestError
@@ -21,12 +22,16 @@ class ServerState:
     """One server: what it serves, with what, within which limits."""
 
     def __init__(
-        self, config: ServerConfig, client: EngineClient, tokenizer: Tokenizer | None
+        self,
+        config: ServerConfig,
+        client: EngineClient,
+        tokenizer: Tokenizer | None,
+        ladder: EffortLadder,
     ) -> None:
         self.config = config
         self.client = client
         self.tokenizer = tokenizer
-        self.template = None if tokenizer is None else ChatTemplate(tokenizer)
+        self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
         self.metrics = Metrics(client)
         self.started = int(time.time())
         self.draining = False

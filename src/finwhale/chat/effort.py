@@ -1,0 +1,83 @@
+"""Reasoning effort: which words a checkpoint reads for each level of effort.
+
+A level of effort is a paragraph at the start of the prompt. The V4 checkpoints use the same
+paragraphs one level apart:
+
+| effort | April 2026 ("april") | Flash-0731, Pro-0813 ("0731") |
+|---|---|---|
+| low | nothing | nothing |
+| high (the default) | nothing | "Absolute maximum with no shortcuts permitted ..." |
+| max | "Absolute maximum with no shortcuts permitted ..." | "Beyond maximum ..." |
+
+deepseek-recipe writes the words of 0731. Its own conversion decides what the other names of a
+protocol mean there (medium and xhigh are high, minimal is low, ultra is max). April's API reads
+xhigh as max and every other level as high.
+"""
+
+import json
+import logging
+from pathlib import Path
+from typing import Literal
+
+import deepseek_recipe as recipe
+
+logger = logging.getLogger(__name__)
+
+EffortLadder = Literal["april", "0731"]
+
+ENCODER = Path("encoding") / "encoding_dsv4.py"
+# The checkpoints' own encoders define one of these: a table of three levels, or one paragraph.
+_TABLE_OF_0731 = "REASONING_EFFORT_PROMPTS"
+_PARAGRAPH_OF_APRIL = "REASONING_EFFORT_MAX"
+
+
+def effort_ladder(directory: Path) -> EffortLadder:
+    """The ladder of the checkpoint in `directory`.
+
+    The checkpoint's own encoder decides (encoding/encoding_dsv4.py; it is read as text and never
+    run). Without it, a checkpoint without DSpark keys in config.json is one of April: 0731 and
+    0813 all have them. A checkpoint with DSpark keys is taken as 0731, with a warning: April's
+    Flash-DSpark and Pro-DSpark have the same keys, and nothing else tells them apart.
+    """
+    encoder = directory / ENCODER
+    if encoder.is_file():
+        text = encoder.read_text(encoding="utf-8", errors="replace")
+        if _TABLE_OF_0731 in text:
+            return "0731"
+        if _PARAGRAPH_OF_APRIL in text:
+            return "april"
+    if not _has_dspark_keys(directory / "config.json"):
+        return "april"
+    logger.warning(
+        "%s has no %s that says what its levels of reasoning effort are: taking those of "
+        "DeepSeek-V4-Flash-0731. For another checkpoint, put its encoder there",
+        directory,
+        ENCODER,
+    )
+    return "0731"
+
+
+def worded(conversation: recipe.Conversation, ladder: EffortLadder) -> recipe.Conversation:
+    """The conversation with the effort whose words in deepseek-recipe are those of `ladder`."""
+    if ladder == "0731" or not conversation.thinking_mode:
+        return conversation
+    strongest = conversation.reasoning_effort in ("xhigh", "max")
+    as_json = conversation.response_format == "json_object"
+    return recipe.Conversation(
+        conversation.messages,
+        thinking_mode=True,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort="high" if strongest else "low",
+        response_format="json_object" if as_json else "text",
+        response_schema=conversation.response_schema,
+        response_regex=conversation.response_regex,
+    )
+
+
+def _has_dspark_keys(config: Path) -> bool:
+    try:
+        raw = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # whoever loads the model says what is wrong with it
+    return isinstance(raw, dict) and any(key.startswith("dspark_") for key in raw)
