@@ -201,7 +201,7 @@ def test_forced_acceptance(
 def test_one_set_of_side_streams(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The MTP layer runs on the model's three streams: none are made for it, none by drafting."""
+    """The MTP layer runs on the model's two streams: none are made for it, none by drafting."""
     made: list[SideStreams] = []
     begin = SideStreams.__init__
 
@@ -213,7 +213,7 @@ def test_one_set_of_side_streams(
     engine = new_llm(**OPTIONS, draft_tokens=3).engine
     on_the_device(engine, monkeypatch)
     model = engine.runner.model
-    assert made == [model.side_streams] and SideStreams.NUM == 3 and model.mtp is not None
+    assert made == [model.side_streams] and SideStreams.NUM == 2 and model.mtp is not None
     for layer in (*model.layers, *model.mtp.layers):
         assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
 

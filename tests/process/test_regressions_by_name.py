@@ -85,8 +85,8 @@ def test_operators_registered_while_tracing(tiny_path: Path, tmp_path: Path, mis
 class ChangedLayer(DecoderLayer):
     """A decoder layer that one platform calls with its mixes in one value."""
 
-    def forward(self, x: Any, mixes: Any, residual: Any, *rest: Any) -> Any:  # type: ignore[override]
-        return super().forward(x, *(mixes or (None, None)), residual, *rest)
+    def forward(self, x: Any, *rest: Any, mixes: Any = ()) -> Any:  # type: ignore[override]
+        return super().forward(x, *rest, *mixes)
 
 
 @torch.inference_mode()
@@ -139,6 +139,8 @@ def test_a_compiled_layer_is_called_as_a_decoder_layer() -> None:
     compiled, plain = (inspect.signature(c.forward) for c in (CompiledLayer, DecoderLayer))
     assert compiled == plain
     assert plain.return_annotation is not inspect.Signature.empty
+    mixes = ("post_mix", "res_mix", "residual")
+    assert [plain.parameters[name].default for name in mixes] == [None, None, None]
 
 
 # --- 3 --------------------------------------------------------------------------------------------
@@ -210,7 +212,7 @@ def test_cuda_initialised_by_an_import_before_a_fork(tmp_path: Path, mistake: bo
 def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three, once a model, which the MTP layer shares."""
+    """Two, once a model, which the MTP layer shares."""
     run = LLM(tiny_path, device="cpu", max_num_seqs=2).engine.runner
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or device)

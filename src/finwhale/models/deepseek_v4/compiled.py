@@ -161,7 +161,7 @@ class LayerTracer:
             cache = PagedCache({"window": {self.layer.attn.layer: next(given)}})
             hc, attn = with_tensors(w.hc_attn, given), with_tensors(w.attn, given)
             layer = self._layer(replace(w, hc_attn=hc, attn=attn))
-            x, post, res, residual = layer.enter(x, *(mixes or (None, None, None)))
+            x, post, res, residual = layer.enter(x, *mixes)
             inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={"window": table})
             out = [post, res, residual, layer.attn.project(x, inputs, rotary, cache)]
             if layer.attn.entries is not None:
@@ -351,17 +351,17 @@ class CompiledLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        post_mix: Tensor | None,
-        res_mix: Tensor | None,
-        residual: Tensor | None,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
+        post_mix: Tensor | None = None,
+        res_mix: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> LayerState:
         if x.shape[0] > self.max_tokens:
             state: LayerState = self.layer(
-                x, post_mix, res_mix, residual, inputs, tables, cache, segments
+                x, inputs, tables, cache, segments, post_mix, res_mix, residual
             )
             return state
         attn, compressor, step, whole = self._parts

@@ -14,7 +14,7 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 
-LayerState = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+LayerState = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +30,9 @@ class LayerWeights:
 class DecoderLayer(nn.Module):
     """(x, post_mix, res_mix, residual) -> the same four: the last post step stays pending.
 
-    At the first layer the last three are None and x is the streams [N,H,D]; afterwards x is the
-    last block's output [N,D]. The MTP layer is one of these.
+    The first layer gets the residual streams [N,H,D] as x and no mixes. Every later layer gets the
+    four values that the layer before returned; x is then its last block's output [N,D]. The MTP
+    layer is one of these.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         x: Tensor,
-        post_mix: Tensor | None,
-        res_mix: Tensor | None,
-        residual: Tensor | None,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
         segments: Segments,
+        post_mix: Tensor | None = None,
+        res_mix: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> LayerState:
         x, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
         x = self.attn(x, inputs, tables, cache, segments)
@@ -68,17 +69,19 @@ class DecoderLayer(nn.Module):
         return self.ffn(x, inputs), post_mix, res_mix, residual
 
     def enter(
-        self, x: Tensor, post_mix: Tensor | None, res_mix: Tensor | None, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self,
+        x: Tensor,
+        post_mix: Tensor | None = None,
+        res_mix: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> LayerState:
         """The layer's arguments to attention's input and its mixes."""
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             return *self.mhc_pre(x, w, self.params), x
         return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
-    def cross(
-        self, x: Tensor, post_mix: Tensor, res_mix: Tensor, residual: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def cross(self, x: Tensor, post_mix: Tensor, res_mix: Tensor, residual: Tensor) -> LayerState:
         """Attention's output to the experts' input and its mixes."""
         return self.mhc_post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn, self.params)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerState, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -93,11 +93,12 @@ class DeepseekV4(nn.Module):
         segments: Segments,
     ) -> Tensor:
         """Streams through `layers`, the last post step done: [N,H,D] -> [N,H,D]."""
-        state: LayerState = (streams_NHD, None, None, None)
-        for layer in layers:
-            state = layer(*state, inputs, self.tables, cache, segments)
-        x, post_mix, res_mix, residual = state
-        assert post_mix is not None and res_mix is not None and residual is not None
+        first, *others = layers
+        x, post_mix, res_mix, residual = first(streams_NHD, inputs, self.tables, cache, segments)
+        for layer in others:
+            x, post_mix, res_mix, residual = layer(
+                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual
+            )
         return self.mhc_post(x, post_mix, res_mix, residual)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:

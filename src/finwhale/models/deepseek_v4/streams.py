@@ -9,13 +9,14 @@ T = TypeVar("T")
 
 
 class SideStreams:
-    """Three streams on a GPU where they are wanted, else none: the same code then runs in order.
+    """Two CUDA streams on a GPU where they are wanted; else none, and the code runs in order.
 
-    `start` runs work on a side stream once all that the current stream has been given is done,
-    `join` lets the current stream wait for it. Both may be captured into a CUDA graph.
+    Compressors run on one (attention.py), the shared expert on the other (moe.py). `start` runs
+    work on a side stream once all that the current stream has been given is done, `join` lets the
+    current stream wait for it. Both may be captured into a CUDA graph.
     """
 
-    NUM = 3
+    NUM = 2
 
     def __init__(self, device: torch.device, wanted: bool = True) -> None:
         cuda = wanted and device.type == "cuda"
