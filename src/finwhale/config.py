@@ -17,8 +17,8 @@ class EngineConfig:
     Attributes:
         device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
         dtype: the dtype of activations and caches; None: bfloat16 on a GPU, float32 on a CPU.
-        activations: "as-trained" rounds activations, cached kv and indexer inputs to FP8 as the
-            model was trained with; "exact" rounds none of them.
+        activations: "as-trained" rounds activations and cached kv to FP8, and the indexer's
+            queries and keys to FP4, as the model was trained; "exact" rounds none of them.
         reference: run the plain torch definitions instead of the platform's table.
         batch_invariant: give a request's tokens the same bits whatever else is in the batch and
             however its prompt is cut, captured or not. On a CPU float32 always does; other dtypes

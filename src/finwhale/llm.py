@@ -41,8 +41,8 @@ class LLM:
             weights on the device: the speed and the memory of the model, not its text.
         device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
         dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
-        activations: "as-trained" rounds activations and cached state to FP8 as the model was
-            trained; "exact" rounds none of them.
+        activations: "as-trained" rounds activations and cached state to FP8, and the indexer's
+            queries and keys to FP4, as the model was trained; "exact" rounds none of them.
         reference: run the plain torch definitions of the operators instead of the platform's.
         batch_invariant: on a GPU, give a request's tokens the same bits whatever else is in the
             batch, however its prompt is cut; slower. On a CPU float32 always does.

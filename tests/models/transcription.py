@@ -206,10 +206,32 @@ def index_scores(w: Part, config: Config, x: Tensor, q_lora: Tensor) -> Tensor:
     """The indexer's score of every entry [T,W]."""
     heads, dim = config["index_n_heads"], config["index_head_dim"]
     q = linear(w, "wq_b", config, q_lora).view(-1, heads, dim)
-    q = rounded(rope(q, torch.arange(x.shape[0]), config, 4), config)
-    keys = rounded(compress(w.under("compressor."), config, 4, x), config)
+    q = index_form(rope(q, torch.arange(x.shape[0]), config, 4), config)
+    keys = index_form(compress(w.under("compressor."), config, 4, x), config)
     weight = x @ w["weights_proj.weight"].T / math.sqrt(dim * heads)
     return torch.einsum("th,thw->tw", weight, torch.einsum("thc,wc->thw", q, keys).relu())
+
+
+def index_form(x: Tensor, config: Config) -> Tensor:
+    """Index queries or keys as trained: times the normalised Hadamard matrix, then FP4."""
+    if not config.get("as_trained"):
+        return x
+    matrix = torch.ones(1, 1, dtype=x.dtype)
+    while matrix.shape[0] < x.shape[-1]:
+        matrix = torch.kron(torch.tensor([[1, 1], [1, -1]], dtype=x.dtype), matrix)
+    rotated = x @ matrix / math.sqrt(x.shape[-1])
+    return torch.cat([fp4(part) for part in rotated.split(32, -1)], -1)
+
+
+def fp4(group: Tensor) -> Tensor:
+    """To the nearest e2m1 value at the group's power-of-two scale, of two as near the even one."""
+    amax = group.abs().amax(-1, keepdim=True).clamp(min=6 * 2.0**-126)
+    mantissa, exponent = torch.frexp(amax / 6)
+    scale = torch.ldexp(torch.ones_like(amax), exponent - (mantissa == 0.5).int())
+    # The even ones first, so that the first minimum is theirs.
+    values = torch.tensor([0.0, 1.0, 2.0, 4.0, 0.5, 1.5, 3.0, 6.0], dtype=group.dtype)
+    nearest = ((group / scale).abs()[..., None] - values).abs().argmin(-1)
+    return values[nearest].copysign(group) * scale
 
 
 def top_entries(scores: Tensor, complete: Tensor, topk: int, margins: Margins | None) -> Tensor:

@@ -209,7 +209,7 @@ def page_table(N: int, rows_per_page: int) -> PageTable:
 
 def compress_part(N: int, width: int, ratio: int, rounding: Rounding) -> CompressPart:
     mixed, share, rows = (8, 4, 64) if ratio == 4 else (128, 2, 2)
-    if rounding == "whole":
+    if rounding == "key":
         num_bytes = keys_layout.page_bytes(rows, width)
     else:
         num_bytes = rows_layout.page_bytes(rows, width, 64)
@@ -221,7 +221,7 @@ def compress_part(N: int, width: int, ratio: int, rounding: Rounding) -> Compres
 def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_query: int) -> None:
     """Compressors and the indexer of one model, for N tokens."""
     tokens, rotary = step_tokens(N, max_len, max_query), f32(2**20, 32, 2)
-    parts = (compress_part(N, width, 4, "nope"), compress_part(N, 128, 4, "whole"))
+    parts = (compress_part(N, width, 4, "nope"), compress_part(N, 128, 4, "key"))
     compressor.compress(parts, tokens, rotary, 1e-6, page_table(N, 8), page_table(N, 64))
     part = compress_part(N, width, 128, "nope")
     compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2))

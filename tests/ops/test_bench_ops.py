@@ -68,7 +68,7 @@ def pack(name: str, args: Args, plain: Args) -> None:
     elif name == "compress":
         rows = args[5].rows_per_page
         for part, written in zip(args[0], plain[0], strict=True):
-            if part.rounding == "whole":
+            if part.rounding == "key":
                 packed = pack_keys(written.entry_pool, rows)
             else:
                 packed = pack_rows(written.entry_pool, rows, 2 * args[2].shape[1])
@@ -191,7 +191,7 @@ def test_bytes_by_hand() -> None:
     assert c4.operations(step) == 2 * 64 * (128 + 512) * 512 * 4
     (select,) = works_of("select_entries")
     assert select.operations(step) == 2 * 2048 * 64 * 128 * 2
-    assert select.bytes(step) == 2 * (2 * 64 * 128 + 4 * 64 + 4 * 512 + 2048 * 132)
+    assert select.bytes(step) == 2 * (2 * 64 * 128 + 4 * 64 + 4 * 512 + 2048 * 68)
     (experts,) = works_of("experts")
     one = 3 * 2048 * 4096
     assert experts.operations(step[:1]) == 2 * 6 * one

@@ -65,6 +65,35 @@ def rounded(x: Floats, group: int) -> Floats:
     return out
 
 
+def naive_fp4(x: Floats) -> Floats:
+    """To the nearest e2m1 value at the scale of each 32, of two as near the one of even code."""
+    out = np.zeros_like(x)
+    for start in range(0, len(x), 32):
+        part = x[start : start + 32]
+        amax = max(6 * 2.0**-126, max(abs(v) for v in part))
+        scale = 2.0 ** math.ceil(math.log2(amax / 6))
+        for i, value in enumerate(part / scale):
+            distances = [(abs(abs(value) - e2m1), code % 2, e2m1) for code, e2m1 in E2M1]
+            out[start + i] = math.copysign(min(distances)[2], value) * scale
+    return out
+
+
+# (code, value): 2 bits of exponent with a bias of 1, one of mantissa.
+E2M1 = [
+    (2 * exponent + mantissa, (mantissa / 2 + (exponent > 0)) * 2.0 ** (max(exponent, 1) - 1))
+    for exponent in range(4)
+    for mantissa in range(2)
+]
+
+
+def naive_hadamard(x: Floats) -> Floats:
+    """The entry at (i, j) is negative where i and j share an odd number of bits."""
+    places = range(len(x))
+    signs = np.array([[(-1.0) ** (i & j).bit_count() for j in places] for i in places])
+    rotated: Floats = signs @ x / math.sqrt(len(x))
+    return rotated
+
+
 def _odd(value: float) -> bool:
     step = 2.0 ** (max(math.floor(math.log2(abs(value))), -6) - 3) if value else 1.0
     return round(value / step) % 2 == 1
@@ -285,8 +314,8 @@ def _compressed(
         nope = len(entry) - 2 * rotary.shape[1]
         if part.rounding == "nope":
             entry[:nope] = rounded(entry[:nope], 64)
-        elif part.rounding == "whole":
-            entry = rounded(entry, 128)
+        elif part.rounding == "key":
+            entry = naive_fp4(naive_hadamard(entry))
         out[slot(entries, b, number)] = entry
     return [state, out]
 
@@ -321,7 +350,7 @@ def entry_scores(
     total = np.zeros(len(keys))
     for w, head in zip(weights, q, strict=True):
         head = rope(head, rotation)
-        head = rounded(head, len(head)) if round_query else head
+        head = naive_fp4(naive_hadamard(head)) if round_query else head
         total += [w * scale * max(0.0, float(head @ key)) for key in keys]
     return total
 
@@ -482,7 +511,8 @@ def widened(slots: Tensor, topk: int) -> Tensor:
 def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> None:
     """Scores differ by their sums' order, and so may the choice between two that are as near.
 
-    Angles are random, or quarter turns where queries are rounded: those are the same bits then.
+    Angles are random, or quarter turns where queries are rounded. A rotation is summed in float64
+    here: the last bits differ, but no value of these queries falls on the other side of a boundary.
     """
     draw, topk, scale = Draw(), 50, 0.37
     tokens = step_tokens(chunks)

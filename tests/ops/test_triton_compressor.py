@@ -38,7 +38,7 @@ STEPS: tuple[tuple[int, Chunks, tuple[int, ...], int], ...] = (
 
 
 def packed(part: CompressPart, rope: int, entry_rows: int) -> CompressPart:
-    if part.rounding == "whole":
+    if part.rounding == "key":
         pool = pack_keys(part.entry_pool, entry_rows)
     else:
         pool = pack_rows(part.entry_pool, entry_rows, rope)
@@ -47,7 +47,7 @@ def packed(part: CompressPart, rope: int, entry_rows: int) -> CompressPart:
 
 def dense(part: CompressPart, rope: int, entry_rows: int) -> Tensor:
     width = part.weight.norm.shape[0]
-    if part.rounding == "whole":
+    if part.rounding == "key":
         return unpack_keys(part.entry_pool, entry_rows, width)
     return unpack_rows(part.entry_pool, entry_rows, width, rope)
 
@@ -88,7 +88,7 @@ def check(
 @pytest.mark.parametrize("step", STEPS, ids=str)
 def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -> None:
     ratio, chunks, widths, rope = step
-    roundings: tuple[Rounding, ...] = ("nope", "whole")
+    roundings: tuple[Rounding, ...] = ("nope", "key")
     args = compress_args(Draw(), ratio, chunks, widths, rope, roundings)  # type: ignore[arg-type]
     parts, tokens, rotary, _, states, entries = args
     check(parts, tokens, rotary, states, entries)

@@ -282,3 +282,13 @@ def test_any_nonsense_gives_one_clear_line(form: str) -> None:
                     assert "\n" not in str(error)
                 else:
                     assert ModelConfig.from_dict(model.to_dict()) is not None
+
+
+def test_a_width_that_no_hadamard_matrix_has_is_refused_as_trained() -> None:
+    ModelConfig.from_dict(OFFICIAL).check_index_rotation()
+    odd = ModelConfig.from_dict(config(index_head_dim=48))
+    with pytest.raises(CheckpointError, match="index_head_dim 48 must be a power of two"):
+        odd.check_index_rotation()
+    # Without an indexer nothing is rotated.
+    plain = config(index_head_dim=48, compress_ratios=[0, 128, 128, 128, 0])
+    ModelConfig.from_dict(plain).check_index_rotation()

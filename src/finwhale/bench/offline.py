@@ -42,7 +42,7 @@ from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.request import SamplingParams
 
 FP8_BLOCK_BYTES = 4 / 128**2
-ROW_BYTES, KEY_BYTES = 584, 132
+ROW_BYTES, KEY_BYTES = 584, 68
 WARM_UP = 5
 
 

@@ -120,7 +120,7 @@ def _plain_rows(arg: Window | Selected | Complete | None, args: Args) -> Any:
 
 def _plain_entries(part: CompressPart, rows_per_page: int, rope: int) -> Tensor:
     width = part.weight.norm.shape[0]
-    if part.rounding == "whole":
+    if part.rounding == "key":
         return unpack_keys(part.entry_pool, rows_per_page, width)
     return unpack_rows(part.entry_pool, rows_per_page, width, rope)
 
@@ -171,8 +171,10 @@ def packed_args(operator: str, args: Args) -> Args | None:
         if operator == "sparse_attention":
             packed[4], packed[5] = (_packed_rows(arg, _rope(args[1])) for arg in args[4:6])
         elif operator == "select_entries":
+            if not args[8]:  # such keys may have widths that FP4 has no groups for
+                return None
             packed[2] = pack_keys(args[2], args[5].rows_per_page)
-            return tuple(packed) if args[8] else None
+            return tuple(packed)
         elif operator == "compress":
             if any(part.rounding == "none" for part in args[0]):
                 return None
@@ -199,7 +201,7 @@ def _packed_rows(arg: Window | Selected | Complete | None, rope: int) -> Any:
 def _packed_part(part: CompressPart, args: Args) -> CompressPart:
     rows, rope = args[5].rows_per_page, _rope(args[2])
     pool = part.entry_pool
-    packed = pack_keys(pool, rows) if part.rounding == "whole" else pack_rows(pool, rows, rope)
+    packed = pack_keys(pool, rows) if part.rounding == "key" else pack_rows(pool, rows, rope)
     return replace(part, entry_pool=packed)
 
 

@@ -295,6 +295,10 @@ def _row_bytes(s: Sizes) -> float:
     return page_bytes(64, s.head_dim, s.qk_rope_head_dim) / 64
 
 
+def _key_bytes(s: Sizes) -> float:
+    return key_page_bytes(64, s.index_head_dim) / 64
+
+
 def _prepare(s: Sizes, draw: Draw) -> Iterator[Work]:
     C, Q, R = s.head_dim, s.q_lora_rank, s.qk_rope_head_dim
 
@@ -349,7 +353,7 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
                     CompressorWeight(draw.normal(mixed, width), draw.normal(width), ratio),
                     draw.normal(num_states, share * width),
                     pool,
-                    "nope" if pool is pools[0] else "whole",
+                    "nope" if pool is pools[0] else "key",
                 )
                 for part, width, pool in zip(
                     torch.split(projected, [*columns, extra], 1), widths, pools, strict=False
@@ -357,7 +361,7 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
             )
             return parts, tokens, draw.rotary(tokens.max_len, R), EPS, states, entries
 
-        entry_bytes = _row_bytes(s) + (s.index_head_dim + 4 if len(widths) > 1 else 0)
+        entry_bytes = _row_bytes(s) + (_key_bytes(s) if len(widths) > 1 else 0)
 
         def moved(chunks: Chunks) -> float:
             """New rows, kept rows read and written, entries."""
@@ -388,7 +392,7 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
 
 def _index(s: Sizes, draw: Draw) -> Iterator[Work]:
     I, J, R = s.index_n_heads, s.index_head_dim, s.qk_rope_head_dim  # noqa: E741
-    key_bytes = key_page_bytes(64, J) / 64
+    key_bytes = _key_bytes(s)
 
     def args(chunks: Chunks, _: Any) -> Args:
         """Whole numbers and quarter turns, whose scores are exact in any order."""

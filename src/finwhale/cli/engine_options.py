@@ -78,7 +78,7 @@ def add_run_options(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--activations",
         choices=("as-trained", "exact"),
-        help="round activations to FP8 as the model was trained, or not at all "
+        help="round activations to FP8 and FP4 as the model was trained, or not at all "
         "(default: as-trained)",
     )
     parser.add_argument(

@@ -137,7 +137,7 @@ def _part(name: str) -> str:
 
 
 def _memory_table(config: ModelConfig) -> Table:
-    """As values in two dtypes, and packed: FP8 and FP4 weights and rows, as on a Hopper GPU."""
+    """As values in two dtypes, and packed in FP8 and FP4, as on a Hopper GPU."""
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
     values = load_ops(Platform.cpu(), reference=True)

@@ -72,6 +72,8 @@ class ModelRunner:
         self.use_device()
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self._round = config.activations == "as-trained"
+        if self._round:
+            model_config.check_index_rotation()
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant

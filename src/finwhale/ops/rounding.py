@@ -1,7 +1,8 @@
 """The roundings that the model was trained with, as plain torch: shared by the references.
 
 Source: DeepSeek-V4 technical report, low-precision training; the released inference code rounds
-activations to E4M3 with one power-of-two scale a group.
+activations to E4M3, and the indexer's queries and keys to FP4 (e2m1), with one power-of-two scale
+a group.
 """
 
 import torch
@@ -10,6 +11,14 @@ from torch import Tensor
 
 E4M3_MAX = 448.0
 MIN_AMAX = 1e-4
+FP4_MAX = 6.0
+# The smallest scale is then the smallest normal float32, and every scale an E8M0 byte of 1..253.
+MIN_FP4_AMAX = FP4_MAX * 2.0**-126
+FP4_GROUP = 32
+# Magnitudes of the codes 0..7; bit 3 of a code is the sign.
+FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+# Halfway between neighbouring magnitudes. A tie rounds to the even code.
+FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def power_of_two_at_least(x: Tensor) -> Tensor:
@@ -45,3 +54,69 @@ def round_e4m3(x: Tensor, group: int) -> Tensor:
     width = x.shape[-1]
     values = F.pad(x, (0, -width % group)) if width % group else x
     return unscaled_e4m3(*scaled_e4m3(values, group))[..., :width].to(x.dtype)
+
+
+def is_power_of_two(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """x [..., C] times the normalised Sylvester Hadamard matrix of C, float32.
+
+    The matrix is [[H, H], [H, -H]] with entries +-C^-0.5. It is orthogonal and symmetric.
+
+    Raises:
+        ValueError: C is not a power of two.
+    """
+    width = x.shape[-1]
+    if not is_power_of_two(width):
+        raise ValueError(f"a Hadamard matrix of {width} is not defined: wanted a power of two")
+    y, half = x.float(), 1
+    while half < width:
+        first, second = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y = torch.stack((first + second, first - second), -2).flatten(-3)
+        half *= 2
+    rotated: Tensor = y * width**-0.5
+    return rotated
+
+
+def fp4_group(width: int) -> int:
+    """Values that share a scale: 32, or the whole width where it is less."""
+    return min(FP4_GROUP, width)
+
+
+def scaled_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [..., C] -> (e2m1 codes uint8 [..., C], float32 scales [..., C/32]), C in whole groups.
+
+    The scale is amax / 6 rounded up to a power of two, amax at least 6 * 2^-126. x / scale rounds
+    to the nearest of 0 .5 1 1.5 2 3 4 6 and their negatives, ties to the even code.
+    """
+    grouped = x.float().unflatten(-1, (-1, fp4_group(x.shape[-1])))
+    amax = grouped.abs().amax(-1).clamp_(min=MIN_FP4_AMAX)
+    scale = power_of_two_at_least(amax / FP4_MAX)
+    values = grouped / scale[..., None]
+    magnitude = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for code, middle in enumerate(FP4_MIDDLES):
+        # Of codes c and c + 1, a tie goes to the even one.
+        codes += magnitude >= middle if code % 2 else magnitude > middle
+    codes += 8 * (values < 0).to(torch.uint8)
+    flat: Tensor = codes.flatten(-2)
+    return flat, scale
+
+
+def unscaled_fp4(codes: Tensor, scale: Tensor) -> Tensor:
+    """What `scaled_fp4` stands for, float32."""
+    magnitudes = torch.tensor(FP4_VALUES, device=codes.device)
+    table = torch.cat((magnitudes, -magnitudes))
+    grouped = table[codes.long()].unflatten(-1, (scale.shape[-1], -1))
+    result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
+    return result
+
+
+def rotate_to_fp4(x: Tensor) -> Tensor:
+    """An index query or key x [..., C] as the model scores it: rotated by `hadamard`, then FP4.
+
+    Returns x's dtype: every result is exact in float32 and in bfloat16.
+    """
+    return unscaled_fp4(*scaled_fp4(hadamard(x))).to(x.dtype)

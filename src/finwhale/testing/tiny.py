@@ -29,7 +29,8 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     The draws are odd on purpose: hidden sizes that are no multiple of 128, windows from 8 to 128,
     top-k below and above the number of entries, all layer kinds in any order. index_n_heads is at
     least 32: with fewer, relu makes equal scores at the top-k boundary and the order is no longer
-    determined. swiglu_limit is small, so that the clamps act. With `quantised`, sizes are
+    determined. index_head_dim is a power of two, as its Hadamard rotation needs.
+    swiglu_limit is small, so that the clamps act. With `quantised`, sizes are
     multiples of 32, which FP4 needs.
     """
     draw = random.Random(f"tiny {seed}")
@@ -55,7 +56,7 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
         "sliding_window": draw.choice((8, 13, 32, 100, 128)),
         "compress_ratios": [*ratios, 0],
         "index_n_heads": draw.choice((32, 40)),
-        "index_head_dim": draw.choice((32, 48, 64)),
+        "index_head_dim": draw.choice((32, 128, 64)),
         "index_topk": draw.choice((5, 8, 16, 40, 512)),
         "n_routed_experts": experts,
         "n_shared_experts": 1,

@@ -133,7 +133,7 @@ class C4Entries(nn.Module):
                 w.index_mix,
                 cache.pool("index_state", self.layer),
                 cache.pool("index_keys", self.layer),
-                "whole" if self.round_entries else "none",
+                "key" if self.round_entries else "none",
             ),
         )
         tables = inputs.tables

@@ -183,6 +183,16 @@ class ModelConfig:
         for name, fixed in (("n_shared_experts", 1), ("hc_mult", 4)):
             _check_fixed(name, getattr(self, name), fixed)
 
+    def check_index_rotation(self) -> None:
+        """Raises CheckpointError: the indexer cannot round as trained at this width."""
+        width = self.index_head_dim
+        if 4 in self.compress_ratios and width & (width - 1):
+            raise CheckpointError(
+                f"config: index_head_dim {width} must be a power of two where activations are "
+                "as-trained, since the indexer's keys are rotated by a Hadamard matrix: use "
+                'activations "exact"'
+            )
+
     def _check_quantisation(self) -> None:
         if self.quantised and self.expert_dtype == "fp4":
             for name in ("hidden_size", "moe_intermediate_size"):

@@ -21,7 +21,7 @@ from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import index_step, window_slots, write_slots
 
 # Outputs that lie side by side in memory: two vectors of float32.
@@ -30,6 +30,8 @@ _EXPONENT = 0x7F800000
 # To the next power of two, and from a group's scale to its lowest exponent, six binades below.
 _TO_LOWEST = 0x007FFFFF - (6 << 23)
 _MAGIC = (20 << 23) + 0x400000
+_FP4_UP = 0x3FFFFF
+_FP4_MAGIC = (22 << 23) + 0x400000
 
 
 def traced(registered: Ops) -> Ops:
@@ -99,6 +101,17 @@ def _round_groups(x: Tensor, group: int) -> Tensor:
     scale = values.abs().amax(-1, keepdim=True).clamp(min=MIN_AMAX) * (1.0 / E4M3_MAX)
     lowest = (scale.view(torch.int32) + _TO_LOWEST) & _EXPONENT
     shift = torch.maximum(values.view(torch.int32) & _EXPONENT, lowest) + _MAGIC
+    magic = shift.view(torch.float32)
+    rounded: Tensor = ((values + magic) - magic).flatten(-2)
+    return rounded
+
+
+def round_fp4(x: Tensor) -> Tensor:
+    """As rounding.scaled_fp4 and back, for |x| < 2^100 (indexer.cpu says how)."""
+    values = x.unflatten(-1, (-1, fp4_group(x.shape[-1])))
+    amax = values.abs().amax(-1, keepdim=True).clamp(min=MIN_FP4_AMAX)
+    scale = ((amax.view(torch.int32) + _FP4_UP) & _EXPONENT) - (2 << 23)
+    shift = torch.maximum(values.view(torch.int32) & _EXPONENT, scale) + _FP4_MAGIC
     magic = shift.view(torch.float32)
     rounded: Tensor = ((values + magic) - magic).flatten(-2)
     return rounded
@@ -288,7 +301,7 @@ def select_entries(
     """
     step = index_step(tokens, table)
     q = apply_rope(q_NIC, tokens.rotation(rotary_LR))
-    q = round_e4m3(q, ACTIVATION_GROUP) if round_query else q
+    q = round_fp4(hadamard(q)) if round_query else q
     keys_NEC = key_pool[step.entry_slots.clamp(min=0)]
     relu = (q[:, :, None] * keys_NEC[:, None]).sum(-1).relu()
     scores = (relu * (weights_NI * scale)[:, :, None]).sum(1)

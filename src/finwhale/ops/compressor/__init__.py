@@ -15,7 +15,7 @@ from torch import Tensor
 
 from finwhale.ops.paging import PageTable, Tokens
 
-Rounding = Literal["none", "nope", "whole"]
+Rounding = Literal["none", "nope", "key"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,11 @@ class CompressPart:
             strided.
         weight: its ape and norm.
         state_pool: [rows, X] float32; row number = position.
-        entry_pool: dense [rows, C], or packed: rows of attention ("nope") or index keys ("whole").
-        rounding: "nope": all but the rope part in E4M3, a scale for each 64 values; "whole": all
-            of it, one scale for each 128; "none".
+        entry_pool: dense [rows, C], or packed: rows of attention ("nope", attention/layout.py) or
+            index keys ("key", indexer/layout.py).
+        rounding: "nope": all but the rope part in E4M3, a scale for each 64 values; "key": the
+            whole entry rotated by a Hadamard matrix, then FP4 with a scale for each 32 values
+            (rounding.rotate_to_fp4), C a power of two; "none".
     """
 
     projected: Tensor

@@ -7,9 +7,10 @@ import torch
 from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
+from finwhale.ops.rounding import is_power_of_two
 
 EPS = 1e-6
-ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "whole")
+ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")
 # Once n tokens are read, rows of positions from n // align * align - before on are kept.
 KEPT = {4: (4, 4), 128: (128, 0)}
 PAGES = {4: (8, 64), 128: (128, 2)}  # rows a page of the state and of the entries
@@ -19,7 +20,7 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, ((0, 1),), (128,), 64),
     (4, ((3, 4),), (128,), 64),
     (4, ((0, 4), (7, 8), (5, 7)), (128, 64), 64),
-    (4, ((0, 41), (9, 12)), (130, 48), 34),
+    (4, ((0, 41), (9, 12)), (130, 64), 34),
     (4, ((8, 12),), (512, 128), 64),
     (4, ((7, 8), (511, 512), (255, 256), (14, 15), (259, 260)), (128, 128), 64),
     (4, ((240, 530), (254, 259), (253, 257)), (64, 32), 16),
@@ -97,15 +98,22 @@ def compress_args(
 def _case(
     ratio: Literal[4, 128], chunks: Chunks, widths: tuple[int, ...], rope: int, rounding: Rounding
 ) -> OpCase:
-    # A layer's second part holds the indexer's keys, which are rounded whole.
-    roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "whole")
+    # A layer's second part holds the indexer's keys. Neighbouring FP4 values of one scale differ by
+    # up to 2/5 of the largest: between 4 and 6, where the largest value itself is just above 5.
+    roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "key")
     return OpCase(
         operator="compress",
         name=f"{ratio} {chunks} {(*widths, rope)} {rounding}",
         args=lambda: compress_args(Draw(), ratio, chunks, widths, rope, roundings),
         written=(0,),
         flips=0.0 if rounding == "none" else 0.005,
+        flip=0.4 if "key" in roundings[: len(widths)] else 2.0**-3,
     )
 
 
-CASES = tuple(_case(*step, rounding) for step in STEPS for rounding in ROUNDINGS)
+CASES = tuple(
+    _case(*step, rounding)
+    for step in STEPS
+    for rounding in ROUNDINGS
+    if rounding != "key" or is_power_of_two(step[2][0])
+)

@@ -8,7 +8,7 @@ from finwhale.ops import host
 from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.host import F32, I64, view
-from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.indexer.cpu import rotate_to_fp4
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import CompressStep, compress_step
 
@@ -76,6 +76,6 @@ def _entries(
     host.rotate(entry, turn)
     if part.rounding == "nope":
         round_nope_part(entry, 2 * turn.shape[1])
-    elif part.rounding == "whole":
-        entry = host.round_e4m3(entry, ACTIVATION_GROUP)
+    elif part.rounding == "key":
+        entry = rotate_to_fp4(entry[:, None])[:, 0]
     return entry

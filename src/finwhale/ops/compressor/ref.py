@@ -5,10 +5,9 @@ from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope, round_row
 from finwhale.ops.compressor import CompressorWeight, CompressPart
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import CompressStep, compress_step
 
 
@@ -61,6 +60,6 @@ def _entries(part: CompressPart, step: CompressStep, rotation_MR: Tensor, eps: f
     entry = apply_rope(rms_norm(mixed, part.weight.norm, eps), rotation_MR)
     if part.rounding == "nope":
         return round_row(entry, 2 * rotation_MR.shape[-2])
-    if part.rounding == "whole":
-        return round_e4m3(entry, ACTIVATION_GROUP)
+    if part.rounding == "key":
+        return rotate_to_fp4(entry)
     return entry

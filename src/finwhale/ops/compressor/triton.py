@@ -490,7 +490,7 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
             f"these kernels write packed entries (uint8, rounding 'nope' or 'whole'), "
             f"got {pool.dtype} {tuple(pool.shape)} and rounding {part.rounding!r}"
         )
-    if part.rounding == "whole":
+    if part.rounding == "key":
         wanted = keys_layout.page_bytes(entry_rows, width)
         if width > 128:
             raise ValueError(f"an index key has one scale and at most 128 values, got {width}")
@@ -541,7 +541,7 @@ def compress(
         weight = part.weight
         arguments += (part.projected, weight.ape, weight.norm, part.state_pool, part.entry_pool)
         strides += (part.projected.stride(0), part.state_pool.stride(0), part.entry_pool.stride(0))
-        width, whole = weight.norm.shape[0], part.rounding == "whole"
+        width, whole = weight.norm.shape[0], part.rounding == "key"
         scales = 0 if whole else rows_layout.scale_bytes(width, rope)
         block = triton.next_power_of_2(width)
         sizes.append((width, whole, scales, block if whole else max(NOPE_GROUP, block)))

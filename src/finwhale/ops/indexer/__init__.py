@@ -14,7 +14,9 @@ from finwhale.ops.paging import PageTable, Tokens
 class SelectEntries(Protocol):
     """The topk visible entries with the highest score, ties to the lowest index.
 
-    q <- rope(q), then optionally E4M3 with one power-of-two scale a head;
+    q <- rope(q); with round_query, q <- FP4 of q times the Hadamard matrix of C, as the keys in
+    the pool are (rounding.rotate_to_fp4); C is a power of two then. The rotation alone would leave
+    every dot product as it is.
     score(n, e) = sum_i weights[n,i] * scale * relu(q[n,i] . key[e]);
     a token at position p sees the entries e < (p + 1) // 4.
     """

@@ -1,16 +1,17 @@
 """The indexer: decodes and chunks in one step, entries from none to several blocks, ties.
 
-Selections are compared exactly: scores here are small whole numbers, exact in any order of
-summation and full of ties. Queries, keys and weights are whole too, rope turns by quarters and the
-scale is a power of two.
+Selections are compared exactly: scores here are exact in any order of summation and full of ties.
+Queries, keys and weights are small whole numbers, rope turns by quarters and the scale is a power
+of two. A rotated query is its whole sums times one constant, the same bits in any order, and FP4
+makes of it a few bits times a power of two again.
 """
 
 from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens, strided
+from finwhale.ops.rounding import is_power_of_two
 
 ROWS_PER_PAGE = 64
 SCALE = 2.0**-3
-# A head whose largest value is 29 .. 56 rounds those above 16 to even ones, above 32 to multiples
-# of 4: -40 .. 40 holds ties.
+# Queries of -40 .. 40 reach every FP4 value, and heads have groups of different scales.
 ROUNDED = 40
 # Chunks as (start, end) in tokens, topk, heads, width, rope width.
 STEPS: tuple[tuple[Chunks, int, int, int, int], ...] = (
@@ -23,6 +24,7 @@ STEPS: tuple[tuple[Chunks, int, int, int, int], ...] = (
     (((1030, 1045),), 200, 4, 128, 64),
     (((0, 3), (4, 5)), 64, 4, 128, 64),
     (((254, 258), (1022, 1027), (255, 256)), 64, 4, 100, 50),
+    (((254, 258), (1022, 1027), (255, 256)), 64, 4, 16, 8),
     (tuple((100 + 37 * i, 101 + 37 * i) for i in range(12)), 16, 2, 64, 64),
 )
 
@@ -56,4 +58,9 @@ def _select(
     )
 
 
-CASES = tuple(_select(*step, rounded) for step in STEPS for rounded in (False, True))
+CASES = tuple(
+    _select(*step, rounded)
+    for step in STEPS
+    for rounded in (False, True)
+    if not rounded or is_power_of_two(step[3])
+)

@@ -1,20 +1,29 @@
 """The lightning indexer on a CPU, in numpy. Legend in the package's docstring."""
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops import host
 from finwhale.ops.host import F32, I32, I64, view
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
 # Scores of all heads that may be held at once: they are read again and should stay in the cache.
 MAX_SCORES = 2**18
+# Values that are rotated and rounded at once: likewise.
+MAX_ROTATED = 2**16
 # Up to this many tokens, sorting beats the partition's preparations.
 FEW_TOKENS = 8
 _LOW_BITS = np.int64(0xFFFFFFFF)
+_EXPONENT = np.array(0x7F800000, np.int32)
+# From a group's amax to its scale: 6 is 1.5 * 2^2, so what exceeds 1.5 is the next power of two.
+_UP = np.array(0x3FFFFF, np.int32)
+_BY_FOUR = np.array(2 << 23, np.int32)
+_MAGIC = np.array((22 << 23) + 0x400000, np.int32)
 
 
 def select_entries(
@@ -38,7 +47,7 @@ def select_entries(
         q: F32 = q_NIC.numpy().copy()
         host.rotate(q, host.turns(tokens.rotation(rotary_LR)))
         if round_query:
-            q = host.round_e4m3(q, ACTIVATION_GROUP)
+            q = rotate_to_fp4(q)
         weights = np.multiply(weights_NI.numpy(), host.constant(scale))
     for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
@@ -55,6 +64,58 @@ def select_entries(
         keys_SEC = view(key_pool).take(slots_SE, 0, mode="clip")
         _select(q[some], weights[some], keys_SEC, visible, slots_SE, out[some])
     return torch.from_numpy(out)
+
+
+def rotate_to_fp4(x_NIC: F32) -> F32:
+    """As rounding.rotate_to_fp4 but for the order of sums, for |x| < 2^100; a rounded zero is +0.
+
+    A token's product has one shape, so that its bits do not depend on N.
+    """
+    num_tokens, heads, width = x_NIC.shape
+    matrix, share = _signs(width), host.constant(width**-0.5)
+    out = np.empty(x_NIC.shape, np.float32)
+    step = max(1, MAX_ROTATED // (heads * width))
+
+    def run(tokens: slice) -> None:
+        for start in range(tokens.start, tokens.stop, step):
+            some = out[start : min(start + step, tokens.stop)]
+            np.matmul(x_NIC[start : start + len(some)], matrix, out=some)
+            np.multiply(some, share, some)
+            round_fp4(some)
+
+    host.split_rows(num_tokens, heads * width * width, run)
+    return out
+
+
+@lru_cache(maxsize=8)
+def _signs(width: int) -> F32:
+    """The Hadamard matrix of `width` without its factor: a product with it is sums alone."""
+    signs: F32 = np.rint(hadamard(torch.eye(width)).numpy() * width**0.5)
+    signs.flags.writeable = False
+    return signs
+
+
+def round_fp4(x: F32) -> None:
+    """Round a contiguous x [..., C] to FP4 in place, as rounding.scaled_fp4 and back.
+
+    A value x with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more:
+    adding 1.5 * 2^(e+22) and taking it away again does so, ties to even.
+    """
+    group = fp4_group(x.shape[-1])
+    values = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
+    magnitude = np.absolute(values)
+    amax: F32 = np.maximum.reduce(magnitude, -1)[..., None]
+    np.maximum(amax, host.constant(MIN_FP4_AMAX), out=amax)
+    scale: I32 = amax.view(np.int32)
+    np.add(scale, _UP, scale)
+    np.bitwise_and(scale, _EXPONENT, scale)
+    np.subtract(scale, _BY_FOUR, scale)
+    magic: I32 = magnitude.view(np.int32)
+    np.bitwise_and(magic, _EXPONENT, magic)
+    np.maximum(magic, scale, out=magic)
+    np.add(magic, _MAGIC, magic)
+    np.add(values, magnitude, values)
+    np.subtract(values, magnitude, values)
 
 
 def _select(

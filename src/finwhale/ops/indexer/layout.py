@@ -1,40 +1,49 @@
-"""Packed index keys: how kernels and DeepGEMM's paged logits read a page of them.
+"""Packed index keys: how the kernels read a page of them.
 
-A page of P keys of C values is P x C bytes of E4M3, then P float32 scales, each a power of two:
-value = E4M3 * scale. Pools are uint8 [num_pages, page_bytes], a key a slot: slot s lies in page
-s // P at row s % P.
+A key of C values is FP4: two e2m1 codes a byte, the even value in the low nibble as in FP4 weights,
+and an E8M0 byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2
+bytes of codes, then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8
+[num_pages, page_bytes], a key a slot: slot s lies in page s // P at row s % P.
 """
 
 import torch
 from torch import Tensor
 
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, power_of_two_at_least
+from finwhale.ops.rounding import fp4_group, scaled_fp4, unscaled_fp4
 
-SCALE_BYTES = 4
+
+def code_bytes(width: int) -> int:
+    """Bytes of a key's codes."""
+    return -(-width // 2)
+
+
+def scale_bytes(width: int) -> int:
+    """Bytes of a key's exponents: one for each group."""
+    return -(-width // fp4_group(width))
 
 
 def page_bytes(rows_per_page: int, width: int) -> int:
     """Bytes of a page of keys of `width` values."""
-    return rows_per_page * (width + SCALE_BYTES)
+    return rows_per_page * (code_bytes(width) + scale_bytes(width))
 
 
 def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
     """Keys [rows, C] of a float dtype, rows a multiple of rows_per_page -> uint8 [pages, bytes].
 
-    A key that is rounded already (one scale for all of it) is kept exactly.
+    The keys are rounded to FP4 and not rotated: one that is rounded already is kept exactly.
     """
-    values = keys.float()
-    amax = values.abs().amax(-1, keepdim=True).clamp_(min=MIN_AMAX)
-    scale = power_of_two_at_least(amax.mul_(1.0 / E4M3_MAX))
-    rounded = (values / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    codes, scale = scaled_fp4(keys)
     pages = keys.shape[0] // rows_per_page
-    parts = (rounded.view(pages, -1), scale.view(torch.uint8).view(pages, -1))
-    return torch.cat(parts, 1)
+    nibbles = codes[:, 0::2] | codes[:, 1::2] << 4
+    exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
+    return torch.cat((nibbles.view(pages, -1), exponents.view(pages, -1)), 1)
 
 
 def unpack_keys(pool: Tensor, rows_per_page: int, width: int) -> Tensor:
     """Keys of packed pages uint8 [pages, bytes], as float32 [pages * rows_per_page, width]."""
-    end = rows_per_page * width
-    values = pool[:, :end].contiguous().view(torch.float8_e4m3fn).float().view(-1, width)
-    scales = pool[:, end : end + rows_per_page * SCALE_BYTES].contiguous().view(torch.float32)
-    return values * scales.view(-1, 1)
+    end = rows_per_page * code_bytes(width)
+    nibbles = pool[:, :end].reshape(-1, code_bytes(width))
+    codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1)
+    exponents = pool[:, end : end + rows_per_page * scale_bytes(width)]
+    scale = (exponents.reshape(-1, scale_bytes(width)).int() << 23).view(torch.float32)
+    return unscaled_fp4(codes, scale)

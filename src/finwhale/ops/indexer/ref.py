@@ -4,9 +4,8 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention.ref import apply_rope
-from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import round_e4m3
+from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
 # Scores of all heads that may be held at once: it bounds memory, whatever the chunk's length.
@@ -30,7 +29,7 @@ def select_entries(
     slots_NK = step.entry_slots.new_full((q_NIC.shape[0], width), -1, dtype=torch.int32)
     if longest > topk:
         q_NIC = apply_rope(q_NIC, tokens.rotation(rotary_LR))
-        q_NIC = round_e4m3(q_NIC, ACTIVATION_GROUP) if round_query else q_NIC
+        q_NIC = rotate_to_fp4(q_NIC) if round_query else q_NIC
         weights_NI = weights_NI * scale
     for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])

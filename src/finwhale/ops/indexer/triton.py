@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.indexer.layout import SCALE_BYTES, page_bytes
+from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.triton_topk import select_topk
 from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
 
 RATIO = 4
+SCALE_BYTES = 4
 PAGE_ROWS = (64, 128)
 # Columns of a product: heads of the queries that share a tile of keys.
 PREFILL_COLUMNS = 128
