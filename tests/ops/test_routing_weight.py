@@ -111,4 +111,7 @@ def test_a_skipped_pair_adds_nothing(run: Run, round_input: bool) -> None:
         w.w13[expert], w.w2[expert] = torch.nan, torch.inf
     found = run(x, inner.masked_fill(skips, -1), weights.masked_fill(skips, torch.nan), w)
     assert torch.equal(found[3], torch.zeros(D))
-    assert torch.equal(found, wanted) if run is on_the_cpu else torch.allclose(found, wanted)
+    if run is on_the_cpu:
+        assert torch.equal(found, wanted)
+    else:  # sums in another order, so that a value can lie on the other side of a rounding
+        assert distance(found, wanted) < (1e-3 if round_input else 1e-6)

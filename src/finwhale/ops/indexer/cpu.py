@@ -79,7 +79,7 @@ def rotate_to_fp4(x_NIC: F32) -> F32:
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = out[start : min(start + step, tokens.stop)]
-            np.matmul(x_NIC[start : start + len(some)], matrix, out=some)
+            host.matmul(x_NIC[start : start + len(some)], matrix, out=some)
             np.multiply(some, share, some)
             round_fp4(some)
 
@@ -141,9 +141,9 @@ def _select(
 
 def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
     """[N, B * ENTRY_PAD], in products of one shape, so that no bit depends on B or N."""
-    relu = np.matmul(q_NIC[:, None], keys_NBCE)
+    relu = host.matmul(q_NIC[:, None], keys_NBCE)
     np.maximum(relu, host.constant(0.0), out=relu)
-    scores: F32 = np.matmul(weights_NI[:, None, None], relu)
+    scores: F32 = host.matmul(weights_NI[:, None, None], relu)
     return scores.reshape(q_NIC.shape[0], -1)
 
 
