@@ -22,7 +22,7 @@ Report = dict[str, Any]
 
 
 class Compile(Protocol):
-    def __call__(self, module: str, call: str, compiled: bool) -> list[Report]: ...
+    def __call__(self, module: str, call: str, mode: str = "compile") -> list[Report]: ...
 
 
 def pytest_report_header() -> str | None:
@@ -49,7 +49,9 @@ def one_thread_in_the_interpreter(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(scope="session")
 def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Run one of a module's CALLS in a process that compiles each launch for SM90, or names it.
+    """Run one of a module's CALLS in a process that compiles each launch for SM90.
+
+    Other modes name each launch's kernel ("names") or look at its indices ("indices").
 
     The process serves all tests of this worker. Workers share what Triton compiled.
     """
@@ -72,8 +74,8 @@ def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     assert child.stdin and child.stdout
     requests, answers = child.stdin, child.stdout
 
-    def compile_call(module: str, call: str, compiled: bool) -> list[Report]:
-        requests.write(json.dumps([module, call, compiled]) + "\n")
+    def compile_call(module: str, call: str, mode: str = "compile") -> list[Report]:
+        requests.write(json.dumps([module, call, mode]) + "\n")
         requests.flush()
         line = answers.readline()
         assert line, f"the process that compiles ended with exit status {child.wait()}"

@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -41,6 +43,8 @@ from finwhale.ops.norm import triton as norm
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import triton as sampling
 
+from .index_ranges import Range, Ranges
+
 TARGET = GPUTarget("cuda", 90, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 TYPES = {
@@ -58,7 +62,33 @@ MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
 Report = dict[str, Any]
 DONE: dict[str, Report] = {}  # by what decides the compiled kernel
 FOUND: list[Report] = []  # of the present call
-compiling = True  # or only the kernels' names are wanted
+LAUNCHES: dict[str, list["Launch"]] = {}  # the first and the last of each kind
+mode = "compile"  # or "names", or "indices"
+# What memory holds that indices are computed from. A page's number may be any.
+LOADED = {
+    "positions_ptr": (-1, 2**22),
+    "sequence_ptr": (-1, 2**22),
+    "first_ptr": (0, 2**20),  # pages that a table leaves out
+    "window_first_ptr": (0, 2**20),
+    "entry_first_ptr": (0, 2**20),
+    "candidates_ptr": (0, 2**20),  # entries of one sequence
+    # Experts, and pairs of a token and an expert: a step has at most 2^22.
+    "ids_ptr": (-1, 2**10),
+    "blocks_ptr": (-1, 2**22),
+    "order_ptr": (-1, 2**22),
+    "place_ptr": (-1, 2**22),
+    "before_ptr": (0, 2**22),
+    "totals_ptr": (0, 2**22),
+    "counts_ptr": (0, 2**22),
+}
+# Strides within a token are taken as they are, others, between rows or pages, as any up to 2^24:
+# some kernels multiply them in 32 bits by up to 127 rows of a block.
+INNER_STRIDES = {
+    "stride_qa", "stride_oa", "stride_qi",  # heads
+    "stride_xg", "stride_sg",  # groups of a linear layer
+    "stride_h", "stride_r",  # residual streams, and their partial sums
+    "stride_sk", "stride_ss", "stride_scale",  # scales of 128 values each
+}  # fmt: skip
 
 
 def special(parameter: Any, value: Any) -> bool:
@@ -106,18 +136,27 @@ def arguments_of(kernel: Any, args: Any, kwargs: Any) -> tuple[dict[str, Any], d
 def compile_launch(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
     """In place of a launch."""
     arguments, options = arguments_of(self, args, kwargs)
+    if mode == "indices":
+        grid = tuple(grid(arguments) if callable(grid) else grid)
+        launch = Launch(self, arguments, grid, options)
+        first_and_last = LAUNCHES.setdefault(launch.key, [])
+        first_and_last[1:] = [launch]
+        return
     constants = {name: value for name, value in arguments.items() if name.isupper()}
     add_report(source(self, arguments), options, constants)
 
 
+def name_of(kernel: Any) -> str:
+    return f"{kernel.__module__.removeprefix('finwhale.ops.')}.{kernel.__name__}"
+
+
 def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any]) -> None:
     """Add what a source compiles to, to FOUND."""
-    kernel = ast.fn
-    name = f"{kernel.__module__.removeprefix('finwhale.ops.')}.{kernel.__name__}"
-    key = f"{name} {ast.signature} {ast.constants} {ast.attrs} {options}"
-    if not compiling:
+    name = name_of(ast.fn)
+    if mode == "names":
         FOUND.append({"kernel": name})
         return
+    key = f"{name} {ast.signature} {ast.constants} {ast.attrs} {options}"
     if key in DONE:
         FOUND.append(DONE[key])
         return
@@ -136,6 +175,54 @@ def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any
         "shared": compiled.metadata.shared,
     }
     FOUND.append(DONE[key])
+
+
+@dataclass
+class Launch:
+    """A launch of which the ranges of indices are wanted."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    grid: tuple[int, ...]
+    options: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.source = source(self.kernel, self.arguments)
+        fixed = self.source.signature, self.source.constants, self.source.attrs
+        self.key = f"{name_of(self.kernel)} {fixed} {self.options}"
+
+    def ir(self) -> str:
+        """The kernel's first representation: Triton's, or Gluon's."""
+        backend, context = make_backend(TARGET), ir.context()
+        ir.load_dialects(context)
+        backend.load_dialects(context)
+        options = backend.parse_options(self.source.parse_options() | self.options)
+        functions = backend.get_codegen_implementation(options)
+        modules = backend.get_module_map()
+        module = self.source.make_ir(TARGET, options, functions, modules, context)
+        stages: dict[str, Any] = {}
+        backend.add_stages(stages, options, self.source.language)
+        return str(stages[self.source.ext](module, {}).str_nodebug())
+
+    def wraps(self) -> list[str]:
+        given = []
+        for name, kind in self.source.signature.items():
+            value = self.arguments[name]
+            if kind == "constexpr":
+                continue
+            if isinstance(value, int):
+                far = name.startswith("stride") and name not in INNER_STRIDES
+                value = Range(0, 2**24) if far else Range(value, value)
+            given.append((name, value))
+        return Ranges(given, self.grid, LOADED).run(self.ir())
+
+
+def add_ranges() -> None:
+    """Add what the launches' indices may come to, to FOUND."""
+    for first_and_last in LAUNCHES.values():
+        for launch in first_and_last:
+            FOUND.append({"kernel": name_of(launch.kernel), "wraps": launch.wraps()})
+    LAUNCHES.clear()
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:

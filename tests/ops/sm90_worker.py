@@ -1,7 +1,8 @@
 """A process that compiles for SM90: conftest.py starts it, without TRITON_INTERPRET.
 
-It reads requests: a JSON list of a module, the name of one of its CALLS, and whether to compile
-what that launches. It answers each with a line: what the launches compile to, or the error.
+It reads requests: a JSON list of a module, the name of one of its CALLS, and a mode. It answers
+each with a line about every launch: what it compiles to, its kernel's name, or which of its indices
+may wrap. Or with the error.
 """
 
 import importlib
@@ -15,11 +16,12 @@ from triton.runtime.jit import JITFunction
 from . import sm90_compile
 
 
-def answer(module: str, call: str, compiled: bool) -> dict[str, Any]:
-    sm90_compile.compiling = compiled
+def answer(module: str, call: str, mode: str) -> dict[str, Any]:
+    sm90_compile.mode = mode
     sm90_compile.FOUND.clear()
     try:
         importlib.import_module(f"{__package__}.{module}").CALLS[call]()
+        sm90_compile.add_ranges()
     except Exception:
         return {"error": traceback.format_exc()}
     return {"reports": sm90_compile.FOUND}

@@ -29,7 +29,7 @@ SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 
 @pytest.mark.parametrize("module, call", CALLS)
 def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
-    reports = sm90(module, call, compiled=True)
+    reports = sm90(module, call)
     assert reports
     for report in reports:
         assert report["spilled"] <= SPILLING.get(report["kernel"], 0), report
@@ -41,6 +41,6 @@ def test_every_kernel_is_compiled(sm90: Compile) -> None:
     found = {
         report["kernel"]
         for module, call in (param.values for param in CALLS)
-        for report in sm90(module, call, compiled=False)
+        for report in sm90(module, call, mode="names")
     }
     assert found == kernel_names()

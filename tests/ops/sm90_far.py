@@ -1,0 +1,44 @@
+"""Calls whose tensors reach beyond 2^31 elements, for test_index_arithmetic.py."""
+
+from collections.abc import Callable
+from functools import partial
+from unittest.mock import patch
+
+from finwhale.ops.attention import triton as attention
+
+from . import sm90_compile as near
+from . import sm90_experts as experts
+
+TOKENS = 2**22
+PAIR_TOKENS = 2**19  # of 8 experts each
+
+
+def call_attention_on_hopper(*sizes: int) -> None:
+    with patch.object(attention.hopper, "takes", lambda problem: True):
+        near.call_attention(*sizes)
+
+
+def calls() -> dict[str, Callable[[], None]]:
+    found: dict[str, Callable[[], None]] = {}
+    for name, (D, A, Q, E) in near.MODELS.items():
+        found[f"activations-{name}"] = partial(near.call_all, D, A, Q, E, TOKENS)
+        found[f"mhc-{name}"] = partial(near.call_mhc, D, TOKENS)
+        inner = 2048 if D == 4096 else 3072
+        found[f"linear-{name}"] = partial(near.call_linear, D, A, Q, inner, TOKENS)
+    for width, heads, topk in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):
+        for N, max_len, max_query in ((64, 2**22, 1), (2**15, 2**20, 2**15)):
+            name = f"indexer-{topk}-{max_len}"
+            found[name] = partial(near.call_indexer, width, heads, topk, N, max_len, max_query)
+    for name, sizes in (("flash", (64, 512, 1024, 512)), ("pro", (128, 512, 1536, 1024))):
+        for N in (32, TOKENS):
+            step = (*sizes, N, 1 if N == 32 else N)
+            found[f"attention-{name}-{N}"] = partial(near.call_attention, *step)
+            found[f"attention-hopper-{name}-{N}"] = partial(call_attention_on_hopper, *step)
+    D, I, E, _ = experts.MODELS["pro"]  # noqa: E741
+    for number, plan in enumerate(experts.PLANS):
+        call = partial(experts.call_as_on_a_gpu, D, I, E, 8, PAIR_TOKENS, plan)
+        found[f"experts-{number}"] = call
+    return found
+
+
+CALLS = calls()

