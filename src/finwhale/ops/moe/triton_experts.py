@@ -6,8 +6,8 @@ Launches: `order_pairs` sorts the pairs by expert (triton_order.py); one token n
 on Hopper has kernels of its own (hopper_one.py).
 `_round_rows_kernel` rounds x; `_gate_up_kernel` multiplies w1 and w3 of an expert with its tokens,
 applies the clamped SwiGLU and the routing weights, and rounds; `_down_kernel` multiplies w2;
-`_sum_kernel` adds a token's pairs in order of k. A weight is read once for a block
-of tokens, whatever their number up to the block's size. Nothing depends on the host knowing how the
+`_sum_kernel` adds a token's pairs in order of k. An expert's weights are read once for a block of
+tokens, whatever their number up to the block's size. Nothing depends on the host knowing how the
 tokens spread: blocks without tokens return at once.
 
 A weight enters the tensor cores as E4M3, exactly (triton_fold.py): the decoder looks four
