@@ -1,8 +1,8 @@
 """The compressors' Triton kernel in the interpreter, against the reference on dense pools.
 
-The kernel writes packed pools. Entries are compared as the values that they stand for: E4M3 values
-differ by a step where a sum in another order falls on the other side of a boundary, in at most one
-value of 200; state rows are copies and must be equal; what is not written must not change.
+The kernel writes packed pools. Entries are compared as the values that they stand for: E4M3 and FP4
+values differ by a step where a sum in another order falls on the other side of a boundary, in at
+most one value of 200; state rows are copies and must be equal; what is not written must not change.
 """
 
 from dataclasses import replace
@@ -18,6 +18,7 @@ from finwhale.ops.compressor import triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.rounding import hadamard
 
 from . import kernels_support as kernels_support
 
@@ -26,7 +27,7 @@ FLIPS = 0.005
 STEPS: tuple[tuple[int, Chunks, tuple[int, ...], int], ...] = (
     (4, ((0, 1),), (128,), 64),
     (4, ((0, 4), (7, 8), (5, 7)), (128, 64), 64),
-    (4, ((0, 41), (9, 12)), (144, 48), 32),
+    (4, ((0, 41), (9, 12)), (144, 64), 32),
     (4, ((8, 12),), (512, 128), 64),
     (4, ((7, 8), (511, 512), (255, 256), (14, 15), (259, 260)), (128, 128), 64),
     (4, ((240, 530), (254, 259), (253, 257)), (64, 32), 16),
@@ -72,7 +73,7 @@ def check(
     count = tokens.positions.shape[0]
     cut = tuple(replace(part, projected=part.projected[:count]) for part in wanted)
     ref.compress(cut, tokens, rotary, EPS, states, entries)
-    for one, other, old in zip(found, wanted, before, strict=True):
+    for part, one, other, old in zip(parts, found, wanted, before, strict=True):
         assert torch.equal(one.state_pool, other.state_pool)
         values = dense(one, rope, rows)
         written = (other.entry_pool != old).any(1)
@@ -82,7 +83,9 @@ def check(
             error = (values - wanted_values).abs()
             allowed = 2.0**-7 * wanted_values.abs() + 8e-6 * wanted_values.abs().amax()
             assert (error > allowed).float().mean() <= FLIPS
-            assert (error <= 2.0**-3 * wanted_values.abs().amax()).all()
+            # FP4: from 4 to 6, where the largest value is just above 5.
+            step = 0.4 if part.rounding == "key" else 2.0**-3
+            assert (error <= step * wanted_values.abs().amax()).all()
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -143,6 +146,35 @@ def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
         kernels.compress((alone,), last, rotary, EPS, states, entries)
         slot = entries.slots(last.host_sequence, last.host_positions // ratio)
         assert torch.equal(dense(alone, 16, rows)[slot], dense(whole, 16, rows)[slot])
+
+
+@pytest.mark.parametrize("width", (32, 64, 128))
+def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
+    """Rows that rotate into groups of other magnitudes, zeros, and scales less than 2^-11 of the
+    largest: byte for byte what pack_keys makes of the rotated entry.
+
+    All tokens have one row, which is then the mixture; nothing is turned.
+    """
+    args = compress_args(Draw(), 4, ((0, 28),), (width,), 32, ("key",))
+    (part,), tokens, _, _, states, entries = args
+    group = torch.tensor([[1, 1, 1, 1], [1, 2.0**-3, 2.0**-9, 3e3], [1, 2.0**-16, 2.0**-13, 0]])
+    for scales in group[:, : width // 32]:
+        wanted = (Draw(1).normal(width // 32, 32) * scales[:, None]).flatten()
+        wanted /= wanted.square().mean().sqrt()
+        row = hadamard(wanted)  # its own inverse
+        projected = torch.cat((row, row, Draw(2).normal(2 * width)))
+        weight = replace(part.weight, norm=torch.ones(width))
+        filled = replace(part, projected=projected.expand(28, -1).contiguous(), weight=weight)
+        written = packed(filled, 32, 64)
+        still = torch.stack((torch.ones(28, 16), torch.zeros(28, 16)), -1)
+        kernels.compress((written,), tokens, still, 0.0, states, entries)
+        slots = entries.slots(0, torch.arange(7).numpy())
+        found = dense(written, 32, 64)[slots]
+        keys = unpack_keys(pack_keys(wanted[None], 1), 1, width)
+        assert torch.equal(found, keys.expand(7, -1))
+        page = int(slots[0]) // 64
+        exponents = written.entry_pool[page, 32 * width :].view(64, -1)[:7]
+        assert torch.equal(exponents, pack_keys(wanted[None], 1)[:, width // 2 :].expand(7, -1))
 
 
 def test_what_it_cannot_write_raises() -> None:

@@ -85,15 +85,20 @@ def fp4_group(width: int) -> int:
     return min(FP4_GROUP, width)
 
 
-def scaled_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_fp4(x: Tensor, least_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [..., C] -> (e2m1 codes uint8 [..., C], float32 scales [..., C/32]), C in whole groups.
 
     The scale is amax / 6 rounded up to a power of two, amax at least 6 * 2^-126. x / scale rounds
     to the nearest of 0 .5 1 1.5 2 3 4 6 and their negatives, ties to the even code.
+
+    Args:
+        least_scale: powers of two, broadcastable to the scales: none is less.
     """
     grouped = x.float().unflatten(-1, (-1, fp4_group(x.shape[-1])))
     amax = grouped.abs().amax(-1).clamp_(min=MIN_FP4_AMAX)
     scale = power_of_two_at_least(amax / FP4_MAX)
+    if least_scale is not None:
+        scale = torch.maximum(scale, least_scale)
     values = grouped / scale[..., None]
     magnitude = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)

@@ -21,12 +21,18 @@ from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, PageTable, Tokens
+from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
+from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
 # ratio -> neighbouring tokens that one program looks at in a prefill.
 PREFILL_TOKENS = {4: 1, 128: 16}
 # Columns of an entry of ratio 128 that one program mixes.
 SLICE = 64
+# Of an index key; constants that kernels read.
+MAX_LOG2_WIDTH = tl.constexpr(9)
+MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
+MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
 
 @triton.jit
@@ -142,16 +148,56 @@ def _store_attention_row(
 
 
 @triton.jit
+def _hadamard(x, C: tl.constexpr):
+    """x [C] times the Hadamard matrix of C without its factor: as rounding.hadamard, bit for bit.
+
+    A pass adds neighbours and moves them half the width apart, so that every pass is the same.
+    """
+    for i in tl.static_range(MAX_LOG2_WIDTH):
+        if 2 << i <= C:
+            even, odd = tl.split(tl.reshape(x, [C // 2, 2]))
+            x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [1, 0]), [C])
+    return x
+
+
+@triton.jit
+def _fp4_codes(x):
+    """x [groups, values] -> e2m1 codes int32, and the exponent bytes of the groups' scales.
+
+    No scale is below LEAST_SCALE of the row's largest (indexer/layout.py).
+    """
+    amax = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_FP4_AMAX)
+    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
+    exponents = ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+    exponents = tl.maximum(exponents, tl.max(exponents, axis=0) - MAX_SPREAD)
+    scaled = x * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+    size = tl.abs(scaled)
+    codes = tl.where(scaled < 0.0, 8, 0)
+    codes += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+    codes += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+    codes += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
+    return codes + (size > 5.0).to(tl.int32), exponents
+
+
+@triton.jit
 def _store_index_key(
-    row, page_ptr, offset, C: tl.constexpr, ROWS_PER_PAGE: tl.constexpr, BLOCK_C: tl.constexpr
+    row,
+    page_ptr,
+    offset,
+    C: tl.constexpr,
+    ROWS_PER_PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SHARE: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK_C)
-    rounded, scale_bits = round_e4m3_groups(row[None, :])
-    rounded = tl.reshape(rounded, [BLOCK_C]).to(tl.uint8, bitcast=True)
-    tl.store(page_ptr + offset * C + columns, rounded, mask=columns < C)
-    scale = tl.reshape(scale_bits, [1]).to(tl.float32, bitcast=True)
-    scale_ptr = (page_ptr + ROWS_PER_PAGE * C).to(tl.pointer_type(tl.float32))
-    tl.store(scale_ptr + offset + tl.arange(0, 1), scale)
+    """Rotate, round to FP4 and pack (indexer/layout.py)."""
+    rotated = _hadamard(row, C) * SHARE
+    codes, exponents = _fp4_codes(tl.reshape(rotated, [C // GROUP, GROUP]))
+    low, high = tl.split(tl.reshape(codes, [C // 2, 2]))
+    columns = tl.arange(0, C // 2)
+    tl.store(page_ptr + offset * (C // 2) + columns, (low | (high << 4)).to(tl.uint8))
+    groups = tl.arange(0, C // GROUP)
+    exponent_ptr = page_ptr + ROWS_PER_PAGE * (C // 2) + offset * (C // GROUP)
+    tl.store(exponent_ptr + groups, exponents.to(tl.uint8))
 
 
 @triton.jit
@@ -181,11 +227,13 @@ def _part(
     RATIO: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
-    WHOLE: tl.constexpr,
+    KEY: tl.constexpr,
     STATE_ROWS: tl.constexpr,
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    KEY_SHARE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     UNDOABLE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -277,8 +325,10 @@ def _part(
             row = row * tl.rsqrt(tl.sum(row * row, axis=0) / C + eps) * norm
             row = _rotate(row, cos, sin, BLOCK_C)
             page_ptr = entry_ptr + page * stride_entry
-            if WHOLE:
-                _store_index_key(row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, BLOCK_C)
+            if KEY:
+                _store_index_key(
+                    row, page_ptr, entry % ENTRY_ROWS, C, ENTRY_ROWS, KEY_GROUP, KEY_SHARE
+                )
             else:
                 _store_attention_row(
                     row,
@@ -368,12 +418,16 @@ def _compress_kernel(
     RATIO: tl.constexpr,
     R: tl.constexpr,
     C_A: tl.constexpr,
-    WHOLE_A: tl.constexpr,
+    KEY_A: tl.constexpr,
     SCALE_BYTES_A: tl.constexpr,
+    KEY_GROUP_A: tl.constexpr,
+    KEY_SHARE_A: tl.constexpr,
     BLOCK_C_A: tl.constexpr,
     C_B: tl.constexpr,
-    WHOLE_B: tl.constexpr,
+    KEY_B: tl.constexpr,
     SCALE_BYTES_B: tl.constexpr,
+    KEY_GROUP_B: tl.constexpr,
+    KEY_SHARE_B: tl.constexpr,
     BLOCK_C_B: tl.constexpr,
     STATE_ROWS: tl.constexpr,
     ENTRY_ROWS: tl.constexpr,
@@ -412,11 +466,13 @@ def _compress_kernel(
             RATIO,
             C_A,
             R,
-            WHOLE_A,
+            KEY_A,
             STATE_ROWS,
             ENTRY_ROWS,
             GROUP,
             SCALE_BYTES_A,
+            KEY_GROUP_A,
+            KEY_SHARE_A,
             BLOCK_TOKENS,
             UNDOABLE,
             TOKENS,
@@ -452,11 +508,13 @@ def _compress_kernel(
             RATIO,
             C_B,
             R,
-            WHOLE_B,
+            KEY_B,
             STATE_ROWS,
             ENTRY_ROWS,
             GROUP,
             SCALE_BYTES_B,
+            KEY_GROUP_B,
+            KEY_SHARE_B,
             BLOCK_TOKENS,
             UNDOABLE,
             TOKENS,
@@ -487,13 +545,13 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
     pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":
         raise ValueError(
-            f"these kernels write packed entries (uint8, rounding 'nope' or 'whole'), "
+            f"these kernels write packed entries (uint8, rounding 'nope' or 'key'), "
             f"got {pool.dtype} {tuple(pool.shape)} and rounding {part.rounding!r}"
         )
     if part.rounding == "key":
         wanted = keys_layout.page_bytes(entry_rows, width)
-        if width > 128:
-            raise ValueError(f"an index key has one scale and at most 128 values, got {width}")
+        if not is_power_of_two(width) or width < 2:
+            raise ValueError(f"an index key's width must be a power of two, got {width}")
     else:
         wanted = rows_layout.page_bytes(entry_rows, width, rope)
     if pool.shape[1] < wanted or rope > width or width % 2:
@@ -541,11 +599,11 @@ def compress(
         weight = part.weight
         arguments += (part.projected, weight.ape, weight.norm, part.state_pool, part.entry_pool)
         strides += (part.projected.stride(0), part.state_pool.stride(0), part.entry_pool.stride(0))
-        width, whole = weight.norm.shape[0], part.rounding == "key"
-        scales = 0 if whole else rows_layout.scale_bytes(width, rope)
+        width, key = weight.norm.shape[0], part.rounding == "key"
+        scales = 0 if key else rows_layout.scale_bytes(width, rope)
         block = triton.next_power_of_2(width)
-        sizes.append((width, whole, scales, block if whole else max(NOPE_GROUP, block)))
-    (width_a, whole_a, scales_a, block_a), (width_b, whole_b, scales_b, block_b) = sizes
+        sizes.append((width, key, scales, block if key else max(NOPE_GROUP, block)))
+    (width_a, key_a, scales_a, block_a), (width_b, key_b, scales_b, block_b) = sizes
     few = tokens.max_query <= UNDOABLE_TOKENS
     tokens_per_program = 1 if few else PREFILL_TOKENS[ratio]
     slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
@@ -571,12 +629,16 @@ def compress(
         RATIO=ratio,
         R=rope,
         C_A=width_a,
-        WHOLE_A=whole_a,
+        KEY_A=key_a,
         SCALE_BYTES_A=scales_a,
+        KEY_GROUP_A=fp4_group(width_a),
+        KEY_SHARE_A=width_a**-0.5,
         BLOCK_C_A=block_a,
         C_B=width_b if len(parts) > 1 else 0,
-        WHOLE_B=whole_b,
+        KEY_B=key_b,
         SCALE_BYTES_B=scales_b,
+        KEY_GROUP_B=fp4_group(width_b),
+        KEY_SHARE_B=width_b**-0.5,
         BLOCK_C_B=block_b,
         STATE_ROWS=state_table.rows_per_page,
         ENTRY_ROWS=entry_table.rows_per_page,

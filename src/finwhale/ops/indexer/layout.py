@@ -4,12 +4,19 @@ A key of C values is FP4: two e2m1 codes a byte, the even value in the low nibbl
 and an E8M0 byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2
 bytes of codes, then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8
 [num_pages, page_bytes], a key a slot: slot s lies in page s // P at row s % P.
+
+No scale of a key is less than 2^-11 of its largest, so that e2m1 * 2^(byte - the largest byte) is
+exact in E4M3 for all its values. A group whose own scale would be less rounds at that scale, which
+costs less than 2^-14 of the key's largest value. Rotated keys have no such groups, but of zeros.
 """
 
 import torch
 from torch import Tensor
 
 from finwhale.ops.rounding import fp4_group, scaled_fp4, unscaled_fp4
+
+# Between the exponents of a key.
+MAX_SPREAD = 11
 
 
 def code_bytes(width: int) -> int:
@@ -30,9 +37,12 @@ def page_bytes(rows_per_page: int, width: int) -> int:
 def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
     """Keys [rows, C] of a float dtype, rows a multiple of rows_per_page -> uint8 [pages, bytes].
 
-    The keys are rounded to FP4 and not rotated: one that is rounded already is kept exactly.
+    The keys are rounded to FP4 and not rotated: one that is rounded already is kept exactly, as far
+    as its scales are within MAX_SPREAD.
     """
-    codes, scale = scaled_fp4(keys)
+    scale = scaled_fp4(keys)[1]
+    least = scale.amax(-1, keepdim=True) * 2.0**-MAX_SPREAD
+    codes, scale = scaled_fp4(keys, least)
     pages = keys.shape[0] // rows_per_page
     nibbles = codes[:, 0::2] | codes[:, 1::2] << 4
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)

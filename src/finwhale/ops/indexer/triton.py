@@ -1,11 +1,17 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program of the scores rounds its queries itself and reads keys a page at a time, which stand as
-rows of the product so that the sum over heads stays within a few threads. Scores are
+A program of the scores rotates and rounds its queries itself and reads keys a page at a time, which
+stand as rows of the product so that the sum over heads stays within a few threads. Scores are
 summed in one order whatever the batch, the chunk or the split.
 
-Work of a token that sees E entries: 2 I C E operations, 1.42 PFLOP/s in FP8; bytes: E (C + 4) of
-keys a sequence, 4.39 TB/s.
+Keys are FP4 and are unpacked to E4M3 in registers, where the exponents of a key's groups become
+those of its values: relative to the largest, which is left as one factor of the whole product. That
+is exact for every key (layout.py). A query is treated likewise, but a group whose scale is less
+than 2^-12 of its head's largest underflows, which changes a product by less than 2^-13 of the
+largest one.
+
+Work of a token that sees E entries: 2 I C E operations, 1.42 PFLOP/s in FP8; bytes: E (C/2 + C/32)
+of keys a sequence, 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -13,13 +19,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.triton_topk import select_topk
 from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
+from finwhale.ops.rounding import FP4_GROUP
+from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
 
 RATIO = 4
-SCALE_BYTES = 4
 PAGE_ROWS = (64, 128)
 # Columns of a product: heads of the queries that share a tile of keys.
 PREFILL_COLUMNS = 128
@@ -31,6 +39,29 @@ PREFILL_PROGRAMS = 1056
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
+GROUP = tl.constexpr(FP4_GROUP)
+MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
+# The largest e2m1 value, 6, is 384 in E4M3: of a key's or a head's group of the largest scale.
+TOP = tl.constexpr(6)
+# Eight codes of a word -> two words of E4M3. prmt looks bytes up by three bits of a selector's
+# nibble: codes 0 .. 3 are bytes of `low`, 4 .. 7 of `high`, whose exponents are less by $3.
+UNPACK = tl.constexpr("""{
+.reg .b32 low, high, codes, value, sign;
+mad.lo.s32 low, $3, 0xF7F7F800, 0x6C686000;
+mad.lo.s32 high, $3, 0xF7F7F7F8, 0x7C787470;
+and.b32 codes, $2, 0x77777777;
+prmt.b32 value, low, high, codes;
+prmt.b32 sign, 0x80808080, 0x80808080, $2;
+shl.b32 sign, sign, 7;
+lop3.b32 $0, sign, 0x80808080, value, 0xEA;
+shr.u32 codes, codes, 16;
+shr.u32 sign, $2, 16;
+prmt.b32 value, low, high, codes;
+prmt.b32 sign, 0x80808080, 0x80808080, sign;
+shl.b32 sign, sign, 7;
+lop3.b32 $1, sign, 0x80808080, value, 0xEA;
+}""")
+OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 5)
 
 
 @triton.jit
@@ -47,10 +78,16 @@ def _rounded_queries(
     stride_w,
     C: tl.constexpr,
     R: tl.constexpr,
+    SHARE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
+    ASM: tl.constexpr,
 ):
-    """rope(q) in E4M3 [Q * I, C], and half of weights * scale * the queries' scales [Q * I]."""
+    """Queries as they are scored, and half of weights * scale * the heads' factors [Q * I].
+
+    rope(q) is rotated, rounded to FP4 and given as E4M3 [Q * I, C], its columns as `_unpacked` has
+    them.
+    """
     column = tl.arange(0, C)
     head = tl.arange(0, BLOCK_I)
     mask_QI = (position_Q >= 0)[:, None] & (head < I)[None, :]
@@ -70,14 +107,74 @@ def _rounded_queries(
     even, odd = tl.split(tl.reshape(q, [BLOCK_Q, BLOCK_I, C // 2, 2]).to(tl.float32))
     dtype = q_ptr.dtype.element_ty
     even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
-    rotated = tl.reshape(tl.join(even, odd), [BLOCK_Q * BLOCK_I, C]).to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(rotated), axis=1), 1e-4)
-    bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
-    scale_bits = (bits + 0x7FFFFF) & 0x7F800000
-    inverse = (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
+    roped = tl.reshape(tl.join(even, odd), [BLOCK_Q * BLOCK_I, C])
+    # The entry at (i, j) is negative where i and j share an odd number of bits.
+    shared = column[:, None] & column[None, :]
+    shared ^= shared >> 4
+    signs = (1 - 2 * ((0x6996 >> (shared & 15)) & 1)).to(dtype)
+    rotated = tl.dot(roped, signs, input_precision="ieee") * SHARE
+
+    x = tl.reshape(rotated, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP])
+    size = tl.abs(x)
+    amax = tl.maximum(tl.max(size, axis=2), MIN_FP4_AMAX)
+    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
+    exponent = ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+    # At least so that the powers of two below are normal numbers.
+    largest = tl.maximum(tl.max(exponent, axis=1), TOP + 2)
+    # A value with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more.
+    step = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, exponent[:, :, None])
+    magic = (((step + 22) << 23) + 0x400000).to(tl.float32, bitcast=True)
+    size = (size + magic) - magic
+    factor = ((254 - (largest - TOP)) << 23).to(tl.float32, bitcast=True)[:, None, None]
+    x = tl.where(x < 0, -size, size) * factor
+    x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C])
     weights = tl.reshape(weights_QI * scale, [BLOCK_Q * BLOCK_I])
-    weights = weights * (0.5 * scale_bits.to(tl.float32, bitcast=True))
-    return (rotated * inverse[:, None]).to(tl.float8e4nv), weights
+    weights = weights * ((largest - TOP - 1) << 23).to(tl.float32, bitcast=True)
+    if ASM:
+        x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP // 8, 2, 4])
+        x = tl.permute(x, [0, 1, 3, 2, 4])
+    else:
+        x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP // 2, 2])
+        x = tl.permute(x, [0, 1, 3, 2])
+    return tl.reshape(x.to(tl.float8e4nv), [BLOCK_Q * BLOCK_I, C]), weights
+
+
+@triton.jit
+def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
+    """Codes uint8 [ROWS, C/2] as E4M3 [ROWS, C]: 64 / 2^below times their values.
+
+    below [ROWS, C/32] int32, 0 .. 11. Of each group come first the columns 8i .. 8i + 3 of all i,
+    then 8i + 4 .. 8i + 7: so a word's values stay in the thread that has it, where a product wants
+    them. Without the assembler it is the even columns, then the odd ones.
+    """
+    codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
+    if ASM:
+        wide, _ = tl.broadcast(below[:, :, None], codes)
+        first, second = tl.inline_asm_elementwise(
+            UNPACK,
+            OPERANDS,
+            [codes, wide],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        codes = codes.to(tl.int32)
+        first = _byte(codes & 15, below[:, :, None])
+        second = _byte(codes >> 4, below[:, :, None])
+    values = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+    return tl.reshape(values, [ROWS, C]).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _byte(code, below):
+    """E4M3 bytes of 64 / 2^below times the values of e2m1 codes: exponent and one mantissa bit.
+
+    A code of 2 or more is its own exponent and mantissa; 1 is the power of two below that of 2.
+    """
+    size = code & 7
+    byte = 4 * (size - (size == 1).to(tl.int32)) + 8 * (12 - below)
+    return (tl.where(size == 0, 0, byte) | ((code & 8) << 4)).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows"])
@@ -85,7 +182,6 @@ def _scores_kernel(
     q_ptr,
     weights_ptr,
     keys_ptr,
-    key_scales_ptr,
     rotary_ptr,
     positions_ptr,
     sequence_ptr,
@@ -101,16 +197,17 @@ def _scores_kernel(
     stride_qi,
     stride_w,
     stride_page,
-    stride_scale_page,
     stride_pages,
     stride_scores,
     RATIO: tl.constexpr,
     C: tl.constexpr,
     R: tl.constexpr,
+    SHARE: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     # The last tokens of a chunk see most entries: they go first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
@@ -138,12 +235,17 @@ def _scores_kernel(
         stride_w,
         C,
         R,
+        SHARE,
         BLOCK_Q,
         BLOCK_I,
+        ASM,
     )
     q_T = tl.trans(q)
+    GROUPS: tl.constexpr = C // GROUP
+    WORD: tl.constexpr = tl.int32 if GROUPS == 4 else tl.int16 if GROUPS == 2 else tl.uint8
     lanes = tl.arange(0, ROWS_PER_PAGE)
-    values = tl.arange(0, C)
+    code_place = lanes[:, None] * (C // 2) + tl.arange(0, C // 2)[None, :]
+    groups = tl.arange(0, GROUPS)
     score_row_Q = rows.to(tl.int64) * stride_scores
     before = -1
     for j in range(BLOCK_Q):
@@ -156,21 +258,27 @@ def _scores_kernel(
             visible = tl.where(visible > topk, visible, 0)
             num_pages = tl.cdiv(visible, ROWS_PER_PAGE)
             b = tl.maximum(own, 0).to(tl.int64)
-            page_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
+            table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
             # A tile is a page; its number is read a tile ahead.
-            next_page = tl.load(page_ptr + split, mask=split < num_pages, other=0)
+            next_page = tl.load(table_row_ptr + split, mask=split < num_pages, other=0)
             for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
                 page = next_page.to(tl.int64)
                 following = tile + num_splits
-                next_page = tl.load(page_ptr + following, mask=following < num_pages, other=0)
-                page_keys_ptr = keys_ptr + page * stride_page
-                keys = tl.load(page_keys_ptr + lanes[:, None] * C + values[None, :])
-                page_scales_ptr = key_scales_ptr + page * stride_scale_page
-                key_scale = tl.load(page_scales_ptr + ROWS_PER_PAGE * C // 4 + lanes)
+                next_page = tl.load(table_row_ptr + following, mask=following < num_pages, other=0)
+                page_ptr = keys_ptr + page * stride_page
+                codes = tl.load(page_ptr + code_place)
+                # One word a key: bytes alone would not be loaded ahead.
+                word_ptr = (page_ptr + ROWS_PER_PAGE * (C // 2)).to(tl.pointer_type(WORD))
+                word = tl.load(word_ptr + lanes).to(tl.int32)
+                exponent = (word[:, None] >> (8 * groups)[None, :]) & 255
+                largest = tl.max(exponent, axis=1)
+                below = largest[:, None] - exponent
+                keys = _unpacked(codes, below, C, ROWS_PER_PAGE, ASM)
                 product = tl.dot(keys, q_T)
                 # x + |x| is 2 relu(x), exactly, in one instruction at full rate, unlike a maximum.
                 product = (product + tl.abs(product)) * weights[None, :]
                 score = tl.sum(tl.reshape(product, [ROWS_PER_PAGE, BLOCK_Q, BLOCK_I]), axis=2)
+                key_scale = (largest << 23).to(tl.float32, bitcast=True) * (2.0**-TOP)
                 score = score * key_scale[:, None]
                 entry = tile * ROWS_PER_PAGE + lanes
                 tl.store(
@@ -179,6 +287,10 @@ def _scores_kernel(
                     mask=(entry < visible)[:, None] & member_Q[None, :],
                 )
         before = own
+
+
+# Not in Triton's interpreter, and not on other makers' GPUs.
+USES_ASM = isinstance(_scores_kernel, JITFunction) and torch.version.hip is None
 
 
 def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_query: bool) -> None:
@@ -240,7 +352,6 @@ def select_entries(
     limit = PREFILL_SCORE_BYTES if prefill else MAX_SCORE_BYTES
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
-    keys, key_scales = key_pool.view(torch.float8_e4m3fn), key_pool.view(torch.float32)
     for first_token in range(0, num_tokens, rows):
         num_rows = min(rows, num_tokens - first_token)
         groups = triton.cdiv(num_rows, block_q)
@@ -249,8 +360,7 @@ def select_entries(
         _scores_kernel[(groups, splits)](
             q_NIC,
             weights_NI,
-            keys,
-            key_scales,
+            key_pool,
             rotary_LR,
             tokens.positions,
             tokens.sequence,
@@ -266,16 +376,17 @@ def select_entries(
             q_NIC.stride(1),
             weights_NI.stride(0),
             key_pool.stride(0),
-            key_pool.stride(0) // SCALE_BYTES,
             table.pages.stride(0),
             scores_NE.stride(0),
             RATIO=RATIO,
             C=width,
             R=2 * rotary_LR.shape[1],
+            SHARE=width**-0.5,
             ROWS_PER_PAGE=table.rows_per_page,
             BLOCK_Q=block_q,
             BLOCK_I=block_i,
             STAGES=STAGES,
+            ASM=USES_ASM,
             num_warps=4,
         )
         select_topk(
