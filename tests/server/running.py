@@ -45,6 +45,7 @@ class RunningServer:
             await asyncio.sleep(0.01)
         self._ready.set()
         await serving
+        await self.state.grammars.close()
         await self.client.close()
 
     def live(self) -> dict[str, Any]:

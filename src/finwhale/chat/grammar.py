@@ -1,45 +1,90 @@
-"""Structured output: which tokens may come next, by llguidance."""
+"""Structured output: which tokens may come next, by llguidance.
+
+The cost of a mask is bounded twice. llguidance gives up on a mask that needs more than `_LIMITS`
+allow, which takes some tenths of a second at worst. A request's masks together may take
+MASK_BURST_SECONDS and MASK_SECONDS more for each mask, of CPU time; a matcher that exceeds this has
+an `error`, which ends its own request.
+"""
 
 import json
 from collections.abc import Mapping
+from time import thread_time
 from typing import Any
 
 import llguidance
 import numpy as np
 from numpy.typing import NDArray
 
+from finwhale.chat.grammar_limits import (
+    GrammarError,
+    check_lark,
+    check_regex,
+    check_schema,
+    check_text,
+)
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.errors import RequestError
 from finwhale.request import Guide
 
 # Between the parts of a JSON text a space, or a line's end and an indent; never white space without
 # end, with which a model that is unsure likes to go on.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})?"}
-MAX_GRAMMAR_CHARS = 1 << 20
+# Half and a fifth of llguidance's defaults: an object of 1,000 optional properties needs 11,000
+# items for its first mask, and a state of the lexer takes 1 to 2 KiB.
+_LIMITS = llguidance.LLParserLimits(step_max_items=25_000, max_lexer_states=50_000)
+MASK_SECONDS = 0.005
+MASK_BURST_SECONDS = 0.25
 
 Words = NDArray[np.int32]
 
 
 def json_lark(schema: Mapping[str, Any] | bool) -> str:
-    """A JSON Schema as an item of a Lark rule."""
+    """A JSON Schema as an item of a Lark rule.
+
+    Raises:
+        GrammarError: the schema exceeds the limits of `chat.grammar_limits`.
+    """
+    check_schema(schema)
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**schema, 'x-guidance': _JSON_OPTIONS})}"
 
 
 def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
-    """Output that is one JSON text of `schema`."""
+    """Output that is one JSON text of `schema`. Raises GrammarError."""
     return Guide(grammar=f"start: {json_lark(schema)}", after=after)
 
 
 def regex_guide(regex: str, after: int | None = None) -> Guide:
-    """Output that `regex` matches as a whole."""
+    """Output that `regex` matches as a whole. Raises GrammarError."""
+    check_regex(regex)
     return Guide(grammar=llguidance.LLMatcher.grammar_from_regex(regex), after=after)
 
 
 def lark_guide(grammar: str, after: int | None = None) -> Guide:
-    """Output of a context-free grammar in llguidance's dialect of Lark."""
+    """Output of a context-free grammar in llguidance's dialect of Lark. Raises GrammarError."""
+    check_lark(grammar)
+    return tool_guide(grammar, after)
+
+
+def tool_guide(grammar: str, after: int | None = None) -> Guide:
+    """Output of a grammar that `chat.tool_grammar` made: it may have any number of rules."""
+    check_text(grammar)
     return Guide(grammar=llguidance.LLMatcher.grammar_from_lark(grammar), after=after)
+
+
+class _Allowance:
+    """CPU time that the masks of one request may still take; all copies of its matcher share it."""
+
+    __slots__ = ("seconds",)
+
+    def __init__(self) -> None:
+        self.seconds = MASK_BURST_SECONDS
+
+    def spend(self, seconds: float) -> None:
+        self.seconds -= seconds
+
+    def add_mask(self) -> None:
+        self.seconds = min(self.seconds + MASK_SECONDS, MASK_BURST_SECONDS)
 
 
 class Matcher:
@@ -52,27 +97,33 @@ class Matcher:
     """
 
     def __init__(self, tokenizer: Tokenizer, guide: Guide) -> None:
-        """Raises RequestError: the grammar is not valid, too large or of a kind not supported."""
-        if len(guide.grammar) > MAX_GRAMMAR_CHARS:
-            raise RequestError(f"a grammar may have {MAX_GRAMMAR_CHARS} characters at most")
+        """Compiles the grammar, without holding Python's lock (GIL).
+
+        Raises:
+            GrammarError: the grammar is not valid, too large or of a kind not supported.
+        """
+        check_text(guide.grammar)
         self.error: str | None = None
         self._tokenizer = tokenizer
         self._after = guide.after
-        self._matcher = llguidance.LLMatcher(tokenizer.guidance, guide.grammar, log_level=0)
+        self._allowance = _Allowance()
+        self._matcher = llguidance.LLMatcher(
+            tokenizer.guidance, guide.grammar, log_level=0, limits=_LIMITS
+        )
         if self._matcher.is_error():
-            raise RequestError(
-                f"the grammar is not valid: {_first_line(self._matcher.get_error())}"
-            )
+            reason = _first_line(self._matcher.get_error())
+            raise GrammarError("invalid", f"the grammar is not valid: {reason}")
 
     def copy(self) -> "Matcher":
-        """A matcher of its own at the same place."""
+        """A matcher of its own at the same place, of the same request."""
         other = object.__new__(Matcher)
         other.error, other._tokenizer, other._after = self.error, self._tokenizer, self._after
+        other._allowance = self._allowance
         other._matcher = self._matcher.deep_copy()
         return other
 
     def allow(self, words: Words) -> None:
-        """Writes which tokens may come next: none where there is an `error`.
+        """Writes which tokens may come next: none if there is an `error`.
 
         Args:
             words: [ceil(V/32)] int32, contiguous; token i is bit i % 32 of word i // 32. Tokens
@@ -83,12 +134,20 @@ class Matcher:
         if self._after is not None:
             words[:own] = self._tokenizer.words_but_end[: len(words)]
             return
-        if len(words) >= own:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * own)
-        else:  # a model with fewer tokens than its tokenizer
-            words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
-        if self._matcher.is_error():
-            self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
+        if self.error is None:
+            began = thread_time()
+            self._compute(words, own)
+            self._allowance.spend(thread_time() - began)
+            if self._matcher.is_error():
+                self.error = f"the grammar failed: {_first_line(self._matcher.get_error())}"
+            elif self._allowance.seconds < 0:
+                self.error = (
+                    "the grammar is too slow: finding the tokens that it allows takes more than "
+                    f"{1000 * MASK_SECONDS:g} ms of CPU time a token; use a simpler grammar, with "
+                    "fewer alternatives that begin alike"
+                )
+            self._allowance.add_mask()
+        if self.error is not None:
             words[:] = 0
 
     def accept(self, token_id: int) -> None:
@@ -97,7 +156,15 @@ class Matcher:
             if token_id == self._after:
                 self._after = None
         elif not self._matcher.is_stopped():
+            began = thread_time()
             self._matcher.consume_token(token_id)
+            self._allowance.spend(thread_time() - began)
+
+    def _compute(self, words: Words, own: int) -> None:
+        if len(words) >= own:
+            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * own)
+        else:  # a model with fewer tokens than its tokenizer
+            words[:] = np.frombuffer(self._matcher.compute_bitmask(), np.int32)[: len(words)]
 
 
 def _first_line(text: str) -> str:

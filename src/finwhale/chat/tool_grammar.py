@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finwhale.chat.grammar import json_lark
+from finwhale.chat.grammar_limits import check_chars, check_schema
 
 _ANY_VALUE = "/(?s:.*)<\\//"
 # Keywords of an object's schema that its properties alone do not express.
@@ -42,16 +43,21 @@ class ToolGrammar:
             tools: at least one.
             dsml: the control token.
             parallel: whether an answer may hold more than one call.
+
+        Raises:
+            GrammarError: a tool's schema, or all of them together, exceed the limits of
+                `chat.grammar_limits`.
         """
         self._dsml = f"<[{dsml}]>"
         self._rules: list[str] = []
+        self._chars = 0
         names = [f"tool_{i}" for i in range(len(tools))]
         for name, tool in zip(names, tools, strict=True):
             self._add_tool(name, tool)
-        self._rules.append(f"invoke: {' | '.join(names)}")
-        self._rules.append(f"invokes: {'invoke+' if parallel else 'invoke'}")
+        self._add(f"invoke: {' | '.join(names)}")
+        self._add(f"invokes: {'invoke+' if parallel else 'invoke'}")
         d = self._dsml
-        self._rules.append(f'block: "tool_calls>\\n" invokes "</" {d} "tool_calls>"')
+        self._add(f'block: "tool_calls>\\n" invokes "</" {d} "tool_calls>"')
 
     def required(self) -> str:
         """A grammar of answers that are tool calls and nothing else."""
@@ -69,11 +75,18 @@ class ToolGrammar:
     def _grammar(self, *start: str) -> str:
         return "\n".join([*start, *self._rules])
 
+    def _add(self, rule: str) -> None:
+        """Adds a rule, and stops at the limit: each parameter repeats its tool's definitions."""
+        self._chars += len(rule)
+        check_chars(self._chars)
+        self._rules.append(rule)
+
     def _add_tool(self, rule: str, tool: ToolSignature) -> None:
+        check_schema(tool.parameters)
         d = self._dsml
         parts = " ".join(self._parameters(rule, tool.parameters))
         opening = _quoted(f'invoke name="{tool.name}">\n')
-        self._rules.append(f'{rule}: "<" {d} {opening} {parts} "</" {d} "invoke>\\n"')
+        self._add(f'{rule}: "<" {d} {opening} {parts} "</" {d} "invoke>\\n"')
 
     def _parameters(self, rule: str, schema: Mapping[str, Any]) -> Iterable[str]:
         """The items of a tool's rule, one a parameter."""
@@ -84,11 +97,13 @@ class ToolGrammar:
             if not beyond and empty:
                 return
             name = f"{rule}_any"
-            self._rules.append(f'{name.upper()}_NAME: /[^"\\n<>]{{1,256}}/')
+            self._add(f'{name.upper()}_NAME: /[^"\\n<>]{{1,256}}/')
             self._add_parameter(name, f'{name.upper()}_NAME "\\""', {})
             yield f"{name}*"
             return
-        required = schema.get("required", ())
+        listed = schema.get("required")
+        listed = listed if isinstance(listed, list) else []
+        required = {key for key in listed if isinstance(key, str)}
         definitions = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
         for i, (key, value) in enumerate(properties.items()):
             name = f"{rule}_p{i}"
@@ -100,12 +115,12 @@ class ToolGrammar:
         kinds = _kinds(schema)
         values = []
         if "string" in kinds:
-            self._rules.append(f"{rule.upper()}_S: {_string_terminal(schema)}")
+            self._add(f"{rule.upper()}_S: {_string_terminal(schema)}")
             values.append(f'" string=\\"true\\">" {rule.upper()}_S')
         if kinds - {"string"}:
             values.append(f'" string=\\"false\\">" {rule}_json "</"')
-            self._rules.append(f"{rule}_json: {json_lark(_without_string(schema, kinds))}")
-        self._rules.append(
+            self._add(f"{rule}_json: {json_lark(_without_string(schema, kinds))}")
+        self._add(
             f'{rule}: "<" {d} "parameter name=\\"" {name} ({" | ".join(values)}) '
             f'{d} "parameter>\\n"'
         )

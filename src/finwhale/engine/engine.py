@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.drafting import DraftLoop
@@ -129,19 +130,27 @@ class Engine:
         prompt: str | None = None,
         stop_after: int | None = None,
         priority: int = 0,
+        matcher: Matcher | None = None,
     ) -> RequestOutput:
         """Begin a request; the object returned is filled as `step` runs.
 
         Args:
+            matcher: `params.guide` compiled; None: it is compiled here, while other threads may
+                step.
             stop_after: look for stop strings only after this token: the end of the reasoning.
             priority: lower goes first; those of one priority in the order of their arrival.
 
         Raises:
-            RequestError: the prompt is empty, too long or holds ids outside the vocabulary.
+            RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
+                grammar is refused.
             EngineDeadError: it broke in an earlier step.
         """
+        if matcher is None:
+            matcher = new_matcher(params, self.tokenizer)
         with self._lock:
-            return self._add(request_id, prompt_token_ids, params, prompt, stop_after, priority)
+            return self._add(
+                request_id, prompt_token_ids, params, prompt, stop_after, priority, matcher
+            )
 
     def _add(
         self,
@@ -151,6 +160,7 @@ class Engine:
         prompt: str | None,
         stop_after: int | None,
         priority: int,
+        matcher: Matcher | None,
     ) -> RequestOutput:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
@@ -161,7 +171,6 @@ class Engine:
             max_model_len=self.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
-        matcher = new_matcher(params, self.tokenizer)
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)

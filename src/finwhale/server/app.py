@@ -1,8 +1,9 @@
 """The HTTP application: which path does what, and how errors are told."""
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import finwhale
+from finwhale.chat.grammar_limits import GrammarError
 from finwhale.errors import FinwhaleError
 from finwhale.server import chat, completions, named_events, tokens
 from finwhale.server.conversation import prepare
@@ -45,6 +47,7 @@ from finwhale.server.sse import ClientGone, EventStream, event, unless_disconnec
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
@@ -99,7 +102,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        job = await completions.prepare(state, body)
+        job = await _prepared(request, state, log, completions.prepare(state, body))
         if body.stream:
             usage = _wants_usage(body)
             return await _stream(request, state, completions.stream(state, job, log, usage))
@@ -108,7 +111,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        turn = await prepare(state, "chat", body, chat.new_id())
+        preparing = prepare(state, "chat", body, chat.new_id())
+        turn = await _prepared(request, state, log, preparing)
         if body.stream:
             return await _stream(request, state, chat.stream(state, turn, log, _wants_usage(body)))
         return await _whole(request, chat.complete(state, turn, log))
@@ -116,7 +120,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        turn = await prepare(state, "responses", body, named_events.new_id("resp"))
+        preparing = prepare(state, "responses", body, named_events.new_id("resp"))
+        turn = await _prepared(request, state, log, preparing)
         if body.stream:
             return await _stream(request, state, named_events.stream(state, turn, log))
         return await _whole(request, named_events.complete(state, turn, log))
@@ -124,7 +129,8 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
     async def create_message(body: MessagesBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        turn = await prepare(state, "messages", body, named_events.new_id("msg"))
+        preparing = prepare(state, "messages", body, named_events.new_id("msg"))
+        turn = await _prepared(request, state, log, preparing)
         if body.stream:
             return await _stream(request, state, named_events.stream(state, turn, log))
         return await _whole(request, named_events.complete(state, turn, log))
@@ -207,6 +213,14 @@ def _wants_usage(body: CompletionBody | ChatBody) -> bool:
     return body.stream_options is not None and body.stream_options.include_usage
 
 
+async def _prepared(
+    request: Request, state: ServerState, log: RequestLog, preparing: Awaitable[T]
+) -> T:
+    """A prepared request. Preparing ends when the client leaves or the request times out."""
+    async with asyncio.timeout(state.time_left_s(log)):
+        return await unless_disconnected(request, preparing)
+
+
 async def _whole(request: Request, work: Any) -> Response:
     return JSONResponse(await unless_disconnected(request, work))
 
@@ -250,6 +264,8 @@ def _told(error: Exception, state: ServerState) -> ApiError:
 
 def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     async def known(request: Request, error: Exception) -> Response:
+        if isinstance(error, GrammarError):
+            state.metrics.grammar(error.reason)
         return error_response(_told(error, state), request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:

@@ -54,7 +54,10 @@ class CompletionJob:
 async def prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     """Checks and encodes. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    return await asyncio.to_thread(_prepare, state, body)
+    job = await asyncio.to_thread(_prepare, state, body)
+    if job.params is not None:
+        await state.grammars.check(job.params.guide)
+    return job
 
 
 def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
@@ -79,7 +82,7 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
             max_tokens=max_tokens,
             stop=as_stop(body.stop),
             logprobs=body.logprobs,
-            guide=completion_guide(state, body.response_format),
+            guide=completion_guide(body.response_format),
         )
     return CompletionJob(prompts, echoes, params, n, body.priority or 0)
 

@@ -59,14 +59,21 @@ async def prepare(
 ) -> Turn:
     """Checks and renders a request. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    return await asyncio.to_thread(_prepare, state, protocol, body, answer_id)
+    turn = await asyncio.to_thread(_prepare, state, protocol, body, answer_id)
+    await state.grammars.check(turn.params.guide)
+    return turn
 
 
 def _prepare(
     state: ServerState, protocol: ProtocolName, body: ConversationBody, answer_id: str
 ) -> Turn:
     template = state.need_template()
-    plan = plan_chat(state, protocol, plain_fields(body))
+    plan = plan_chat(
+        state.need_tokenizer(),
+        protocol,
+        plain_fields(body),
+        default_thinking=state.config.default_thinking,
+    )
     converted = plan.converted
     options = converted.request.inference_options
     prompt = template.encode(converted.request)

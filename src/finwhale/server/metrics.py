@@ -81,6 +81,19 @@ class Metrics:
             buckets=(*SECONDS, 300, 1800),
             registry=registry,
         )
+        self._grammars = Counter(
+            "finwhale_grammars",
+            "grammars of requests by result: passed (tried and accepted), known (tried before), "
+            "full (refused: the queue is full), busy, or the reason for which they are refused",
+            ["result"],
+            registry=registry,
+        )
+        self._grammar_seconds = Histogram(
+            "finwhale_grammar_trial_seconds",
+            "CPU time of trials of grammars",
+            buckets=SECONDS,
+            registry=registry,
+        )
         self._recent: deque[tuple[float, int]] = deque()
 
     def step(self, deltas: Sequence[Delta]) -> None:
@@ -118,6 +131,14 @@ class Metrics:
 
     def answered(self, endpoint: str, status: int) -> None:
         self._requests.labels(endpoint, str(status)).inc()
+
+    def grammar(self, result: str) -> None:
+        """A request's grammar was accepted or refused."""
+        self._grammars.labels(result).inc()
+
+    def grammar_trial(self, seconds: float) -> None:
+        """A grammar was tried, in this much CPU time."""
+        self._grammar_seconds.observe(seconds)
 
     def text(self) -> bytes:
         """What /metrics answers."""

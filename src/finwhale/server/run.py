@@ -67,6 +67,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     client.on_failure = died.set
     serving = loop.create_task(server.serve(sockets=[listener]))
     try:
+        await state.grammars.start()
         starting = loop.create_task(client.start())
         stopping = loop.create_task(stop.wait())
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -92,6 +93,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         server.should_exit = server.force_exit = True
         with contextlib.suppress(Exception):
             await serving
+        await state.grammars.close()
         await client.close()
     return int(client.failure is not None or cut)
 

@@ -13,6 +13,7 @@ from finwhale.request import SamplingParams
 from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError
+from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
 from finwhale.server.wire import Ready
@@ -33,6 +34,9 @@ class ServerState:
         self.tokenizer = tokenizer
         self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
         self.metrics = Metrics(client)
+        self.grammars = GrammarChecker(
+            None if tokenizer is None else tokenizer.path.parent, self.metrics
+        )
         self.started = int(time.time())
         self.draining = False
         client.observer = self.metrics
@@ -110,6 +114,10 @@ class ServerState:
                 f"the queue is full: {self.client.num_sequences} sequences run or wait; try again"
             )
 
+    def time_left_s(self, log: RequestLog) -> float:
+        """Until a request's time-out, which counts from its arrival."""
+        return max(0.0, log.begin + self.config.request_timeout_s - time.monotonic())
+
     @asynccontextmanager
     async def generating(
         self,
@@ -132,9 +140,7 @@ class ServerState:
         log.prompt_tokens = sum(map(len, prompts))
         self.metrics.begin(log)
         generation = self.client.submit(prompts, params, stop_after, priority)
-        timer = asyncio.get_running_loop().call_later(
-            self.config.request_timeout_s, generation.expire
-        )
+        timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
         try:
             await generation.accepted()
             yield generation

@@ -1,4 +1,8 @@
-"""Structured output: what a request wants its answer to match, and the grammar of it."""
+"""Structured output: what a request wants its answer to match, and the grammar of it.
+
+Grammars are written here, within the limits of `chat.grammar_limits`, and compiled nowhere in this
+process: `ServerState.grammars` checks them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,13 +10,12 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide, regex_guide
+from finwhale.chat.grammar import json_guide, json_lark, lark_guide, regex_guide, tool_guide
 from finwhale.chat.protocols import ProtocolName, ProtocolRequest, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.errors import RequestError
 from finwhale.request import Guide
-from finwhale.server.state import ServerState
 
 Fields = dict[str, Any]
 Format = tuple[Literal["json", "regex", "grammar"], Any]
@@ -49,36 +52,32 @@ class ToolChoice:
     parallel: bool = True
 
 
-def completion_guide(state: ServerState, response_format: Fields | None) -> Guide | None:
+def completion_guide(response_format: Fields | None) -> Guide | None:
     """The guide of a completion, from the format that a chat request would have.
 
     Raises:
-        RequestError: it is not a format, or its grammar is not valid.
+        RequestError: it is not a format, or its grammar is too large.
     """
     wanted = None if response_format is None else _format(response_format)
-    if wanted is None:
-        return None
-    guide = _content_guide(wanted, None)
-    Matcher(state.need_tokenizer(), guide)
-    return guide
+    return None if wanted is None else _content_guide(wanted, None)
 
 
-def plan_chat(state: ServerState, protocol: ProtocolName, fields: Fields) -> ChatPlan:
+def plan_chat(
+    tokenizer: Tokenizer, protocol: ProtocolName, fields: Fields, *, default_thinking: bool
+) -> ChatPlan:
     """Converts a request and makes the grammar of its answer.
 
     Args:
         fields: the request's body, without what deepseek-recipe does not know.
+        default_thinking: whether a request thinks that does not say.
 
     Raises:
         RequestError: the request is not valid, or asks for what no grammar can be made of.
     """
-    tokenizer = state.need_tokenizer()
     original = dict(fields)
     own = _take_own_format(protocol, fields)
     choice = _take_choice(protocol, fields)
-    converted = convert(
-        protocol, fields, default_thinking=state.config.default_thinking, echo_body=original
-    )
+    converted = convert(protocol, fields, default_thinking=default_thinking, echo_body=original)
     conversation = converted.request.conversation
     wanted = own or _recipe_format(conversation)
     after = None
@@ -92,8 +91,6 @@ def plan_chat(state: ServerState, protocol: ProtocolName, fields: Fields) -> Cha
     ]
     strict = any(tool.strict for tool in conversation.tools)
     guide = _guide(tokenizer, wanted, signatures, strict, choice, after)
-    if guide is not None:
-        Matcher(tokenizer, guide)  # a grammar that is not valid is told of now
     return ChatPlan(converted, bool(conversation.tools), guide)
 
 
@@ -114,10 +111,10 @@ def _guide(
     dsml = tokenizer.added_id(recipe.SpecialToken.Dsml.default_str())
     grammar = ToolGrammar(tools, dsml, parallel=choice.parallel)
     if choice.required:
-        return lark_guide(grammar.required(), after)
+        return tool_guide(grammar.required(), after)
     if wanted is None:
-        return lark_guide(grammar.after_text(), after)
-    return lark_guide(grammar.instead_of(_lark_item(wanted)), after)
+        return tool_guide(grammar.after_text(), after)
+    return tool_guide(grammar.instead_of(_lark_item(wanted)), after)
 
 
 def _parameters(tool: recipe.ToolDefinition) -> Mapping[str, Any]:

@@ -5,13 +5,15 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 
+from finwhale.chat.grammar import Matcher
 from finwhale.engine.engine import Engine
 from finwhale.engine.metrics import EngineMetrics
 from finwhale.engine.phases import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
+from finwhale.server.grammar_compiler import GrammarCompiler
 from finwhale.server.wire import (
     Abort,
     Accepted,
@@ -56,6 +58,8 @@ class EngineLoop:
         self._engine = engine
         self._phases = phases or {}
         self._connection = connection
+        tokenizer = engine.tokenizer
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer)
         self._sent: dict[str, list[_Sent]] = {}
         self._metrics_due = 0.0
         self._last_metrics: EngineMetrics | None = None
@@ -88,6 +92,8 @@ class EngineLoop:
         finally:
             for request_id in list(self._sent):
                 self._engine.abort(request_id)
+            if self._grammars is not None:
+                self._grammars.close()
             self._connection.close()
 
     def _take_commands(self) -> bool:
@@ -95,6 +101,11 @@ class EngineLoop:
         timeout = 0.0 if self._engine.has_work else None
         if timeout is None and self._metrics_due and self._last_metrics != self._engine.metrics():
             timeout = METRICS_INTERVAL_S  # the last change is still to be told
+        if self._grammars is not None and self._grammars.busy:
+            if timeout != 0:
+                wait([self._connection, self._grammars.done], timeout)
+                timeout = 0.0
+            self._take_compiled(self._grammars)
         while self._connection.poll(timeout):
             command: Command = self._connection.recv()
             if isinstance(command, Stop):
@@ -103,11 +114,28 @@ class EngineLoop:
             timeout = 0.0
         return True
 
+    def _take_compiled(self, grammars: GrammarCompiler) -> None:
+        """Begin the requests whose grammars have been compiled."""
+        for add, result in grammars.take():
+            if isinstance(result, Matcher):
+                self._add(add, result)
+            elif isinstance(result, RequestError):
+                self._send(Refused(add.request_id, str(result)))
+            else:
+                raise result
+
     def _carry_out(self, command: Add | Abort) -> None:
         if isinstance(command, Abort):
+            if self._grammars is not None:
+                self._grammars.drop(command.request_id)
             self._engine.abort(command.request_id)
             self._sent.pop(command.request_id, None)
-            return
+        elif self._grammars is not None and command.params.guide is not None:
+            self._grammars.submit(command)
+        else:
+            self._add(command, None)
+
+    def _add(self, command: Add, matcher: Matcher | None) -> None:
         try:
             request = self._engine.add_request(
                 command.request_id,
@@ -115,6 +143,7 @@ class EngineLoop:
                 command.params,
                 stop_after=command.stop_after,
                 priority=command.priority,
+                matcher=matcher,
             )
         except RequestError as error:
             self._send(Refused(command.request_id, str(error)))

@@ -1,0 +1,97 @@
+"""Compiles the grammars of new requests in the engine's process, beside its step loop."""
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from finwhale.chat.grammar import Matcher
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.server.grammar_trial import NICENESS, STACK_BYTES
+from finwhale.server.wire import Add
+
+# A request, and its matcher or what was raised instead; None: it was dropped before.
+Compiled = tuple[Add, Matcher | BaseException | None]
+
+
+class GrammarCompiler:
+    """A thread that compiles one grammar at a time.
+
+    llguidance compiles without Python's lock (GIL), so steps go on meanwhile. Everything here has
+    passed its trial in another process (`server/grammar_check.py`).
+
+    Attributes:
+        done: can be read (`multiprocessing.connection.wait`) when `take` has something to give.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.done: Connection
+        self.done, self._bell = Pipe(duplex=False)
+        self._tokenizer = tokenizer
+        self._outstanding = 0
+        self._wanted: set[str] = set()
+        self._todo: queue.SimpleQueue[Add | None] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being compiled, or has not been taken."""
+        return self._outstanding > 0
+
+    def submit(self, command: Add) -> None:
+        """Begins to compile the grammar of a request."""
+        if self._thread is None:
+            self._thread = _start(self._run)
+        self._outstanding += 1
+        self._wanted.add(command.request_id)
+        self._todo.put(command)
+
+    def drop(self, request_id: str) -> None:
+        """Forgets a request; one that is being compiled is finished for nothing."""
+        self._wanted.discard(request_id)
+
+    def take(self) -> list[tuple[Add, Matcher | BaseException]]:
+        """The requests whose grammars are ready, or what was raised for them."""
+        found = []
+        while not self._compiled.empty():
+            command, result = self._compiled.get()
+            self.done.recv_bytes()
+            self._outstanding -= 1
+            if command.request_id in self._wanted and result is not None:
+                self._wanted.remove(command.request_id)
+                found.append((command, result))
+        return found
+
+    def close(self) -> None:
+        """Ends the thread after the grammar that it is compiling."""
+        self._wanted.clear()
+        self._todo.put(None)
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # where each thread has a priority: steps go before
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        while (command := self._todo.get()) is not None:
+            assert command.params.guide is not None
+            result: Matcher | BaseException | None = None
+            try:
+                if command.request_id in self._wanted:
+                    result = Matcher(self._tokenizer, command.params.guide)
+            except BaseException as error:  # raised again in the engine's loop
+                result = error
+            self._compiled.put((command, result))
+            self._bell.send_bytes(b"1")
+
+
+def _start(target: Callable[[], None]) -> threading.Thread:
+    """A thread whose stack holds whatever the stack of a trial holds."""
+    before = threading.stack_size(5 * STACK_BYTES)
+    try:
+        thread = threading.Thread(target=target, name="grammar-compiler", daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    return thread
