@@ -371,8 +371,9 @@ class Engine:
         if token.error is not None:
             stream.request.output.error = token.error
             self._finish(stream, "error", None)
-            # Whatever went wrong may lie in its cached state: nobody shall go on from there.
-            self.scheduler.reset_prefix_cache()
+            if not token.of_grammar:
+                # What went wrong may lie in its cached state: no request goes on from there.
+                self.scheduler.reset_prefix_cache()
             return
         sequence.token_ids[place] = token_id
         output.token_ids.append(token_id)

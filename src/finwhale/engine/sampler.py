@@ -40,11 +40,13 @@ class SampledToken:
         logprobs: token id to log-probability, the sampled token first, then the most likely;
             None unless asked for.
         error: why there is no token; None where there is one.
+        of_grammar: the request's grammar failed; the model's state is sound.
     """
 
     token_id: int
     logprobs: dict[int, TokenLogprob] | None = None
     error: str | None = None
+    of_grammar: bool = False
 
 
 class _PlainTokens(dict[int, SampledToken]):
@@ -238,7 +240,8 @@ class Sampler:
         tokens: list[SampledToken] = []
         for place, row in enumerate(sampling.rows):
             if not valid[place]:
-                tokens.append(SampledToken(-1, error=row.why_no_token()))
+                failed = row.matcher is not None and row.matcher.error is not None
+                tokens.append(SampledToken(-1, error=row.why_no_token(), of_grammar=failed))
                 continue
             if logprobs is not None and row.request.params.logprobs is not None:
                 tokens.append(SampledToken(ids[place], logprobs.of(place, ids[place])))
