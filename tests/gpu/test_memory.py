@@ -15,8 +15,9 @@ from finwhale.engine.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
-# Allocator segments are rounded up, and differ by some megabytes from start to start.
-SLACK = 64 * 2**20
+# Allocator segments are rounded up. A process keeps its cuBLAS workspaces (32 MiB a stream): they
+# count for its first engine alone.
+SLACK = 160 * 2**20
 
 
 def held(num_layers: int, **options: Any) -> dict[str, int]:
@@ -26,46 +27,53 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
     source = DummySource(weight_specs(model), torch.device("cuda"))
     memory = Engine(config, model, source, None).runner.memory
     free, total = torch.cuda.mem_get_info()
-    return {"workspace": memory.workspace, "total": memory.total, "used": total - free}
+    return {"workspace": memory.workspace, "used": total - free, "gpu": total}
 
 
-def held_by_the_first(num_layers: int, **options: Any) -> dict[str, int]:
-    """The same for the first engine of a new process."""
-    call = [sys.executable, __file__, str(num_layers), json.dumps(options)]
-    out = subprocess.run(call, check=True, text=True, stdout=subprocess.PIPE).stdout
-    found: dict[str, int] = json.loads(out.splitlines()[-1])
+def in_a_new_process(num_engines: int, num_layers: int, **options: Any) -> list[dict[str, int]]:
+    """What engines hold that a new process opens, each after the last one's memory is free."""
+    call = [sys.executable, __file__, str(num_engines), str(num_layers), json.dumps(options)]
+    done = subprocess.run(call, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: list[dict[str, int]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def test_workspace_does_not_grow_with_the_layers() -> None:
     """One layer's temporaries lie where the previous layer's lay, captured or not."""
-    few, many = (
-        held_by_the_first(layers, cache_memory_bytes=2**30)["workspace"] for layers in (4, 12)
-    )
-    assert few > 0
+    (few,) = in_a_new_process(1, 4, cache_memory_bytes=2**30)
+    (many,) = in_a_new_process(1, 12, cache_memory_bytes=2**30)
+    growth = many["workspace"] - few["workspace"]
+    assert few["workspace"] > 0
     # The driver keeps some memory for each node of a captured graph, so a little growth remains.
-    assert -SLACK < many - few < 8 * GRAPH_BYTES
+    assert -SLACK < growth < 8 * GRAPH_BYTES, (few, many)
 
 
 def test_the_first_engine_holds_what_the_next_one_does() -> None:
-    found = []
-    for _ in range(3):
-        found.append(held(4, cache_memory_bytes=2**30)["workspace"])
-        gc.collect()
-        torch.cuda.empty_cache()
+    found = [one["workspace"] for one in in_a_new_process(3, 4, cache_memory_bytes=2**30)]
     assert max(found) - min(found) < SLACK, found
 
 
 def test_the_first_engine_stays_within_its_budget() -> None:
     """The cache is sized by the budget: the whole engine uses no more of the GPU than allowed."""
-    _, total = torch.cuda.mem_get_info()
-    # Barely more than the weights: the budget decides. The whole GPU: the cache's own limit does.
+    # Barely more than the weights: the budget decides. Most of the GPU: the cache's own limit does.
     for utilization in (0.14, 0.9):
-        used = held_by_the_first(4, gpu_memory_utilization=utilization)["used"]
-        assert used <= utilization * total, (utilization, used)
+        (found,) = in_a_new_process(1, 4, gpu_memory_utilization=utilization)
+        used = found["used"] / found["gpu"]
+        assert used <= utilization, found
         if utilization < 0.5:
-            assert used > (utilization - 0.01) * total, (utilization, used)
+            assert used > utilization - 0.01, found
+
+
+def main() -> None:
+    num_engines, num_layers, options = int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    found = []
+    for _ in range(num_engines):
+        found.append(held(num_layers, **options))
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    print(json.dumps(held(int(sys.argv[1]), **json.loads(sys.argv[2]))))
+    main()
