@@ -57,7 +57,7 @@ def test_rounding_in_attention_is_rounding_afterwards(
     ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), Draw("cuda")
     found = works(CONFIGS[config], draw)
     (attend,) = (work for work in found if (work.operator, work.name) == ("sparse_attention", kind))
-    (grouped,) = (work for work in found if work.operator == "grouped_linear")
+    (grouped,) = (work for work in found if work.name == "wo_a")
     assert grouped.weight is not None
     w = ready(ops, grouped.weight())
     for count in (1, 17, 1500) if invariant else (2, 3, 17, 128, 300, 1500):

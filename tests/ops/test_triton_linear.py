@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,44 @@ def test_groups(num_tokens: int) -> None:
     x = inputs.outliers(num_tokens, 3, 160, dtype=torch.bfloat16)[:, :, :128]
     wanted = [product(x[:, g], wide[g], True) for g in range(3)]
     assert_close(kernels.grouped_linear(x, w), torch.stack(wanted, 1).bfloat16())
+
+
+@pytest.mark.parametrize("num_tokens", TOKENS)
+@pytest.mark.parametrize("width", [256, 1664])  # the second is split over K
+def test_e4m3_weights_of_bfloat16_inputs(num_tokens: int, width: int) -> None:
+    """The input is not rounded: what wo_a_input "bf16" asks for."""
+    inputs = Inputs()
+    w, wide = e4m3_weight(inputs, 2, 384, width)
+    w = replace(w, round_input=False)
+    x = inputs.outliers(num_tokens, 2, width + 32, dtype=torch.bfloat16)[:, :, :width]
+    wanted = torch.stack([product(x[:, g], wide[g], False) for g in range(2)], 1)
+    found = kernels.grouped_linear(x, w)
+    assert_close(found, wanted.bfloat16())
+    if num_tokens:
+        # Rounding would be seen.
+        rounded = torch.stack([product(x[:, g], wide[g], True) for g in range(2)], 1)
+        assert (rounded - wanted).norm() > 2.0**-6 * wanted.norm()
+    # Several tokens have one order of summation, whatever their number.
+    if num_tokens >= 2:
+        few = kernels.grouped_linear(x[:2], w)
+        assert num_tokens > kernels.SPLIT_TOKENS or torch.equal(few, found[:2])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 20])
+def test_shared_expert_of_bfloat16_inputs(num_tokens: int) -> None:
+    """No model asks for it, but the kernels take every combination."""
+    inputs = Inputs()
+    w13, wide13 = e4m3_weight(inputs, 512, 128)
+    w2, wide2 = e4m3_weight(inputs, 128, 256)
+    x = inputs.outliers(num_tokens, 128, dtype=torch.bfloat16)
+    gate, up = product(x, wide13, False).chunk(2, -1)
+    hidden = torch.nn.functional.silu(gate.clamp(max=0.3)) * up.clamp(-0.3, 0.3)
+    found = kernels.swiglu_mlp(
+        x, ExpertWeight(w13.weight, w2.weight, False, w13.scale, w2.scale), 0.3
+    )
+    wanted = product(hidden.bfloat16(), wide2, False)
+    error = (found.float() - wanted).norm()
+    assert error < 2.0**-7 * wanted.norm()
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -131,6 +170,8 @@ def test_invariant_products_have_the_same_bits_for_any_number(
     x = inputs.outliers(70, 1664, dtype=torch.bfloat16)
     found = [invariant.linear(x[:size], w)[:1] for size in (1, 2, 17, 70)]
     assert_close(found[3], kernels.linear(x, w)[:1])
+    assert all(torch.equal(found[0], each) for each in found[1:])
+    found = [invariant.linear(x[:size], replace(w, round_input=False))[:1] for size in (1, 17, 70)]
     assert all(torch.equal(found[0], each) for each in found[1:])
     plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
     found = [invariant.linear(x[:size, :600], plain)[:1] for size in (1, 17, 70)]
@@ -223,9 +264,24 @@ def test_what_the_projection_cannot_take_rounded(deepgemm: Any) -> None:
     w, _ = e4m3_weight(inputs, 2, 128, 256)
     x = inputs.normal(5, 512, dtype=torch.bfloat16)
     plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), True)
-    for head_dim, weight in ((64, w), (128, plain)):
-        found, scales = deepgemm.grouped_input(x, head_dim, weight)
-        assert scales is None and found.dtype == torch.bfloat16
+    unrounded = replace(w, round_input=False)
+    for head_dim, weight in ((64, w), (128, plain), (128, unrounded)):
+        for table in (deepgemm, invariant):
+            found, scales = table.grouped_input(x, head_dim, weight)
+            assert scales is None and found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 70])
+def test_deepgemm_leaves_unrounded_inputs_to_our_kernels(num_tokens: int, deepgemm: Any) -> None:
+    """Its package has no product of them: calling it would fail here."""
+    inputs = Inputs()
+    w, wide = e4m3_weight(inputs, 2, 128, 256)
+    w = replace(w, round_input=False)
+    x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
+    wanted = torch.stack([product(x[:, g], wide[g], False) for g in range(2)], 1).bfloat16()
+    deepgemm.deep_gemm.fp8_einsum = None
+    for table in (deepgemm, invariant):
+        assert_close(table.grouped_linear(x, w), wanted)
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
@@ -237,5 +293,3 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         kernels.linear(x[:, :128], w)
     with pytest.raises(ValueError, match="without a scale"):
         kernels.linear(x, LinearWeight(w.weight, True))
-    with pytest.raises(ValueError, match="rounded inputs only"):
-        kernels.linear(x, LinearWeight(w.weight, False, w.scale))

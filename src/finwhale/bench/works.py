@@ -5,7 +5,7 @@ move: each input once, a row that several tokens of a chunk see once a chunk, re
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
 
@@ -273,17 +273,27 @@ def _linears(s: Sizes, draw: Draw) -> Iterator[Work]:
     yield linear("compress C128", D, 2 * C, fp8=False)
     yield linear("head", D, s.vocab_size, fp8=False)
     K = A * C // G
-    yield Work(
-        operator="grouped_linear",
-        name="wo_a",
-        args=lambda chunks, w: (draw.activation(num_tokens(chunks), G, K), w),
-        weight=lambda: LinearWeight(*_with_scale(draw.fp8(G, O, K)), draw.dtype),
-        bytes=_each(2 * G * (K + O), G * O * K),
-        operations=lambda chunks: 2.0 * num_tokens(chunks) * G * O * K,
-        by_token=(0,),
-        tolerance=1e-3,
-        own_bits=False,
-    )
+
+    def grouped(name: str, round_input: bool) -> Work:
+        def weight() -> LinearWeight:
+            w = LinearWeight(*_with_scale(draw.fp8(G, O, K)), draw.dtype)
+            return replace(w, round_input=round_input)
+
+        return Work(
+            operator="grouped_linear",
+            name=name,
+            args=lambda chunks, w: (draw.activation(num_tokens(chunks), G, K), w),
+            weight=weight,
+            bytes=_each(2 * G * (K + O), G * O * K),
+            operations=lambda chunks: 2.0 * num_tokens(chunks) * G * O * K,
+            rate=FP8_RATE if round_input else BF16_RATE,
+            by_token=(0,),
+            tolerance=1e-3,
+            own_bits=False,
+        )
+
+    yield grouped("wo_a", True)
+    yield grouped("wo_a of bfloat16", False)
 
 
 def _with_scale(packed: tuple[Tensor, Tensor]) -> tuple[Tensor, bool, Tensor]:

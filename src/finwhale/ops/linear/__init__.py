@@ -16,7 +16,8 @@ class LinearWeight:
     Attributes:
         weight: [M, K]; grouped linears [G, M, K]. E4M3 where there is a scale.
         round_input: round the input to E4M3 with one power-of-two scale for each 128 values
-            along K, as the model was trained (FP8 and FP4 weights in "as-trained" mode).
+            along K, as the model was trained (FP8 and FP4 weights in "as-trained" mode). With an
+            E4M3 weight and no rounding, the input is multiplied as bfloat16.
         scale: float32 [.., ceil(M/128), ceil(K/128)]: of each block of 128x128 of an E4M3 weight.
         out_dtype: of the result; None: the weight's dtype, of E4M3 weights bfloat16.
     """

@@ -1,4 +1,6 @@
-"""Linear layers with E4M3 weights by DeepGEMM (Hopper and later), all others by our kernels.
+"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper and later).
+
+All others are our kernels'.
 
 One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
 DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
@@ -35,9 +37,9 @@ def _begin() -> None:
 
 
 def _takes_weight(p: kernels.Problem) -> bool:
-    """Whether it has scales, and bfloat16 results in rows of 16 bytes."""
+    """Whether it has scales and a rounded input, and bfloat16 results in rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
-    return p.scale is not None and even
+    return p.scale is not None and p.round_input and even
 
 
 def _suits(p: kernels.Problem) -> bool:

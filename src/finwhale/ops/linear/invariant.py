@@ -1,7 +1,8 @@
 """Linear layers that give a token the same bits whatever the number of tokens.
 
-One token is computed as two; unscaled weights always take our tiles, split over K as for few
-tokens. E4M3 weights are DeepGEMM's where it is installed, which adds in one order for any number.
+One token is computed as two. Unscaled weights, and E4M3 weights whose input is not rounded, always
+take our tiles, split over K as for few tokens. Other E4M3 weights are DeepGEMM's where it is
+installed, which adds in one order for any number of tokens.
 """
 
 from torch import Tensor
@@ -15,7 +16,7 @@ deepgemm = optional.deepgemm()
 
 
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    if deepgemm is not None and w.scale is not None:
+    if deepgemm is not None and w.scale is not None and w.round_input:
         y_NM: Tensor = deepgemm.linear(two_or_more(x_NK), w)
         return y_NM[: x_NK.shape[0]]
     return run_invariant(problem(x_NK.unsqueeze(1), w)).squeeze(1)
@@ -30,7 +31,7 @@ def grouped_input(like_NX: Tensor, head_dim: int, w: LinearWeight) -> tuple[Tens
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
-    if deepgemm is not None and w.scale is not None:
+    if deepgemm is not None and w.scale is not None and w.round_input:
         x = two_or_more(x_NGK) if scales_NS is None else x_NGK
         y_NGM: Tensor = deepgemm.grouped_linear(x, w, scales_NS)
         return y_NGM[: x_NGK.shape[0]]
@@ -38,7 +39,7 @@ def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = No
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
-    if deepgemm is not None and w.scale13 is not None:
+    if deepgemm is not None and w.scale13 is not None and w.round_input:
         y_ND: Tensor = deepgemm.swiglu_mlp(two_or_more(x_ND), w, limit)
         return y_ND[: x_ND.shape[0]]
     hidden = run_invariant(gated_problem(x_ND, w, limit)).squeeze(1)

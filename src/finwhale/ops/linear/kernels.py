@@ -39,12 +39,17 @@ def _load_token(
     chunks = ()
     for i in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
         x = tl.load(source + i * BLOCK_K + k, mask=i * BLOCK_K + k < K, other=0.0).to(tl.float32)
+        if SCALED:
+            column = i * (BLOCK_K // 128) + groups
+            scale = tl.load(scales + column, mask=column * 128 < K, other=0.0)
         if ROUND:
             quantised, factor = round_groups(x, BLOCK_K)
             if SCALED:
-                column = i * (BLOCK_K // 128) + groups
-                factor = factor * tl.load(scales + column, mask=column * 128 < K, other=0.0)
+                factor = factor * scale
             x = tl.reshape(quantised.to(tl.float32) * factor[:, None], [BLOCK_K])
+        elif SCALED:
+            grouped = tl.reshape(x, [BLOCK_K // 128, 128])
+            x = tl.reshape(grouped * scale[:, None], [BLOCK_K])
         chunks = chunks + (x,)  # type: ignore[assignment]  # noqa: RUF005
     return chunks
 
@@ -169,7 +174,13 @@ def tile_kernel(
         is_k = (k < K)[None, :]
         weight = tl.load(weights + k[None, :], mask=is_row[:, None] & is_k, other=0.0)
         x = tl.load(tokens + k[None, :], mask=is_token[:, None] & is_k, other=0.0)
-        if SCALED:
+        if SCALED and not ROUND:
+            # BLOCK_K is 128 here. E4M3 values are exact in bfloat16. The weight is the first
+            # operand, which tensor cores read from registers, where it is converted.
+            factor = tl.load(scales + step)
+            x = tl.trans(x.to(tl.bfloat16))
+            total += tl.dot(weight.to(tl.bfloat16), x) * factor
+        elif SCALED:
             # BLOCK_K is 128 here.
             factor = tl.load(scales + step)
             if QUANTISED:

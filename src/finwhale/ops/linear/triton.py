@@ -13,7 +13,9 @@ Kernels start while the one before still ends (`early_launch`) and ask for the w
 must not be what that kernel writes. Everything else is read after it has ended.
 
 FP8 weights have a float32 scale for each block of 128x128, a power of two, as the tokens' scales
-are: they are exact wherever they are applied.
+are: they are exact wherever they are applied. Their input is rounded to E4M3 and multiplied by FP8
+tensor cores; where it is not to be rounded, it is bfloat16, and each tile of the weight is
+converted to bfloat16, which is exact, on its way into the tensor cores.
 """
 
 from dataclasses import dataclass, replace
@@ -116,7 +118,8 @@ class TilePlan:
         groups, rows, width = p.weight.shape
         num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
         if num_tokens > SPLIT_TOKENS:
-            return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first=p.scale is not None)
+            tokens_first = p.scale is not None and p.round_input
+            return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first)
         steps = triton.cdiv(width, block_k)
         block_n = min(64, max(16, triton.next_power_of_2(num_tokens)))
         plain = p.scale is None
@@ -127,7 +130,9 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * NUM_PROCESSORS:
             split += 1
         stages = 4 if short or plain else 5
-        return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, 4)
+        # A weight that is converted stands in registers: with 4 warps, 128 rows spill.
+        num_warps = 4 if short or plain or p.round_input else 8
+        return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
@@ -239,8 +244,6 @@ def _check(p: Problem) -> None:
         raise ValueError(f"the scale must be contiguous {list(wanted)}, got {list(p.scale.shape)}")
     if width % ACTIVATION_GROUP or (p.limit is not None and rows // 2 % ACTIVATION_GROUP):
         raise ValueError(f"E4M3 weights must be multiples of {ACTIVATION_GROUP} wide, got {width}")
-    if not p.round_input:
-        raise ValueError("E4M3 weights take rounded inputs only")
 
 
 def run(p: Problem) -> Tensor:
@@ -255,10 +258,16 @@ def run(p: Problem) -> Tensor:
         return _run_tiles(p, TilePlan.of(p))
     if p.scale is None:
         return _run_many(p)
-    if num_tokens <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP:
+    if not _rounded_before(p):
         return _run_tiles(p, TilePlan.of(p))
     x, x_scale = quantise(p.x)
     return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
+
+
+def _rounded_before(p: Problem) -> bool:
+    """Of E4M3 weights: whether a kernel before the tiles rounds the tokens."""
+    in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
+    return p.round_input and not in_tiles
 
 
 def run_invariant(p: Problem) -> Tensor:
@@ -269,8 +278,7 @@ def run_invariant(p: Problem) -> Tensor:
         return p.empty()
     p = replace(p, x=two_or_more(p.x))
     plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
-    in_tiles = num_tokens <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
-    if p.scale is None or in_tiles:
+    if p.scale is None or not _rounded_before(p):
         return _run_tiles(p, plan)[:num_tokens]
     x, x_scale = quantise(p.x)
     return _run_tiles(replace(p, x=x), plan, x_scale)[:num_tokens]
