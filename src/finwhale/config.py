@@ -1,13 +1,15 @@
 """Options of the engine that do not depend on a model. Frozen, self-checking; no torch."""
 
-from dataclasses import dataclass
-from typing import Literal
+import argparse
+from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 from finwhale.errors import FinwhaleError
 
 Activations = Literal["as-trained", "exact"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
+WoAInput = Literal["fp8", "bf16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +21,10 @@ class EngineConfig:
         dtype: the dtype of activations and caches; None: bfloat16 on a GPU, float32 on a CPU.
         activations: "as-trained" rounds activations and cached kv to FP8, and the indexer's
             queries and keys to FP4, as the model was trained; "exact" rounds none of them.
+        wo_a_input: the input of wo_a, the first half of attention's output projection. "fp8"
+            rounds it to FP8 like the input of every FP8 projection. "bf16" does not round it, as
+            the authors' inference code: on a GPU it is then bfloat16, on a CPU float32. "bf16" is
+            refused with exact activations, which round nothing.
         reference: run the plain torch definitions instead of the platform's table.
         batch_invariant: give a request's tokens the same bits whatever else is in the batch and
             however its prompt is cut, captured or not. On a CPU float32 always does; other dtypes
@@ -48,6 +54,13 @@ class EngineConfig:
     device: str | None = None
     dtype: DtypeName | None = None
     activations: Activations = "as-trained"
+    wo_a_input: WoAInput = field(
+        default="fp8",
+        metadata={
+            "help": "round the input of attention's wo_a to FP8, or leave it bfloat16 as the "
+            "authors' code does"
+        },
+    )
     reference: bool = False
     batch_invariant: bool = False
     enforce_eager: bool = False
@@ -69,6 +82,13 @@ class EngineConfig:
         if self.activations not in ("as-trained", "exact"):
             raise FinwhaleError(
                 f'activations must be "as-trained" or "exact", got {self.activations!r}'
+            )
+        if self.wo_a_input not in get_args(WoAInput):
+            raise FinwhaleError(f'wo_a_input must be "fp8" or "bf16", got {self.wo_a_input!r}')
+        if self.wo_a_input == "bf16" and self.activations == "exact":
+            raise FinwhaleError(
+                'wo_a_input "bf16" means nothing with activations "exact", which round no input: '
+                "leave one of them out"
             )
         if self.graph_sizes is not None and not all(
             0 < size <= self.max_num_seqs for size in self.graph_sizes
@@ -114,3 +134,14 @@ class EngineConfig:
 MAX_DRAFT_TOKENS = 3
 _COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_memory_bytes")
 _MAY_BE_NONE = ("max_model_len", "cache_memory_bytes")
+
+
+def add_wo_a_input(parser: argparse._ActionsContainer) -> None:
+    """--wo-a-input, as EngineConfig declares it."""
+    (option,) = (option for option in fields(EngineConfig) if option.name == "wo_a_input")
+    parser.add_argument(
+        "--wo-a-input",
+        choices=get_args(WoAInput),
+        default=option.default,
+        help=f"{option.metadata['help']} (default: %(default)s)",
+    )

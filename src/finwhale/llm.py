@@ -12,7 +12,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig
+from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig, WoAInput
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
@@ -43,6 +43,8 @@ class LLM:
         dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
         activations: "as-trained" rounds activations and cached state to FP8, and the indexer's
             queries and keys to FP4, as the model was trained; "exact" rounds none of them.
+        wo_a_input: "fp8" rounds the input of attention's wo_a too; "bf16" does not, as the authors'
+            inference code.
         reference: run the plain torch definitions of the operators instead of the platform's.
         batch_invariant: on a GPU, give a request's tokens the same bits whatever else is in the
             batch, however its prompt is cut; slower. On a CPU float32 always does.
@@ -76,6 +78,7 @@ class LLM:
         device: str | None = None,
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
+        wo_a_input: WoAInput = "fp8",
         reference: bool = False,
         batch_invariant: bool = False,
         enforce_eager: bool = False,
@@ -95,6 +98,7 @@ class LLM:
             device=device,
             dtype=dtype,
             activations=activations,
+            wo_a_input=wo_a_input,
             reference=reference,
             batch_invariant=batch_invariant,
             enforce_eager=enforce_eager,

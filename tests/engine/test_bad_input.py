@@ -224,6 +224,7 @@ def test_a_path_that_is_no_directory(path: Path, capsys: Capture) -> None:
         ("device", "cuda:99", "device 'cuda:99' asked for, but torch sees"),
         ("dtype", "float16", "dtype must be"),
         ("activations", "rounded", "activations must be"),
+        ("wo_a_input", "fp16", "wo_a_input must be"),
         ("load_format", "pickle", "load_format must be"),
         ("max_model_len", 0, "max_model_len must be at least 1"),
         ("max_model_len", "100", "max_model_len must be an integer"),
@@ -240,6 +241,14 @@ def test_options(tiny_path: Path, option: str, value: Any, wanted: str) -> None:
     with pytest.raises(FinwhaleError, match=re.escape(wanted)) as error:
         LLM(tiny_path, **{"device": "cpu", option: value})
     assert "\n" not in str(error.value)
+
+
+def test_an_option_without_an_effect_is_refused(tiny_path: Path) -> None:
+    """Exact activations round nothing, so wo_a's input cannot be rounded otherwise."""
+    for value in ("fp8", "bf16"):
+        assert LLM(tiny_path, device="cpu", wo_a_input=value)  # type: ignore[arg-type]
+    with pytest.raises(FinwhaleError, match='means nothing with activations "exact"'):
+        LLM(tiny_path, device="cpu", activations="exact", wo_a_input="bf16")
 
 
 def test_options_are_checked_before_weights_are_read(tiny_path: Path) -> None:

@@ -212,7 +212,8 @@ def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: P
     engine = LLM(tiny_path, device="cpu").engine
     launches, config = engine.runner._launches, engine.config
     assert launches(config, 64) == launches(replace(config, cache_dir="elsewhere"), 64)
-    assert launches(config, 64) != launches(replace(config, compile=True), 64)
+    for changes in ({"compile": True}, {"wo_a_input": "bf16"}):
+        assert launches(config, 64) != launches(replace(config, **changes), 64)
 
 
 def signatures(make: Callable[..., LLM], **options: Any) -> set[str]:
@@ -238,7 +239,11 @@ def test_what_a_graph_depends_on_names_it(
     # indexer's choice. Two ways to route.
     assert len(exact) == 3 + 1 + 2
     assert signatures(new_llm, cache_dir=kept, max_num_seqs=3, max_model_len=256) == exact
-    assert not signatures(new_llm, cache_dir=kept, activations="as-trained") & exact
+    trained = signatures(new_llm, cache_dir=kept, activations="as-trained")
+    assert not trained & exact
+    # The indexer's choice alone reads no weight of attention.
+    other = signatures(new_llm, cache_dir=kept, activations="as-trained", wo_a_input="bf16")
+    assert len(other) == len(trained) and len(trained & other) == 1
 
 
 def test_a_damaged_graph_is_compiled_again(

@@ -124,3 +124,25 @@ def test_groups_of_64_in_the_cache(tmp_path: Path, reference: bool) -> None:
     agreeing = sum(error < 1e-5 for error in trained.errors) / len(trained.errors)
     assert agreeing > 0.5, trained.errors
     assert min(exact.errors) > 1e-2
+
+
+@pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])
+@pytest.mark.parametrize("seed", range(3))
+def test_wo_a_of_inputs_that_are_not_rounded(tmp_path: Path, seed: int, reference: bool) -> None:
+    """wo_a_input "bf16" leaves out one rounding in every layer, and no other."""
+    config = tiny_config(seed)
+    weights = random_weights(config, seed)
+    write_plain_checkpoint(tmp_path, config, weights)
+    llm = LLM(tmp_path, device="cpu", dtype="float32", wo_a_input="bf16", reference=reference)
+    stepper, draw = Stepper(llm.engine), random.Random(seed)
+    found, others = Comparison(), Comparison()
+    for _ in range(16):
+        text = [draw.randrange(config["vocab_size"]) for _ in range(10)]
+        logits = stepper.logits(stepper.read(text))
+        for wo_a_input, comparison in (("bf16", found), ("fp8", others)):
+            options = {"as_trained": True, "wo_a_input": wo_a_input}
+            comparison.add(logits, transcription.forward(weights, config | options, text)[0])
+    agreeing = sum(error < 1e-5 for error in found.errors) / len(found.errors)
+    assert agreeing > 0.5, found.errors
+    # The option does what it says, in every token.
+    assert min(others.errors) > 1e-3

@@ -177,7 +177,9 @@ def attention(w: Part, config: Config, ratio: int, x: Tensor, margins: Margins |
     out = rope(torch.einsum("tak,kc->tac", shares, keys), -positions, config, ratio)
     groups = config["o_groups"]
     wo_a = w["wo_a.weight"].view(groups, config["o_lora_rank"], -1)
-    out = rounded(out.flatten(1).unflatten(1, (groups, wo_a.shape[2])), config)
+    out = out.flatten(1).unflatten(1, (groups, wo_a.shape[2]))
+    if config.get("wo_a_input", "fp8") == "fp8":  # else as the authors' code: not rounded
+        out = rounded(out, config)
     grouped = torch.einsum("tgi,goi->tgo", out, wo_a)
     return linear(w, "wo_b", config, grouped.flatten(1))
 

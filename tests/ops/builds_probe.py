@@ -258,6 +258,7 @@ def main() -> None:
                 dtype=torch.bfloat16,
                 device=cpu,
                 round_activations=True,
+                round_wo_a="bf16" not in sys.argv[1:],
                 ops=OPS,
             )
         )
@@ -288,7 +289,7 @@ def main() -> None:
         "every": len(every),
         "missing": sorted(missing)[:5],
     }
-    if sys.argv[1:] == ["walk"]:
+    if "walk" in sys.argv[1:]:
         print(json.dumps(report))
         return
     cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]

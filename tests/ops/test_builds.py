@@ -20,12 +20,12 @@ def report() -> dict[str, Any]:
     return probe()
 
 
-def probe(*paths: Path, only: str = "") -> dict[str, Any]:
+def probe(*paths: Path, only: tuple[str, ...] = ()) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
     env |= {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, str(PROBE), only], env=env, capture_output=True, text=True, check=False
+        [sys.executable, str(PROBE), *only], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -46,9 +46,18 @@ def test_and_beside_deepgemm(tmp_path: Path) -> None:
     """There attention rounds its output from two tokens on."""
     nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
     install(tmp_path, nothing)
-    found = probe(tmp_path, only="walk")
+    found = probe(tmp_path, only=("walk",))
     assert found["missing"] == []
     assert found["rounding"] == ["_attend_kernel", "_combine_kernel"]
+
+
+def test_and_where_wo_a_s_input_is_not_rounded(tmp_path: Path) -> None:
+    """wo_a_input "bf16": attention rounds nothing, and our kernels serve every number of tokens."""
+    nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
+    install(tmp_path, nothing)
+    found = probe(tmp_path, only=("walk", "bf16"))
+    assert found["missing"] == []
+    assert found["rounding"] == []
 
 
 def test_variants_are_few(report: dict[str, Any]) -> None:

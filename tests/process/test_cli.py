@@ -80,6 +80,24 @@ def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture
     assert "draft_tokens must be 0 to 3" in capsys.readouterr().err
 
 
+def test_generate_with_wo_a_s_input_not_rounded(
+    command: Callable[..., list[str]], tiny_path: Path, capsys: Capture
+) -> None:
+    options = ("--temperature", 0, "--max-tokens", 60, "--ignore-eos")
+    texts = []
+    for value in ("fp8", "bf16"):
+        assert main(command("generate", TEXT, *options, "--wo-a-input", value)) == 0
+        texts.append(capsys.readouterr().out)
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        own = LLM(tiny_path, device="cpu", wo_a_input=value)  # type: ignore[arg-type]
+        assert texts[-1] == own.generate(TEXT, params)[0].outputs[0].text + "\n"
+    assert texts[0] != texts[1]
+    assert main(command("generate", TEXT, "--wo-a-input", "fp8")) == 0
+    both = ("--wo-a-input", "bf16", "--activations", "exact")
+    assert main(command("generate", TEXT, *both)) != 0
+    assert "means nothing with activations" in capsys.readouterr().err
+
+
 def test_generate_stops_before_a_string(command: Callable[..., list[str]], capsys: Capture) -> None:
     options = ("--temperature", 0, "--max-tokens", 20, "--ignore-eos")
     assert main(command("generate", TEXT, *options)) == 0

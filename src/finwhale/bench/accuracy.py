@@ -20,7 +20,7 @@ from torch import Tensor
 
 from finwhale.bench.record import RESULTS, append_record, stamp
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.config import EngineConfig
+from finwhale.config import EngineConfig, add_wo_a_input
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         engine = Engine(
             EngineConfig(
                 device=args.device,
+                wo_a_input=args.wo_a_input,
                 max_model_len=args.tokens + 256,
                 max_num_seqs=1,
                 max_num_batched_tokens=args.tokens,
@@ -182,6 +183,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--tokens", type=int, default=2560, help="of the text")
     parser.add_argument("--positions", type=int, default=512, help="whose logits are compared")
     parser.add_argument("--decodes", type=int, default=16, help="last tokens read one by one")
+    add_wo_a_input(parser)
     parser.add_argument("--verbose", action="store_true", help="say how long each table takes")
     parser.add_argument(
         "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/accuracy-h200.jsonl"

@@ -32,7 +32,7 @@ from finwhale.bench.works import BF16_RATE, FP4_BYTES, FP8_RATE, READ_RATE
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig, add_wo_a_input
 from finwhale.engine.engine import Engine
 from finwhale.engine.runner import choose_device
 from finwhale.errors import FinwhaleError
@@ -379,6 +379,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             device=args.device,
             reference=args.reference,
             batch_invariant=args.batch_invariant,
+            wo_a_input=args.wo_a_input,
             enforce_eager=args.enforce_eager,
             compile=args.compile,
             max_model_len=min(longest, config.max_position_embeddings),
@@ -430,6 +431,7 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             device=args.device,
             reference=args.reference,
             batch_invariant=args.batch_invariant,
+            wo_a_input=args.wo_a_input,
             enforce_eager=args.enforce_eager,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(args.batches),
@@ -494,6 +496,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="the same bits whatever the batch"
     )
+    add_wo_a_input(parser)
     parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
     parser.add_argument("--compile", action="store_true", help="decoder layers ahead of time")
     parser.add_argument(

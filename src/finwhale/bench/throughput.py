@@ -21,7 +21,7 @@ from rich.table import Table
 
 from finwhale.bench.offline import add_model_arguments, memory, source
 from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
-from finwhale.config import EngineConfig
+from finwhale.config import EngineConfig, add_wo_a_input
 from finwhale.engine.engine import Engine
 from finwhale.engine.phases import freeze_heap
 from finwhale.request import RequestOutput, SamplingParams
@@ -162,6 +162,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output-tokens", type=int, default=256, help="of each request")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="requests at a time")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of one step")
+    add_wo_a_input(parser)
     parser.add_argument(
         "--long-prompt", type=int, default=65536, help="tokens of the long prompts between; 0: none"
     )
@@ -181,6 +182,7 @@ def main(argv: Sequence[str]) -> int:
     engine = Engine(
         EngineConfig(
             device=args.device,
+            wo_a_input=args.wo_a_input,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=args.max_num_batched_tokens,
@@ -208,6 +210,7 @@ def main(argv: Sequence[str]) -> int:
             "load": str(load),
             "at_once": args.max_num_seqs,
             "max_num_batched_tokens": args.max_num_batched_tokens,
+            "wo_a_input": args.wo_a_input,
             "start_s": start_s,
             "memory": memory(engine) if engine.runner.device.type == "cuda" else {},
             "late_compilations": late,

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.artefacts import default_directory
-from finwhale.config import DraftTokens, EngineConfig
+from finwhale.config import DraftTokens, EngineConfig, add_wo_a_input
 
 NAMES = (
     "device",
     "dtype",
     "activations",
+    "wo_a_input",
     "load_format",
     "max_model_len",
     "max_num_seqs",
@@ -81,6 +82,7 @@ def add_run_options(parser: argparse._ActionsContainer) -> None:
         help="round activations to FP8 and FP4 as the model was trained, or not at all "
         "(default: as-trained)",
     )
+    add_wo_a_input(parser)
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="tokens of prompt and output at most"
     )

@@ -114,6 +114,7 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
             device=args.device,
             dtype=args.dtype,
             activations=args.activations or "as-trained",
+            wo_a_input=args.wo_a_input,
             max_model_len=args.max_model_len,
             max_num_seqs=1,
             compile=bool(args.compile),

@@ -110,6 +110,7 @@ class ModelRunner:
                 dtype=self.dtype,
                 device=self.device,
                 round_activations=self._round,
+                round_wo_a=config.wo_a_input == "fp8",
                 ops=self.ops,
             )
             if self.device.type == "cuda":
@@ -195,6 +196,7 @@ class ModelRunner:
             "model": asdict(self.model_config),
             "steps": asdict(self._largest(config, max_len)),
             "batch_invariant": config.batch_invariant,
+            "wo_a_input": config.wo_a_input,
             "eager": config.enforce_eager,
             "compile": config.compile,
         }

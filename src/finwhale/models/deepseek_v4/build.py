@@ -45,6 +45,7 @@ class WeightBuilder:
         dtype: of the projections that the checkpoint stores in FP8, FP4 or bf16; norms, router,
             compressors, sinks and mHC are float32.
         round_activations: the inputs of FP8 and FP4 projections are rounded to E4M3.
+        round_wo_a: with round_activations, the input of wo_a is rounded like the others.
         ops: the table whose operators will read the weights; it chooses how they lie in memory.
         storages: how each weight is stored, where that is known; else as the configuration says.
     """
@@ -57,12 +58,14 @@ class WeightBuilder:
         device: torch.device,
         round_activations: bool,
         ops: Ops,
+        round_wo_a: bool = True,
         storages: Mapping[str, Storage] | None = None,
     ) -> None:
         self.config = config
         self.dtype = dtype
         self.device = device
         self.round = round_activations
+        self.round_wo_a = round_activations and round_wo_a
         self.prepare_linear = ops.prepare_linear
         self.prepare_experts = ops.prepare_experts
         self.specs = weight_specs(config)
@@ -225,13 +228,13 @@ class WeightBuilder:
             q_norm=self._tensor(f"{attn}.q_norm.weight"),
             wq_b=self._projection(*wq_b),
             kv_norm=self._tensor(f"{attn}.kv_norm.weight"),
-            wo_a=self._grouped(f"{attn}.wo_a.weight"),
+            wo_a=self._grouped(f"{attn}.wo_a.weight", self.round_wo_a),
             wo_b=self._projection(f"{attn}.wo_b"),
             attn_sink=self._tensor(f"{attn}.attn_sink"),
             compressor=compressor,
         )
 
-    def _grouped(self, name: str) -> LinearWeight:
+    def _grouped(self, name: str, round_input: bool) -> LinearWeight:
         groups = self.config.o_groups
         rows, columns = self.specs[name].shape
         if self.packed and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
@@ -240,13 +243,13 @@ class WeightBuilder:
             return self.prepare_linear(
                 LinearWeight(
                     weight.unflatten(0, (groups, -1)),
-                    self.round,
+                    round_input,
                     scale.unflatten(0, (groups, -1)),
                     self.dtype,
                 )
             )
         storage = self._empty((groups, rows // groups, columns), self.dtype)
-        w = self.prepare_linear(LinearWeight(storage, self.round))
+        w = self.prepare_linear(LinearWeight(storage, round_input))
 
         def copy(stored: StoredWeight) -> None:
             values = stored.dequantise(torch.float32, self.device)
@@ -400,6 +403,7 @@ def load_weights(
     device: torch.device,
     round_activations: bool,
     ops: Ops,
+    round_wo_a: bool = True,
 ) -> ModelWeights:
     """Allocate the model's weights and fill them from `stream`, one tensor at a time.
 
@@ -412,6 +416,7 @@ def load_weights(
             dtype=dtype,
             device=device,
             round_activations=round_activations,
+            round_wo_a=round_wo_a,
             ops=ops,
             storages=stream.storages,
         )
