@@ -117,6 +117,7 @@ class LLM:
         model_config, source = _open(directory, load_format, device, progress)
         self.tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
         self.engine = Engine(config, model_config, source, self.tokenizer)
+        self._template: ChatTemplate | None = None
         self._ids = itertools.count()
 
     def generate(
@@ -201,7 +202,9 @@ class LLM:
         """The checkpoint's chat format. Raises RequestError where there is no tokenizer."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
-        return ChatTemplate(self.tokenizer, effort_ladder(self._directory))
+        if self._template is None:
+            self._template = ChatTemplate(self.tokenizer, effort_ladder(self._directory))
+        return self._template
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
