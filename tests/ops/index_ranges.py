@@ -9,6 +9,7 @@ This covers the instructions that our kernels compile to. An unknown instruction
 integers is taken to return anything.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,12 @@ def bits(kind: str) -> int:
         return 64
     match = re.fullmatch(r"[su]?i(\d+)", kind)
     return int(match[1]) if match else 0
+
+
+def elements(text: str) -> int:
+    """Of the first tensor in a line."""
+    shape = re.search(r"tensor<((?:\d+x)+)", text)
+    return math.prod(map(int, shape[1].rstrip("x").split("x"))) if shape else 1
 
 
 def result_kind(text: str) -> str:
@@ -216,6 +223,8 @@ class Ranges:
                 self.found[f"{pointer.name}: {', '.join(sorted(offset.wrapped))}"] = None
             return pointer
         kind = result_kind(op.text)
+        if name == "arith.select" and "tensor<" in kind:  # after the condition's type
+            kind = "tensor<" + op.text.rpartition("tensor<")[2]
         pointers = [value for value in values if isinstance(value, Pointer)]
         if pointers and "!tt.ptr" in kind and name not in ("tt.load", "tt.atomic_rmw"):
             return pointers[0]
@@ -266,7 +275,7 @@ class Ranges:
             found = dict(re.findall(r"(end|start) = (\d+)", text))
             return Range(int(found["start"]), int(found["end"]) - 1)
         if name == "tt.histogram":
-            return Range(0, LIMIT - 1)
+            return Range(0, elements(text))
         if name in ("arith.trunci", "tt.bitcast", "arith.extui") and len(values) == 1:
             source = values[0]
             return source if name == "arith.trunci" or source.low >= 0 else None
@@ -399,10 +408,7 @@ def combined(op: Op, text: str, values: list[Range], width: int) -> Range:
     found = reduce(Range.join, values)
     inner = " ".join(inside.text for inside in op.regions[0])
     if "arith.addi" in inner:
-        count = 1
-        for size in re.findall(r"tensor<((?:\d+x)+)", op.text)[:1]:
-            for part in size.rstrip("x").split("x"):
-                count *= int(part)
+        count = elements(op.text)
         found = replace(found, low=min(found.low * count, 0), high=max(found.high * count, 0))
     return fitted(found, text.split("(")[0], text, width, "sums of all")
 

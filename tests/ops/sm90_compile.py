@@ -71,6 +71,7 @@ LOADED = {
     "first_ptr": (0, 2**20),  # pages that a table leaves out
     "window_first_ptr": (0, 2**20),
     "entry_first_ptr": (0, 2**20),
+    "state_first_ptr": (0, 2**20),
     "candidates_ptr": (0, 2**20),  # entries of one sequence
     # Experts, and pairs of a token and an expert: a step has at most 2^22.
     "ids_ptr": (-1, 2**10),

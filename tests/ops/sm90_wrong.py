@@ -59,6 +59,17 @@ def _narrow_kernel(x_ptr, slots_ptr, WIDE: tl.constexpr):
     tl.store(x_ptr + slot, 0)
 
 
+@triton.jit
+def _select_kernel(x_ptr, y_ptr, pages_ptr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    page = tl.load(pages_ptr + lane)
+    if WIDE:
+        page = page.to(tl.int64)
+    is_x = lane < tl.program_id(0)
+    place = tl.where(is_x, lane.to(tl.int64), page * 4096)
+    tl.store(tl.where(is_x, x_ptr, y_ptr) + place, 0)
+
+
 def rows(wide: bool) -> None:
     x = meta(ROWS, WIDTH)
     _rows_kernel[(ROWS,)](x, x.stride(0), wide, 64)
@@ -80,7 +91,12 @@ def narrow(wide: bool) -> None:
     _narrow_kernel[(1,)](meta(64), meta(64, dtype=torch.int64), wide)
 
 
-KINDS = (rows, pages, loop, search, narrow)
+def select(wide: bool) -> None:
+    x, pages = meta(64), meta(64, dtype=torch.int32)
+    _select_kernel[(64,)](x, x, pages, wide, 64)
+
+
+KINDS = (rows, pages, loop, search, narrow, select)
 CALLS = {
     f"{kind.__name__}-{wide}": lambda kind=kind, wide=wide: kind(wide)
     for kind in KINDS

@@ -25,6 +25,9 @@ BOUNDED = {
     # Each level has fewer programs than the last, and no list more entries than that level's.
     ("indexer.triton_topk._select_kernel", "candidates_ptr"),
     ("indexer.triton_topk._select_kernel", "out_ptr"),
+    # All experts together have no more pairs than a step.
+    ("moe.triton_order._order_many_kernel", "order_ptr"),
+    ("moe.triton_order._order_many_kernel", "blocks_ptr"),
     # Blocks hold places of pairs and the number of an expert, which is below 2^10.
     ("moe.hopper_experts._gate_up_kernel", "unit_ptr"),
     ("moe.hopper_experts._down_kernel", "unit_ptr"),
