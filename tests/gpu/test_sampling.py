@@ -1,14 +1,12 @@
-"""Sampling by kernels on a GPU beside the definition there: tokens, statistics, time."""
+"""Sampling by kernels on a GPU beside the definition there: tokens and statistics."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from finwhale.ops.sampling import SampledTokens, SamplingBatch, ref
-from finwhale.ops.sampling.cases import CASES, VOCAB_SIZE, Case, Row, batch
+from finwhale.ops.sampling import SamplingBatch, ref
+from finwhale.ops.sampling.cases import CASES, Case, Row, batch
 
 kernels = pytest.importorskip("finwhale.ops.sampling.triton", exc_type=ImportError)
 CHI_SQUARE_15 = 37.70  # upper 0.1% point of 15 degrees of freedom
@@ -66,42 +64,3 @@ def test_the_distribution() -> None:
     wanted = logits[0].double().softmax(0) * num_rows
     found = torch.bincount(ids, minlength=16)
     assert float(((found - wanted) ** 2 / wanted).sum()) < CHI_SQUARE_15
-
-
-@pytest.mark.parametrize("num_rows", [1, 128])
-def test_time(num_rows: int) -> None:
-    """Of what most requests ask for, and of everything: the definition takes longer."""
-    everything = Row(
-        temperature=0.7,
-        top_k=40,
-        top_p=0.9,
-        min_p=0.05,
-        repetition=1.1,
-        presence=0.5,
-        frequency=0.5,
-        seen=dict.fromkeys(range(200), 1),
-        bias={3: -5.0},
-    )
-    for row in (Row(temperature=0.7), Row(top_p=0.95), everything):
-        rows = (row,) * num_rows
-        wanted = batch(rows, VOCAB_SIZE, "cuda")
-        logits = Case("", rows).logits("cuda")
-        ours = milliseconds(kernels.sample, logits, wanted)
-        defined = milliseconds(ref.sample, logits, wanted)
-        print(f"{num_rows} rows, {row.top_p=} {row.top_k=}: {ours:.3f} ms, defined {defined:.3f}")
-        assert ours < defined
-
-
-def milliseconds(
-    sample: Callable[[Tensor, SamplingBatch], SampledTokens], logits: Tensor, wanted: SamplingBatch
-) -> float:
-    """The median call, launches included."""
-    times = []
-    for _ in range(23):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        sample(logits, wanted)
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return sorted(times[3:])[10]
