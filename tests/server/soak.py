@@ -1,8 +1,10 @@
-"""Many clients of a server at once: mixed lengths, some of them leaving, malformed requests.
+"""Many clients of a server at once: mixed lengths, some of them leaving, malformed requests and
+grammars that no compiler should see.
 
 Every answer is compared with what the same request got alone, every error must be well-formed, the
-engine's memory must stay flat and nothing of any request may be left. By hand, against a server of
-its own:
+engine's memory must stay flat and nothing of any request may be left. One client streams all the
+time: none of its streams may pause for more than a second between two pieces. By hand, against a
+server of its own:
 
     python -m tests.server.soak --seconds 600
 """
@@ -20,6 +22,9 @@ from typing import Any
 
 import aiohttp
 
+from .hostile import chained_definitions, chained_rules, expensive_schema
+
+MAX_PAUSE_S = 1.0
 OPENINGS = ("Once upon a time", "The whale", "One day a little frog", "The sun", "In the morning")
 MALFORMED: tuple[tuple[str, Any], ...] = (
     ("/v1/completions", b"{"),
@@ -35,6 +40,16 @@ MALFORMED: tuple[tuple[str, Any], ...] = (
     ("/v1/responses", {"input": 3}),
     ("/nowhere", {}),
 )
+HOSTILE: tuple[Any, ...] = (
+    {"type": "json_schema", "json_schema": {"schema": chained_definitions(1000)}},
+    {"type": "json_schema", "json_schema": {"schema": chained_definitions(450)}},
+    {"type": "json_schema", "json_schema": {"schema": expensive_schema(0)}},
+    {"type": "grammar", "grammar": chained_rules(6000)},
+    {"type": "grammar", "grammar": chained_rules(950)},
+    {"type": "grammar", "grammar": 'start: "a"' + ' | "a"' * 150_000},
+    {"type": "regex", "regex": "(a{1,1000}){1,1000}"},
+    {"type": "grammar", "grammar": 'start: s "0"\ns: s s | /[a-z]/'},
+)
 
 
 @dataclass
@@ -43,10 +58,12 @@ class Report:
 
     Attributes:
         wrong: what should not have been, at most a few of each.
+        longest_pause_s: between two pieces of one stream.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    longest_pause_s: float = 0.0
 
     def complain(self, text: str) -> None:
         self.counts["wrong"] += 1
@@ -75,7 +92,8 @@ class Soak:
                 self._alone[json.dumps(body)] = await self._ask(session, body)
             end = time.monotonic() + seconds
             await asyncio.gather(
-                *(self._client(session, bodies, end, f"{self._seed}/{i}") for i in range(clients))
+                self._watch(session, end),
+                *(self._client(session, bodies, end, f"{self._seed}/{i}") for i in range(clients)),
             )
         return self.report
 
@@ -98,8 +116,10 @@ class Soak:
         while time.monotonic() < end:
             kind = draw.random()
             try:
-                if kind < 0.1:
+                if kind < 0.08:
                     await self._malformed(session, draw)
+                elif kind < 0.1:
+                    await self._hostile(session, draw)
                 elif kind < 0.3:
                     await self._leave(session, draw)
                 else:
@@ -167,6 +187,50 @@ class Soak:
             self._check_error(await response.read(), path, response.status)
         self.report.counts["malformed"] += 1
 
+    async def _hostile(self, session: aiohttp.ClientSession, draw: random.Random) -> None:
+        """Asks for a grammar that is refused or costs much, and maybe leaves before the answer."""
+        body = {
+            "model": self._model,
+            "prompt": draw.choice(OPENINGS),
+            "max_tokens": 40,
+            "response_format": draw.choice(HOSTILE),
+        }
+        # A grammar that was not tried before, so that it is tried now.
+        if draw.random() < 0.5:
+            number = draw.choice((999_983, 799_999, 399_989)) + 2 * draw.randrange(1000)
+            schema = {"type": "integer", "multipleOf": number}
+            body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+        path = "/v1/completions"
+        try:
+            async with asyncio.timeout(draw.choice((0.3, 100))):
+                async with session.post(self._url + path, json=body) as response:
+                    answer = await response.read()
+                    # A grammar that proves too slow while it is followed is an error of the answer.
+                    if response.status not in (200, 500):
+                        self._check_error(answer, path, response.status)
+        except TimeoutError:
+            pass
+        self.report.counts["hostile"] += 1
+
+    async def _watch(self, session: aiohttp.ClientSession, end: float) -> None:
+        """Streams until the end, and measures the pauses."""
+        body = {
+            "model": self._model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True,
+            "stream": True, "priority": -1,
+        }  # fmt: skip
+        while time.monotonic() < end:
+            before = None
+            async with session.post(f"{self._url}/v1/completions", json=body) as response:
+                if response.status == 429:
+                    await asyncio.sleep(0.2)
+                    continue
+                async for _ in response.content:
+                    now = time.monotonic()
+                    if before is not None:
+                        pause = now - before
+                        self.report.longest_pause_s = max(self.report.longest_pause_s, pause)
+                    before = now
+
     def _check_error(self, body: bytes, path: str, status: int) -> None:
         found = json.loads(body)
         message = found.get("error", {}).get("message")
@@ -193,6 +257,9 @@ async def _over_http(url: str, model: str, args: argparse.Namespace) -> Report:
     for before, after in zip(sizes[len(sizes) // 4], sizes[-1], strict=True):
         if after > before * 1.1 + 20:
             report.complain(f"memory grew from {before} to {after} MiB")
+    print(f"longest pause of a stream: {report.longest_pause_s:.3f} s", file=sys.stderr)
+    if report.longest_pause_s > MAX_PAUSE_S:
+        report.complain(f"a stream paused for {report.longest_pause_s:.3f} s")
     return report
 
 

@@ -1,8 +1,6 @@
 """Compiles the grammars of new requests in the engine's process, beside its step loop."""
 
-import os
 import queue
-import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import Pipe
@@ -10,7 +8,7 @@ from multiprocessing.connection import Connection
 
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.server.grammar_trial import NICENESS, STACK_BYTES
+from finwhale.server.grammar_trial import STACK_BYTES
 from finwhale.server.wire import Add
 
 # A request, and its matcher or what was raised instead; None: it was dropped before.
@@ -21,7 +19,9 @@ class GrammarCompiler:
     """A thread that compiles one grammar at a time.
 
     llguidance compiles without Python's lock (GIL), so steps go on meanwhile. Everything here has
-    passed its trial in another process (`server/grammar_check.py`).
+    passed its trial in another process (`server/grammar_check.py`). The thread has the priority of
+    the step loop: one with a lower priority can be paused by other processes while it holds the
+    lock, and the step loop then waits for it (on a busy machine for a second).
 
     Attributes:
         done: can be read (`multiprocessing.connection.wait`) when `take` has something to give.
@@ -72,8 +72,6 @@ class GrammarCompiler:
         self._todo.put(None)
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # where each thread has a priority: steps go before
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (command := self._todo.get()) is not None:
             assert command.params.guide is not None
             result: Matcher | BaseException | None = None
