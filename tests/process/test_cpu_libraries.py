@@ -22,7 +22,9 @@ CHOICES = (
 )
 
 
-@pytest.mark.parametrize(("core", "flags", "aten", "threads"), CHOICES, ids=lambda c: str(c))
+@pytest.mark.parametrize(
+    ("core", "flags", "aten", "threads"), CHOICES, ids=[choice[0] for choice in CHOICES]
+)
 def test_bits_are_kept(core: str, flags: set[str], aten: str, threads: int) -> None:
     if not flags <= CPU_FLAGS:
         pytest.skip(f"OpenBLAS's {core} kernels need a CPU with {', '.join(sorted(flags))}")
