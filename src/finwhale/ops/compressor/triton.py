@@ -20,8 +20,8 @@ from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
+from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, PageTable, Tokens
-from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
@@ -31,7 +31,6 @@ PREFILL_TOKENS = {4: 1, 128: 16}
 SLICE = 64
 # Of an index key; constants that kernels read.
 MAX_LOG2_WIDTH = tl.constexpr(9)
-MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
 MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
 
@@ -164,19 +163,16 @@ def _hadamard(x, C: tl.constexpr):
 def _fp4_codes(x):
     """x [groups, values] -> e2m1 codes int32, and the exponent bytes of the groups' scales.
 
-    No scale is below LEAST_SCALE of the row's largest (indexer/layout.py).
+    No scale is less than 2^-MAX_SPREAD of the row's largest (indexer/layout.py).
     """
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), MIN_FP4_AMAX)
-    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
-    exponents = ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+    exponents = scale_exponent(tl.max(tl.abs(x), axis=1))
     exponents = tl.maximum(exponents, tl.max(exponents, axis=0) - MAX_SPREAD)
-    scaled = x * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
-    size = tl.abs(scaled)
-    codes = tl.where(scaled < 0.0, 8, 0)
-    codes += (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
-    codes += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
-    codes += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
-    return codes + (size > 5.0).to(tl.int32), exponents
+    size = tl.abs(round_to_scale(x, exponents[:, None]))
+    size = size * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
+    # From 1 on, a code is the value's exponent and one bit of its mantissa; below, 0 or 1 for 0.5.
+    bits = (size.to(tl.int32, bitcast=True) >> 22) - 252
+    codes = tl.maximum(bits, tl.minimum(2.0 * size, 1.0).to(tl.int32))
+    return codes | ((x.to(tl.int32, bitcast=True) >> 28) & 8), exponents
 
 
 @triton.jit

@@ -22,15 +22,17 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from finwhale.ops.indexer.layout import page_bytes
+from finwhale.ops.indexer.triton_fp4 import GROUP, round_to_scale, scale_exponent
 from finwhale.ops.indexer.triton_topk import select_topk
 from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
-from finwhale.ops.rounding import FP4_GROUP
-from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
 
 RATIO = 4
 PAGE_ROWS = (64, 128)
 # Columns of a product: heads of the queries that share a tile of keys.
 PREFILL_COLUMNS = 128
+# Rows of the product that rotates a query: with fewer a decode's would be of another instruction
+# than a prefill's, whose sums may have other last bits.
+MIN_HEADS = 64
 STAGES = 4
 # Programs that fill the GPU; a row's tiles are split between so many.
 DECODE_PROGRAMS = 264
@@ -39,8 +41,6 @@ PREFILL_PROGRAMS = 1056
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
-GROUP = tl.constexpr(FP4_GROUP)
-MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
 # The largest e2m1 value, 6, is 384 in E4M3: of a key's or a head's group of the largest scale.
 TOP = tl.constexpr(6)
 # Eight codes of a word -> two words of E4M3. prmt looks bytes up by three bits of a selector's
@@ -62,6 +62,20 @@ shl.b32 sign, sign, 7;
 lop3.b32 $1, sign, 0x80808080, value, 0xEA;
 }""")
 OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 5)
+
+
+@triton.jit
+def _signs(C: tl.constexpr):
+    """The Hadamard matrix of C <= 128 without its factor, in bfloat16.
+
+    The entry at (i, j) is negative where i and j share an odd number of bits. A thread's rows are
+    known when this is compiled, so that an entry is what one above it is but for one bit.
+    """
+    row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    signs = 0x3F80 + tl.zeros([C, C], tl.int32)
+    for i in tl.static_range(7):
+        signs ^= ((row >> (6 - i)) & 1) * ((column << (9 + i)) & 0x8000)
+    return signs.to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -108,25 +122,14 @@ def _rounded_queries(
     dtype = q_ptr.dtype.element_ty
     even, odd = (even * cos - odd * sin).to(dtype), (odd * cos + even * sin).to(dtype)
     roped = tl.reshape(tl.join(even, odd), [BLOCK_Q * BLOCK_I, C])
-    # The entry at (i, j) is negative where i and j share an odd number of bits.
-    shared = column[:, None] & column[None, :]
-    shared ^= shared >> 4
-    signs = (1 - 2 * ((0x6996 >> (shared & 15)) & 1)).to(dtype)
-    rotated = tl.dot(roped, signs, input_precision="ieee") * SHARE
+    rotated = tl.dot(roped, _signs(C).to(dtype), input_precision="ieee") * SHARE
 
     x = tl.reshape(rotated, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP])
-    size = tl.abs(x)
-    amax = tl.maximum(tl.max(size, axis=2), MIN_FP4_AMAX)
-    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
-    exponent = ((amax.to(tl.int32, bitcast=True) + 0x3FFFFF) >> 23) - 2
+    exponent = scale_exponent(tl.max(tl.abs(x), axis=2))
     # At least so that the powers of two below are normal numbers.
     largest = tl.maximum(tl.max(exponent, axis=1), TOP + 2)
-    # A value with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more.
-    step = tl.maximum(size.to(tl.int32, bitcast=True) >> 23, exponent[:, :, None])
-    magic = (((step + 22) << 23) + 0x400000).to(tl.float32, bitcast=True)
-    size = (size + magic) - magic
     factor = ((254 - (largest - TOP)) << 23).to(tl.float32, bitcast=True)[:, None, None]
-    x = tl.where(x < 0, -size, size) * factor
+    x = round_to_scale(x, exponent[:, :, None]) * factor
     x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C])
     weights = tl.reshape(weights_QI * scale, [BLOCK_Q * BLOCK_I])
     weights = weights * ((largest - TOP - 1) << 23).to(tl.float32, bitcast=True)
@@ -344,7 +347,7 @@ def select_entries(
         select_topk(no_scores, out_NK, tokens, table, 0, topk, 0, RATIO)
         return out_NK
 
-    block_i = max(16, triton.next_power_of_2(heads))
+    block_i = max(MIN_HEADS, triton.next_power_of_2(heads))
     prefill = tokens.max_query > UNDOABLE_TOKENS
     block_q = max(1, PREFILL_COLUMNS // block_i) if prefill else 1
     num_pages = triton.cdiv(max_entries, table.rows_per_page)

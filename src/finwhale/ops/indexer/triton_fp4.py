@@ -1,0 +1,31 @@
+"""Rounding of index queries and keys to FP4 in Triton kernels (rounding.scaled_fp4)."""
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from finwhale.ops.rounding import FP4_GROUP
+from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
+
+GROUP = tl.constexpr(FP4_GROUP)
+MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
+
+
+@triton.jit
+def scale_exponent(amax):
+    """The exponent byte of a group's scale: amax / 6 rounded up to a power of two."""
+    bits = tl.maximum(amax, MIN_FP4_AMAX).to(tl.int32, bitcast=True)
+    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
+    return ((bits + 0x3FFFFF) >> 23) - 2
+
+
+@triton.jit
+def round_to_scale(x, exponent):
+    """x rounded to e2m1 * 2^(exponent - 127), where that reaches x; |x| < 2^100.
+
+    A value with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more:
+    adding 1.5 * 2^(e+22) and taking it away again does so, ties to even.
+    """
+    step = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, exponent << 23)
+    magic = (step + ((22 << 23) + 0x400000)).to(tl.float32, bitcast=True)
+    return (x + magic) - magic
