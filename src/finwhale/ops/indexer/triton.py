@@ -22,9 +22,10 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from finwhale.ops.indexer.layout import page_bytes
-from finwhale.ops.indexer.triton_fp4 import GROUP, round_to_scale, scale_exponent
+from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
 from finwhale.ops.indexer.triton_topk import select_topk
 from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
+from finwhale.ops.rounding import FP4_GROUP
 
 RATIO = 4
 PAGE_ROWS = (64, 128)
@@ -41,6 +42,7 @@ PREFILL_PROGRAMS = 1056
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
+GROUP = tl.constexpr(FP4_GROUP)
 # The largest e2m1 value, 6, is 384 in E4M3: of a key's or a head's group of the largest scale.
 TOP = tl.constexpr(6)
 # Eight codes of a word -> two words of E4M3. prmt looks bytes up by three bits of a selector's

@@ -1,20 +1,18 @@
-"""Rounding of index queries and keys to FP4 in Triton kernels (rounding.scaled_fp4)."""
+"""Rounding of index queries and keys to FP4 in Triton kernels (rounding.scaled_fp4).
+
+Kernels share these functions, which therefore read no constant of their module: it would be a part
+of a kernel's key or not, depending on which kernel is compiled first.
+"""
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from finwhale.ops.rounding import FP4_GROUP
-from finwhale.ops.rounding import MIN_FP4_AMAX as MIN_AMAX
-
-GROUP = tl.constexpr(FP4_GROUP)
-MIN_FP4_AMAX = tl.constexpr(MIN_AMAX)
-
 
 @triton.jit
 def scale_exponent(amax):
     """The exponent byte of a group's scale: amax / 6 rounded up to a power of two."""
-    bits = tl.maximum(amax, MIN_FP4_AMAX).to(tl.int32, bitcast=True)
+    bits = tl.maximum(amax, 6.0 * 2.0**-126).to(tl.int32, bitcast=True)
     # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
     return ((bits + 0x3FFFFF) >> 23) - 2
 
