@@ -18,7 +18,7 @@ from finwhale.ops.indexer import triton as kernels
 from finwhale.ops.indexer.cases import CASES
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import rotate_to_fp4, unscaled_fp4
+from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4
 
 from . import kernels_support as kernels_support
 
@@ -135,6 +135,35 @@ def test_random_queries_select_what_the_reference_does(width: int) -> None:
     assert len(both) >= topk - 1
 
 
+def scores_of(q: Tensor, weights: Tensor, pool: Tensor, rotary: Tensor, *step: object) -> Tensor:
+    """What the selection gets, weights times 0.5."""
+    scores: list[Tensor] = []
+
+    def keep(found: Tensor, *_: object) -> None:
+        scores.append(found.clone())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "select_topk", keep)
+        kernels.select_entries(q, weights, pool, rotary, *step, 8, 0.5, True)  # type: ignore[arg-type]
+    return scores[0]
+
+
+def test_queries_whose_largest_values_are_exactly_six() -> None:
+    """They need no rounding at their own scale, and lose their halves at the next one."""
+    draw, width, length = Draw(), 64, 512
+    tokens, table = one_row(length)
+    codes = draw.whole(16, 4, width).to(torch.uint8)
+    codes[:, ::32] = 7
+    values = unscaled_fp4(codes, torch.ones(4, 2))
+    rows = table.pages.shape[1] * 64
+    pool = pack_keys(rotate_to_fp4(draw.normal(rows, width)), 64)
+    still = torch.stack((torch.ones(length, 16), torch.zeros(length, 16)), -1)
+    q, weights = hadamard(values)[None], torch.ones(1, 4)
+    found = scores_of(q, weights, pool, still, tokens, table)[0, : length // 4]
+    keys = unpack_keys(pool, 64, width)[table.slots(0, torch.arange(length // 4).numpy())]
+    assert torch.equal(found, 0.5 * (values @ keys.T).relu().sum(0))
+
+
 def test_queries_and_keys_of_every_magnitude() -> None:
     """Scores themselves: what is folded into E4M3, and what into the factors of heads and keys.
 
@@ -155,14 +184,7 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     weights = draw.normal(1, heads) / size  # so that every head counts
     pool = pack_keys(keys, 64)
     dense = unpack_keys(pool, 64, width)
-    scores: list[Tensor] = []
-
-    def keep(found: Tensor, *_: object) -> None:
-        scores.append(found.clone())
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "select_topk", keep)
-        kernels.select_entries(q.bfloat16(), weights, pool, turns, tokens, table, 8, 0.5, True)
+    scores = scores_of(q.bfloat16(), weights, pool, turns, tokens, table)
     rotated = ref.apply_rope(q.bfloat16(), tokens.rotation(turns))
     rotated = rotate_to_fp4(rotated)[0].double()
     count = length // 4
@@ -170,7 +192,7 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     wanted = (weights[0].double() * 0.5) @ by_head
     unit = (weights[0].double().abs() * 0.5) @ by_head
     assert (unit > 0).sum() == count - 1
-    error = (scores[0][0, :count].double() - wanted).abs()
+    error = (scores[0, :count].double() - wanted).abs()
     assert (error <= 2.0**-20 * unit).all()
 
 
