@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.case import Chunks, Draw
+from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args
@@ -83,8 +83,7 @@ def check(
             error = (values - wanted_values).abs()
             allowed = 2.0**-7 * wanted_values.abs() + 8e-6 * wanted_values.abs().amax()
             assert (error > allowed).float().mean() <= FLIPS
-            # FP4: from 4 to 6, where the largest value is just above 5.
-            step = 0.4 if part.rounding == "key" else 2.0**-3
+            step = FP4_FLIP if part.rounding == "key" else E4M3_FLIP
             assert (error <= step * wanted_values.abs().amax()).all()
 
 

@@ -42,7 +42,7 @@ from finwhale.bench.works import (
 )
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import Args, Chunks, OpCase, results, take_tokens, written_tensors
+from finwhale.ops.case import E4M3_FLIP, Args, Chunks, OpCase, results, take_tokens, written_tensors
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
@@ -251,13 +251,18 @@ class Verdict:
 
 
 def compare(
-    found: Sequence[Tensor], wanted: Sequence[Tensor], flips: float, tolerance: float = 2e-5
+    found: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    flips: float,
+    tolerance: float = 2e-5,
+    flip: float = E4M3_FLIP,
 ) -> str | None:
     """What is wrong, or None.
 
     Float results may differ by `tolerance` of the largest value (sums in another order: a few
     units of 2^-24 times the root of up to 2^15 terms), bfloat16 by one rounding more, 2^-7 of the
-    value, and a share `flips` by one step of E4M3. Whole results (chosen experts) must agree but
+    value, and a share `flips` by one step of E4M3, or of a coarser rounding by `flip` of the
+    largest value. Whole results (chosen experts) must agree but
     for one row in a thousand, where two candidates may lie closer than rounding; those rows are
     left out of what belongs to them.
     """
@@ -283,7 +288,8 @@ def compare(
         rounding = 2.0**-7 if torch.bfloat16 in (one.dtype, other.dtype) else 0.0
         excess = (a - b).abs() - tolerance * unit - rounding * b.abs()
         off = (excess > 0).float().mean().item()
-        jump = (excess - 2.0**-3 * b.abs() - 2.0**-9 * unit).max().item()
+        step = E4M3_FLIP * b.abs() + 2.0**-9 * unit if flip == E4M3_FLIP else flip * unit
+        jump = (excess - step).max().item()
         if off > flips or (flips and jump > 0):
             return f"{off:.2%} of values off, by up to {excess.max().item() / unit.item():.1e}"
     return None
@@ -347,7 +353,7 @@ def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict |
     if ops.packed and case.operator in ACTIVATIONS:
         # DeepGEMM's product hands on bfloat16.
         tolerance = HIDDEN_TOLERANCE if case.operator == "swiglu_mlp" else 2.0**-7
-    return Verdict(f"case {case.name}", compare(found, wanted, case.flips, tolerance))
+    return Verdict(f"case {case.name}", compare(found, wanted, case.flips, tolerance, case.flip))
 
 
 def _as_wide(operator: str, args: Args, wanted: list[Tensor]) -> list[Tensor]:
@@ -372,7 +378,7 @@ def check_work(
         if isinstance(args[0], Tensor):
             dtype = str(args[0].dtype).removeprefix("torch.")
         what = f"{work.name} {dtype} {count} tokens"
-        yield Verdict(what, compare(found, wanted, work.flips, work.tolerance))
+        yield Verdict(what, compare(found, wanted, work.flips, work.tolerance, work.flip))
     if work.by_token and (work.own_bits or invariant):
         parts = ANY_PARTS if invariant else PARTS
         args = work.args(mixed_step(max(end for _, end in parts)), weight.ready)
@@ -394,7 +400,7 @@ def check_padding(work: Work, kernel: Implementation) -> str | None:
             return "not finite"
         if len(one) == len(alone[position]) + 3:
             found[position] = one[:-3]
-    return compare(found, alone, work.flips, work.tolerance)
+    return compare(found, alone, work.flips, work.tolerance, work.flip)
 
 
 def check_far_pages(work: Work, kernel: Implementation) -> str | None:

@@ -17,7 +17,16 @@ from finwhale.bench.packing import to_device
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.cases import ROUNDED_FLIPS
 from finwhale.ops.attention.layout import pack_rows, page_bytes
-from finwhale.ops.case import Args, Chunks, entry_rows, rounded_heads, step_tokens, window_rows
+from finwhale.ops.case import (
+    E4M3_FLIP,
+    FP4_FLIP,
+    Args,
+    Chunks,
+    entry_rows,
+    rounded_heads,
+    step_tokens,
+    window_rows,
+)
 from finwhale.ops.case import Draw as HostDraw
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.compressor.cases import state_rows
@@ -78,7 +87,8 @@ class Work:
         bytes, operations: what a step must move and compute; `rate` operations a second.
         by_token: positions of the arguments with a row for each token or its sequence.
         written: positions of the arguments that it writes.
-        flips: the share of results that may lie one E4M3 step off (a rounding's boundary).
+        flips, flip: the share of results that may lie a step off (a rounding's boundary), and the
+            step, as OpCase has them.
         tolerance: what other results may differ by, in units of the largest.
         own_bits: whether a token's bits must not depend on the rest of the batch.
     """
@@ -93,6 +103,7 @@ class Work:
     by_token: tuple[int, ...] = ()
     written: tuple[int, ...] = ()
     flips: float = 0.0
+    flip: float = E4M3_FLIP
     tolerance: float = 2e-5
     own_bits: bool = True
 
@@ -393,6 +404,7 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
             bytes=moved,
             written=(0,),
             flips=0.01,
+            flip=FP4_FLIP if ratio == 4 else E4M3_FLIP,
             tolerance=1e-4,
         )
 

@@ -15,6 +15,9 @@ from finwhale.ops.rounding import unscaled_e4m3
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
+# A step of a rounding, in units of the largest value: E4M3's is 2^-3 of a value at most. FP4 has 4
+# and 6 of a scale beside each other, where the largest value may be just above 5.
+E4M3_FLIP, FP4_FLIP = 2.0**-3, 0.4
 # Columns beyond a strided tensor's own.
 MORE_COLUMNS = 16
 
@@ -35,7 +38,7 @@ class OpCase:
             by a few units of 2^-24 of the largest term, times at most the root of their number,
             2^6 here.
         flips: the share of values that may differ more, by `flip` units: a value that falls on
-            the other side of a rounding's boundary differs by a step, 2^-3 of itself.
+            the other side of a rounding's boundary differs by a step.
     """
 
     operator: str
@@ -45,7 +48,7 @@ class OpCase:
     written: tuple[int, ...] = ()
     tolerance: float = 8e-6
     flips: float = 0.0
-    flip: float = 2.0**-3
+    flip: float = E4M3_FLIP
 
     def __str__(self) -> str:
         return f"{self.operator} {self.name}"

@@ -4,7 +4,16 @@ from typing import Literal
 
 import torch
 
-from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens
+from finwhale.ops.case import (
+    E4M3_FLIP,
+    FP4_FLIP,
+    Args,
+    Chunks,
+    Draw,
+    OpCase,
+    entry_rows,
+    step_tokens,
+)
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
 from finwhale.ops.rounding import is_power_of_two
@@ -98,8 +107,7 @@ def compress_args(
 def _case(
     ratio: Literal[4, 128], chunks: Chunks, widths: tuple[int, ...], rope: int, rounding: Rounding
 ) -> OpCase:
-    # A layer's second part holds the indexer's keys. Neighbouring FP4 values of one scale differ by
-    # up to 2/5 of the largest: between 4 and 6, where the largest value itself is just above 5.
+    # A layer's second part holds the indexer's keys.
     roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "key")
     return OpCase(
         operator="compress",
@@ -107,7 +115,7 @@ def _case(
         args=lambda: compress_args(Draw(), ratio, chunks, widths, rope, roundings),
         written=(0,),
         flips=0.0 if rounding == "none" else 0.005,
-        flip=0.4 if "key" in roundings[: len(widths)] else 2.0**-3,
+        flip=FP4_FLIP if "key" in roundings[: len(widths)] else E4M3_FLIP,
     )
 
 
