@@ -154,15 +154,17 @@ def test_packed_keys_are_what_was_rounded(width: int) -> None:
 
 
 def test_where_each_value_of_a_page_lies() -> None:
-    """By hand: the low nibble is the even value; exponents follow all keys' codes."""
+    """By hand: magnitudes are in order, signs are where layout.py says; exponents follow."""
     assert page_bytes(64, 128) == 64 * 68
     keys = torch.zeros(4, 128)
     keys[1, 34], keys[1, 35] = 6.0, -0.5  # group 1, scale 1
     keys[3, 127] = -3.0 * 2.0**-9  # group 3: amax 3 * 2^-9 is 6 * 2^-10
     pool = pack_keys(keys, 2)
     codes, exponents = pool[:, :128].reshape(4, 64), pool[:, 128:].reshape(4, 4)
-    assert codes[1, 17] == 7 | 9 << 4 and codes[3, 63] == 15 << 4
-    assert codes.count_nonzero() == 2
+    # Values 2 and 3 of word 4, the sign of the latter in byte 3; value 7 of word 15.
+    assert codes[1, 17] == 7 | 1 << 4 and codes[1, 19] == 1 << 7
+    assert codes[3, 63] == 7 << 4 | 1 << 3
+    assert codes.count_nonzero() == 3
     assert exponents.tolist() == [[1] * 4, [116, 127, 116, 116], [1] * 4, [106, 106, 106, 117]]
 
 

@@ -232,7 +232,9 @@ def test_the_assembler_unpacks_every_code_exactly(below: int) -> None:
     one = torch.ones(1)
     for shift in range(16):
         codes = [(code + shift) % 16 for code in (0, 1, 2, 3, 4, 5, 6, 7)]
-        word = sum(code << 4 * i for i, code in enumerate(codes))
+        word = sum((code & 7) << 4 * i for i, code in enumerate(codes))
+        word += sum((codes[i] >> 3) << (8 * i + 7) for i in range(4))
+        word += sum((codes[4 + i] >> 3) << (8 * i + 3) for i in range(4))
         found = run_ptx(kernels.UNPACK.value, {"$2": word, "$3": below})
         data = b"".join(found[name].to_bytes(4, "little") for name in ("$0", "$1"))
         values = torch.tensor(list(data), dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -188,9 +188,12 @@ def _store_index_key(
     """Rotate, round to FP4 and pack (indexer/layout.py)."""
     rotated = _hadamard(row, C) * SHARE
     codes, exponents = _fp4_codes(tl.reshape(rotated, [C // GROUP, GROUP]))
-    low, high = tl.split(tl.reshape(codes, [C // 2, 2]))
+    low, high = tl.split(tl.reshape(codes & 7, [C // 2, 2]))
+    signs = tl.permute(tl.reshape(codes >> 3, [C // 8, 2, 4]), [0, 2, 1])
+    first, second = tl.split(tl.reshape(signs, [C // 2, 2]))
     columns = tl.arange(0, C // 2)
-    tl.store(page_ptr + offset * (C // 2) + columns, (low | (high << 4)).to(tl.uint8))
+    codes = low | (second << 3) | (high << 4) | (first << 7)
+    tl.store(page_ptr + offset * (C // 2) + columns, codes.to(tl.uint8))
     groups = tl.arange(0, C // GROUP)
     exponent_ptr = page_ptr + ROWS_PER_PAGE * (C // 2) + offset * (C // GROUP)
     tl.store(exponent_ptr + groups, exponents.to(tl.uint8))

@@ -1,9 +1,14 @@
 """Packed index keys: how the kernels read a page of them.
 
-A key of C values is FP4: two e2m1 codes a byte, the even value in the low nibble as in FP4 weights,
-and an E8M0 byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2
-bytes of codes, then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8
-[num_pages, page_bytes], a key a slot: slot s lies in page s // P at row s % P.
+A key of C values is FP4: words of four bytes, each with the e2m1 codes of eight values, and an E8M0
+byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2 bytes of codes,
+then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8 [num_pages,
+page_bytes], a key a slot: slot s lies in page s // P at row s % P.
+
+Byte j of a word with the values 0 .. 7 holds, from its lowest bit on: the magnitude of value 2j in
+three bits, the sign of value 4 + j, the magnitude of value 2j + 1, the sign of value j. So the
+magnitudes are in order, as a GPU's byte permutation reads them, and the signs of four values lie
+where the signs of four bytes are wanted.
 
 No scale of a key is less than 2^-11 of its largest, so that e2m1 * 2^(byte - the largest byte) is
 exact in E4M3 for all its values. A group whose own scale would be less rounds at that scale, which
@@ -44,16 +49,20 @@ def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
     least = scale.amax(-1, keepdim=True) * 2.0**-MAX_SPREAD
     codes, scale = scaled_fp4(keys, least)
     pages = keys.shape[0] // rows_per_page
-    nibbles = codes[:, 0::2] | codes[:, 1::2] << 4
+    size, sign = codes & 7, (codes >> 3).unflatten(1, (-1, 2, 4))
+    signs = (sign[:, :, 1] << 3 | sign[:, :, 0] << 7).flatten(1)
+    words = size[:, 0::2] | size[:, 1::2] << 4 | signs
     exponents = (scale.view(torch.int32) >> 23).to(torch.uint8)
-    return torch.cat((nibbles.view(pages, -1), exponents.view(pages, -1)), 1)
+    return torch.cat((words.view(pages, -1), exponents.view(pages, -1)), 1)
 
 
 def unpack_keys(pool: Tensor, rows_per_page: int, width: int) -> Tensor:
     """Keys of packed pages uint8 [pages, bytes], as float32 [pages * rows_per_page, width]."""
     end = rows_per_page * code_bytes(width)
-    nibbles = pool[:, :end].reshape(-1, code_bytes(width))
-    codes = torch.stack((nibbles & 15, nibbles >> 4), -1).flatten(1)
+    words = pool[:, :end].reshape(-1, code_bytes(width))
+    size = torch.stack((words & 7, words >> 4 & 7), -1).flatten(1)
+    sign = torch.stack((words >> 7, words >> 3 & 1), -1).unflatten(1, (-1, 4)).mT.flatten(1)
+    codes = size | sign << 3
     exponents = pool[:, end : end + rows_per_page * scale_bytes(width)]
     scale = (exponents.reshape(-1, scale_bytes(width)).int() << 23).view(torch.float32)
     return unscaled_fp4(codes, scale)

@@ -36,7 +36,7 @@ PREFILL_COLUMNS = 128
 MIN_HEADS = 64
 STAGES = 4
 # Programs that fill the GPU; a row's tiles are split between so many.
-DECODE_PROGRAMS = 264
+DECODE_PROGRAMS = 396
 PREFILL_PROGRAMS = 1056
 # Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
 PREFILL_SCORE_BYTES = 64 * 2**20
@@ -45,23 +45,19 @@ OUT_PAD = 128
 GROUP = tl.constexpr(FP4_GROUP)
 # The largest e2m1 value, 6, is 384 in E4M3: of a key's or a head's group of the largest scale.
 TOP = tl.constexpr(6)
-# Eight codes of a word -> two words of E4M3. prmt looks bytes up by three bits of a selector's
-# nibble: codes 0 .. 3 are bytes of `low`, 4 .. 7 of `high`, whose exponents are less by $3.
+# Eight codes of a word (layout.py) -> two words of E4M3. prmt looks bytes up by three bits of a
+# selector's nibble: 0 .. 3 are bytes of `low`, 4 .. 7 of `high`, whose exponents are less by $3.
 UNPACK = tl.constexpr("""{
-.reg .b32 low, high, codes, value, sign;
+.reg .b32 low, high, codes, value, signs;
 mad.lo.s32 low, $3, 0xF7F7F800, 0x6C686000;
 mad.lo.s32 high, $3, 0xF7F7F7F8, 0x7C787470;
 and.b32 codes, $2, 0x77777777;
 prmt.b32 value, low, high, codes;
-prmt.b32 sign, 0x80808080, 0x80808080, $2;
-shl.b32 sign, sign, 7;
-lop3.b32 $0, sign, 0x80808080, value, 0xEA;
+lop3.b32 $0, $2, 0x80808080, value, 0xEA;
 shr.u32 codes, codes, 16;
-shr.u32 sign, $2, 16;
 prmt.b32 value, low, high, codes;
-prmt.b32 sign, 0x80808080, 0x80808080, sign;
-shl.b32 sign, sign, 7;
-lop3.b32 $1, sign, 0x80808080, value, 0xEA;
+shl.b32 signs, $2, 4;
+lop3.b32 $1, signs, 0x80808080, value, 0xEA;
 }""")
 OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 5)
 
@@ -138,9 +134,6 @@ def _rounded_queries(
     if ASM:
         x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP // 8, 2, 4])
         x = tl.permute(x, [0, 1, 3, 2, 4])
-    else:
-        x = tl.reshape(x, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP // 2, 2])
-        x = tl.permute(x, [0, 1, 3, 2])
     return tl.reshape(x.to(tl.float8e4nv), [BLOCK_Q * BLOCK_I, C]), weights
 
 
@@ -150,10 +143,10 @@ def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constex
 
     below [ROWS, C/32] int32, 0 .. 11. Of each group come first the columns 8i .. 8i + 3 of all i,
     then 8i + 4 .. 8i + 7: so a word's values stay in the thread that has it, where a product wants
-    them. Without the assembler it is the even columns, then the odd ones.
+    them. Without the assembler the columns are in order.
     """
-    codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
     if ASM:
+        codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
         wide, _ = tl.broadcast(below[:, :, None], codes)
         first, second = tl.inline_asm_elementwise(
             UNPACK,
@@ -163,23 +156,24 @@ def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constex
             is_pure=True,
             pack=4,
         )
+        values = tl.permute(tl.join(first, second), [0, 1, 3, 2])
     else:
         codes = codes.to(tl.int32)
-        first = _byte(codes & 15, below[:, :, None])
-        second = _byte(codes >> 4, below[:, :, None])
-    values = tl.permute(tl.join(first, second), [0, 1, 3, 2])
+        sign = tl.reshape(tl.join(codes >> 7, (codes >> 3) & 1), [ROWS, C // 8, 4, 2])
+        sign = tl.reshape(tl.permute(sign, [0, 1, 3, 2]), [ROWS, C // GROUP, GROUP])
+        size = tl.reshape(tl.join(codes & 7, (codes >> 4) & 7), [ROWS, C // GROUP, GROUP])
+        values = _bytes(size, sign, below[:, :, None])
     return tl.reshape(values, [ROWS, C]).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
-def _byte(code, below):
-    """E4M3 bytes of 64 / 2^below times the values of e2m1 codes: exponent and one mantissa bit.
+def _bytes(size, sign, below):
+    """E4M3 bytes of 64 / 2^below times e2m1 values: exponent and one mantissa bit, sign.
 
-    A code of 2 or more is its own exponent and mantissa; 1 is the power of two below that of 2.
+    A size of 2 or more is its own exponent and mantissa; 1 is the power of two below that of 2.
     """
-    size = code & 7
     byte = 4 * (size - (size == 1).to(tl.int32)) + 8 * (12 - below)
-    return (tl.where(size == 0, 0, byte) | ((code & 8) << 4)).to(tl.uint8)
+    return (tl.where(size == 0, 0, byte) | (sign << 7)).to(tl.uint8)
 
 
 @triton.jit(do_not_specialize=["first_token", "num_rows"])
