@@ -4,11 +4,13 @@ As it comes, the interpreter computes with the bit patterns of bfloat16, truncat
 loses carries into E4M3, leaves the order of a product's sums to BLAS and refuses several autotune
 configurations. Here storage stays as it is (the interpreter's load and store need it); arithmetic
 goes through float32, products through float64, and casts down round to nearest even, as a GPU does.
-Two things that take it most of its time are made faster: calls of functions and reductions.
+What takes it most of its time is made faster or left out: calls of functions, reductions, checks of
+integers for overflow.
 To be imported before a kernel runs.
 """
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,6 +191,10 @@ def patch_whole_language(patch: Any) -> Any:
 
 def repair() -> None:
     builder = interpreter.InterpreterBuilder
+    # Each integer sum and product is computed twice otherwise, a third of the time;
+    # test_index_arithmetic.py looks for overflows.
+    options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
     interpreter._patch_lang = patch_whole_language(interpreter._patch_lang)
     interpreter.InterpretedFunction.__call__ = call_device_function
     interpreter._convert_float = convert_float
