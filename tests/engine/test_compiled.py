@@ -123,17 +123,22 @@ def first_start(one_layer: Path, form: str, kept: Path) -> Any:
     return read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, form))
 
 
+@pytest.fixture(scope="module")
+def default_start(one_layer: Path) -> Any:
+    """What a process finds without the compiled mode."""
+    return read(start(one_layer, {}))
+
+
 def test_a_second_start_loads_and_gives_the_same(
-    one_layer: Path, form: str, kept: Path, first_start: Any
+    one_layer: Path, form: str, kept: Path, first_start: Any, default_start: Any
 ) -> None:
     """On the model and on the MTP layer, bit for bit, and the tokens of the default mode."""
     tokens, drafts, logits, num_compiled, kinds = first_start
     assert num_compiled == 2 and kinds == ["CompiledLayer"]
     again = read(start(one_layer, {"compile": True, "cache_dir": str(kept)}, form + NO_TRACING))
     assert again == [tokens, drafts, logits, 0, kinds]
-    default = read(start(one_layer, {}))
-    assert default[:2] == [tokens, drafts] and default[3:] == [0, ["DecoderLayer"]]
-    assert torch.allclose(torch.tensor(default[2]), torch.tensor(logits), atol=1e-4)
+    assert default_start[:2] == [tokens, drafts] and default_start[3:] == [0, ["DecoderLayer"]]
+    assert torch.allclose(torch.tensor(default_start[2]), torch.tensor(logits), atol=1e-4)
 
 
 def test_operators_registered_while_tracing_fail_the_second_start(
