@@ -14,25 +14,12 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-# A kernel's module is for the interpreter or for the compiler: which, is decided when it is
-# imported. A process that has a GPU imports kernels for the GPU.
-collect_ignore_glob = [] if TRITON and INTERPRETED else ["test_triton_*.py"]
+collect_ignore_glob = [] if TRITON else ["test_triton_*.py"]
 Report = dict[str, Any]
 
 
 class Compile(Protocol):
     def __call__(self, module: str, call: str, mode: str = "compile") -> list[Report]: ...
-
-
-def pytest_report_header() -> str | None:
-    if not TRITON:
-        return "triton is not installed: the tests of Triton kernels are left out"
-    if not INTERPRETED:
-        return (
-            "kernels are for the GPU here; in the interpreter: TRITON_INTERPRET=1 pytest tests/ops"
-        )
-    return None
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,16 @@ here: 8e-6 of the largest value is allowed. bfloat16: both round one float32 val
 as little, so that they differ by at most one rounding, 2^-7 of a value.
 """
 
+import os
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip(
+        "kernels are for the GPU in this process; TRITON_INTERPRET=1 pytest tests/ops runs these",
+        allow_module_level=True,
+    )
+
 import torch
 from torch import Tensor
 
