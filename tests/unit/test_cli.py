@@ -108,6 +108,7 @@ def test_where_compiled_kernels_are_kept() -> None:
         "max_num_seqs": 3,
         "cache_dir": "",
         "watchdog_seconds": 60.0,
+        "wo_a_input": "fp8",
     }
 
 
