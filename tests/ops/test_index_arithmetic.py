@@ -33,9 +33,6 @@ BOUNDED = {
     ("moe.hopper_experts._down_kernel", "unit_ptr"),
     ("moe.triton_experts._gate_up_kernel", "unit_ptr"),
     ("moe.triton_experts._down_kernel", "unit_ptr"),
-    # Not bounded: M * padded and part * size wrap in a step of more than 2^31 / M tokens, about a
-    # million. To be removed when they are computed in 64 bits.
-    ("linear.kernels.sum_kernel", "parts_ptr"),
 }
 
 

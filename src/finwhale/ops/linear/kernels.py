@@ -242,10 +242,12 @@ def sum_kernel(
     source = parts_ptr + row.to(tl.int64)[:, None] * padded + token[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     total_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for part in tl.static_range(PARTS):
-        total += tl.load(source + part * size, mask=mask, other=0.0)
+    up = (tl.zeros([], tl.int64) + M) * padded
+    for _ in tl.static_range(PARTS):
+        total += tl.load(source, mask=mask, other=0.0)
         if GATED:
-            total_up += tl.load(source + part * size + M * padded, mask=mask, other=0.0)
+            total_up += tl.load(source + up, mask=mask, other=0.0)
+        source += size
     if GATED:
         total = clamped_swiglu(total, total_up, limit)
     target = out_ptr + token.to(tl.int64)[None, :] * stride_on + row[:, None]
