@@ -50,8 +50,10 @@ def table(seconds: Mapping[str, float]) -> str:
 
 
 def freeze_heap() -> None:
-    """What is there when an engine is ready stays: a full collection of Python's would look through
-    all of it, in a step's time.
+    """Keeps Python's garbage collector away from everything that exists now.
+
+    What is there when an engine is ready stays there: a full collection would look through all of
+    it, during a step.
     """
     gc.collect()
     gc.freeze()

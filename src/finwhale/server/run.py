@@ -12,7 +12,7 @@ import uvicorn
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.phases import table
+from finwhale.engine.phases import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.app import create_app
 from finwhale.server.client import EngineClient
@@ -74,6 +74,8 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         if starting.done():
             starting.result()  # raises where the model does not load
             host, port = listener.getsockname()[:2]
+            # Otherwise a full collection stops all streams for some tenths of a second.
+            freeze_heap()
             phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
             logger.info("started", extra={"phases": table(phases)})
             logger.info("ready", extra={"url": f"http://{host}:{port}", "model": state.model_name})
