@@ -230,6 +230,8 @@ class Soak:
                         pause = now - before
                         self.report.longest_pause_s = max(self.report.longest_pause_s, pause)
                     before = now
+                    if now > end:
+                        break
 
     def _check_error(self, body: bytes, path: str, status: int) -> None:
         found = json.loads(body)

@@ -21,7 +21,7 @@ class ServerConfig:
         max_queue: sequences that may wait beyond those the engine runs at once; past it: 429.
         max_concurrency: HTTP requests at once; past it: 429.
         retry_after_s: what clients are told to wait by a 429, and while the model loads.
-        request_timeout_s: for a whole request, its stream included.
+        request_timeout_s: for a whole request, the check of its grammar and its stream included.
         drain_timeout_s: for requests in flight when the server is told to stop.
         log_prompts: write the bodies of requests to the log.
     """
