@@ -74,13 +74,20 @@ class Report:
 class Soak:
     """One run against one server."""
 
-    def __init__(self, url: str, model: str, seed: int, kinds: int = 24) -> None:
-        """`kinds`: different requests that are asked again and again."""
+    def __init__(
+        self, url: str, model: str, seed: int, kinds: int = 24, new_grammars: float = 0.0
+    ) -> None:
+        """
+        Args:
+            kinds: different requests that are asked again and again.
+            new_grammars: of the hostile grammars, the part that the server has not tried before.
+        """
         self.report = Report()
         self._url = url
         self._model = model
         self._seed = seed
         self._kinds = kinds
+        self._new_grammars = new_grammars
         self._alone: dict[str, str] = {}
 
     async def run(self, clients: int, seconds: float) -> Report:
@@ -195,8 +202,7 @@ class Soak:
             "max_tokens": 40,
             "response_format": draw.choice(HOSTILE),
         }
-        # A grammar that was not tried before, so that it is tried now.
-        if draw.random() < 0.5:
+        if draw.random() < self._new_grammars:
             number = draw.choice((999_983, 799_999, 399_989)) + 2 * draw.randrange(1000)
             schema = {"type": "integer", "multipleOf": number}
             body["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
@@ -243,7 +249,7 @@ class Soak:
 
 async def _over_http(url: str, model: str, args: argparse.Namespace) -> Report:
     pids = [int(pid) for pid in args.pids.split(",") if pid]
-    soak = Soak(url, model, args.seed)
+    soak = Soak(url, model, args.seed, new_grammars=0.5)
     sizes: list[list[int]] = []
 
     async def watch() -> None:
