@@ -64,7 +64,10 @@ def round_fp8_blocks(weight: Tensor) -> Tensor:
 
 
 def round_fp4_rows(weight: Tensor) -> Tensor:
-    values = torch.tensor(sorted({sign * v for v in E2M1 for sign in (-1, 1)})).double()
+    # The even codes first: of two values as near, argmin takes the first.
+    values = torch.tensor(
+        [sign * v for v in (*E2M1[::2], *E2M1[1::2]) for sign in (1, -1)]
+    ).double()
     groups = weight.double().unflatten(-1, (-1, 32))
     scale = power_of_two(groups.abs().amax(-1, keepdim=True), 6)
     nearest = (groups / scale)[..., None].sub(values).abs().argmin(-1)
