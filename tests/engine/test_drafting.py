@@ -91,13 +91,13 @@ def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
         oracle.learn(wanted)
         assert play(engine, seed) == wanted
         accepted = engine._meter.drafts_accepted[:draft_tokens]
-        assert all(n > 5 for n in accepted), accepted
+        assert all(n > 2 for n in accepted), accepted
 
 
 def test_as_many_as_pay(new_llm: Callable[..., LLM]) -> None:
     """The number changes from step to step, and no token does."""
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = play(new_llm(**options).engine, 3)
+    wanted = play(new_llm(**options).engine, 4)
     engine = new_llm(**options, draft_tokens="auto").engine
     Oracle(engine, right=0.75).learn(wanted)
     numbers = set()
@@ -108,7 +108,7 @@ def test_as_many_as_pay(new_llm: Callable[..., LLM]) -> None:
         return schedule()
 
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    assert play(engine, 3) == wanted
+    assert play(engine, 4) == wanted
     assert len(numbers) >= 3
 
 
