@@ -25,6 +25,10 @@ def chained_rules(count: int) -> str:
     return "\n".join(["start: rule_0", *rules, f'rule_{count}: "b"'])
 
 
+# How it is refused: a fast machine meets the limit of memory first.
+TOO_EXPENSIVE = "takes more than (1 s of CPU time|128 MiB of memory)"
+
+
 def expensive_schema(which: int) -> dict[str, Any]:
     """A small schema that takes ten seconds and 390 MiB to compile."""
     return {"type": "integer", "multipleOf": _PRIMES[which]}

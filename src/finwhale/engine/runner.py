@@ -115,9 +115,6 @@ class ModelRunner:
             )
             if self.device.type == "cuda":
                 self._weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
-                # Free the loader's temporaries now: a block that stays (a cuBLAS workspace) would
-                # otherwise land in one of their segments and keep its gigabyte reserved.
-                torch.cuda.empty_cache()
             else:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")

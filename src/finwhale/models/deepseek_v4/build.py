@@ -429,6 +429,10 @@ def load_weights(
                 setter(stored)
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
+    if device.type == "cuda":
+        # Free the temporaries of loading now. Otherwise the small tensors that finishing keeps lie
+        # in their segments, and each keeps up to a gigabyte reserved.
+        torch.cuda.empty_cache()
     return _finish(builder.weights, ops)
 
 

@@ -36,8 +36,10 @@ PREFILL_COLUMNS = 128
 MIN_HEADS = 64
 STAGES = 4
 # Programs that fill the GPU; a row's tiles are split between so many.
-DECODE_PROGRAMS = 396
+DECODE_PROGRAMS = 528
 PREFILL_PROGRAMS = 1056
+# Registers a thread: four programs of a decode and three of a prefill then run on a processor.
+DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
 # Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
@@ -349,6 +351,8 @@ def select_entries(
     num_pages = triton.cdiv(max_entries, table.rows_per_page)
     row_length = num_pages * table.rows_per_page
     limit = PREFILL_SCORE_BYTES if prefill else MAX_SCORE_BYTES
+    registers = PREFILL_REGISTERS if prefill else DECODE_REGISTERS
+    options = {"maxnreg": registers} if USES_ASM else {}
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
     for first_token in range(0, num_tokens, rows):
@@ -387,6 +391,7 @@ def select_entries(
             STAGES=STAGES,
             ASM=USES_ASM,
             num_warps=4,
+            **options,
         )
         select_topk(
             scores_NE[:num_rows], out_NK, tokens, table, first_token, topk, max_entries, RATIO
