@@ -87,7 +87,34 @@ def test_a_token_has_the_same_bits_by_every_plan(
 ) -> None:
     """Experts evenly chosen and not, so that blocks are empty, full, and of every width between."""
     plans = every_plan(E)
-    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2, 4}
+    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2}
+    same_bits(plans, D, I, E, K, monkeypatch)
+
+
+@pytest.mark.xfail(reason="some bits differ, and why is not understood", strict=True)
+@pytest.mark.parametrize(("D", "I", "E", "K"), SIZES[:2], ids=["flash", "pro"])
+def test_four_groups_have_the_bits_of_one(
+    D: int,
+    I: int,  # noqa: E741
+    E: int,
+    K: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No plan takes four groups until this passes."""
+    four = kernels.Plan(128, hopper=HopperPlan(4, (2, 4), (2, 4)))
+    plans = [every_plan(E)[0], four]
+    same_bits(plans, D, I, E, K, monkeypatch)
+
+
+def same_bits(
+    plans: list[kernels.Plan],
+    D: int,
+    I: int,  # noqa: E741
+    E: int,
+    K: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Assert that all plans give all tokens the bits that the first plan does."""
     w = weights(D, I, E)
     generator = torch.Generator("cuda").manual_seed(0)
     for pairs, skew in ((3, 0.0), (48, 0.1), (94, 0.0), (120, 0.1), (192, 0.03)):

@@ -1,6 +1,5 @@
 """wo_a_input "bf16" on a GPU: kernels of E4M3 weights and bfloat16 inputs, and engines on it."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,9 @@ HOPPER = Platform("nvidia", "sm90")
 TOKENS = (1, 2, 16, 17, 33, 64, 65, 128, 1000, 4096)
 
 
-@pytest.fixture(autouse=True)
-def _inference() -> Iterator[None]:
-    with torch.inference_mode():
-        yield
-
-
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("config", ["flash", "pro"])
+@torch.inference_mode()
 def test_the_projection(config: str, invariant: bool) -> None:
     """Against a float64 product with the values that weight and scale mean.
 
