@@ -21,7 +21,7 @@ SLACK = 160 * 2**20
 
 
 def held(num_layers: int, **options: Any) -> dict[str, int]:
-    """Open an engine on Flash with so many layers and say what it holds, in bytes."""
+    """Open an engine on Flash, cut to `num_layers`, and return the bytes that it holds."""
     model = ModelConfig.preset("flash").without_draft_head().with_layers(num_layers)
     config = EngineConfig(device="cuda", max_num_seqs=16, max_model_len=8192, **options)
     source = DummySource(weight_specs(model), torch.device("cuda"))
@@ -31,7 +31,7 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
 
 
 def in_a_new_process(num_engines: int, num_layers: int, **options: Any) -> list[dict[str, int]]:
-    """What engines hold that a new process opens, each after the last one's memory is free."""
+    """Open engines in a new process, one after the other, and return the bytes that each holds."""
     call = [sys.executable, __file__, str(num_engines), str(num_layers), json.dumps(options)]
     done = subprocess.run(call, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]

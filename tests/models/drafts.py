@@ -53,7 +53,7 @@ class Watch:
 
     def _note(self, chunk: Chunk, num_accepted: int) -> None:
         sequence = chunk.sequence
-        # At its last token a sequence may have dropped chosen tokens, and nobody reads the drafts.
+        # A sequence that ends may drop chosen tokens; the drafts after its last one are unused.
         if sequence.drafts and len(sequence.token_ids) < sequence.max_len:
             found = Proposal(sequence.key, len(sequence.token_ids), list(sequence.drafts))
             self.proposals.append(found)

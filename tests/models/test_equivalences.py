@@ -78,11 +78,7 @@ def _model(
     reference: bool = False,
 ) -> Iterator[Model]:
     config = tiny_config(seed)
-    weights = random_weights(config, seed)
-    for w in weights.values():
-        if w.is_floating_point():
-            w.copy_(w.to(dtype))
-    write_plain_checkpoint(path, config, weights)
+    write_plain_checkpoint(path, config, random_weights(config, seed, dtype))
     options = {"activations": activations, "reference": reference}
     with torch_threads(threads):
         llm = LLM(path, device="cpu", dtype="float32", **options)

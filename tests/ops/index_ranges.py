@@ -327,9 +327,10 @@ class Ranges:
 def steady(
     body: Callable[[list[Value]], list[Value]], first: list[Value], times: int
 ) -> list[Value]:
-    """What a loop carries, over all its iterations.
+    """Ranges of the values that a loop carries, over all its iterations.
 
-    It grows in each iteration by no more than in the first, or it may be anything.
+    A range that grows in an iteration by no more than in the first is followed; any other range
+    is taken as unbounded.
     """
     once = body(first)
     guess = [spread(a, b, times) for a, b in zip(first, once, strict=True)]
@@ -353,7 +354,7 @@ def steady(
         else k
         for k, b in zip(guess, body(guess), strict=True)
     ]
-    # Whatever an iteration begins with, it ends with one of these or began with the first.
+    # Each iteration ends with one of these values; the first one begins with the initial value.
     last = body(guess)
     return [
         a.join(b) if isinstance(a, Range) and isinstance(b, Range) else k

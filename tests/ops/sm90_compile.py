@@ -64,7 +64,7 @@ DONE: dict[str, Report] = {}  # by what decides the compiled kernel
 FOUND: list[Report] = []  # of the present call
 LAUNCHES: dict[str, list["Launch"]] = {}  # the first and the last of each kind
 mode = "compile"  # or "names", or "indices"
-# What memory holds that indices are computed from. A page's number may be any.
+# Bounds of loaded values that indices are computed from. A page number is not bounded.
 LOADED = {
     "positions_ptr": (-1, 2**22),
     "sequence_ptr": (-1, 2**22),

@@ -18,7 +18,7 @@ FEW = [
     for call in ("activations-pro-8", "mhc-pro-8", "linear-pro-1", "linear-pro-8", "linear-pro-64")
 ] + [("sm90_experts", call) for call in ("pro-hopper-16-1", "pro-hopper-16-8")]
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
-# What the analysis reports and what bounds the index, by kernel and pointer.
+# Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
 BOUNDED = {
     # The bins hold weights too; the number that is loaded here is one of tokens of a row.
     ("sampling.triton_draw._draw_kernel", "list_ptr"),

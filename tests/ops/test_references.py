@@ -66,7 +66,7 @@ def rounded(x: Floats, group: int) -> Floats:
 
 
 def naive_fp4(x: Floats) -> Floats:
-    """To the nearest e2m1 value at the scale of each 32, of two as near the one of even code."""
+    """Round to the nearest e2m1 value at the scale of each 32 values, ties to the even code."""
     out = np.zeros_like(x)
     for start in range(0, len(x), 32):
         part = x[start : start + 32]

@@ -1,4 +1,4 @@
-"""Where the routing weight is applied: to the hidden values, before they are rounded for w2.
+"""The routing weight multiplies the hidden values before they are rounded for w2.
 
 The authors' inference code does so, and the model was trained with it. Weighting w2's output
 instead rounds other values: the result of the random experts here differs by 4.5%.

@@ -23,11 +23,7 @@ LENGTH = 270
 def keeps_bits(path: Path, seed: int, activations: Activations, dtype: torch.dtype) -> bool:
     """Whether chunks and batches give every token the bits that the whole text gives it."""
     config = tiny_config(seed)
-    weights = random_weights(config, seed)
-    for w in weights.values():
-        if w.is_floating_point():
-            w.copy_(w.to(dtype))
-    write_plain_checkpoint(path, config, weights)
+    write_plain_checkpoint(path, config, random_weights(config, seed, dtype))
     stepper = Stepper(LLM(path, device="cpu", dtype="float32", activations=activations).engine)
     draw = torch.Generator().manual_seed(seed)
     text = torch.randint(config["vocab_size"], (LENGTH,), generator=draw).tolist()

@@ -138,7 +138,7 @@ class Watched:
             self.failure = error
 
     def wait_for(self, events: int) -> None:
-        """Waits for so many further events."""
+        """Wait until `events` more events have come."""
         goal = self.events + events
         wait_until(lambda: self.events >= goal or self.failure is not None)
         assert self.failure is None, self.failure

@@ -18,7 +18,7 @@ from finwhale.chat.tokenizer import Tokenizer
 NOTHING = ""
 ABSOLUTE = "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
 BEYOND = "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.\n"
-# What a request says: what April's checkpoints and what 0731 and 0813 read.
+# A request's effort: the words that April's checkpoints and that 0731 and 0813 get.
 LADDERS = {
     None: (NOTHING, ABSOLUTE),
     "minimal": (NOTHING, NOTHING),

@@ -129,7 +129,8 @@ def _too_deep(what: str, remedy: str) -> GrammarError:
 _CONTAINERS = (Mapping, list, tuple)
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
-# All of these take linear time: repetitions are possessive, and what is not closed ends its line.
+# These patterns take linear time: their repetitions are possessive, and an unclosed string ends
+# with its line.
 # The head of a rule or terminal: `?name{parameters}.priority[options]:`.
 _RULE = re.compile(r"^[ \t]*+[?!]{0,2}[A-Za-z_]\w*+[^\n:\"'/|]{0,200}+:", re.MULTILINE)
 _REFERENCE = re.compile(r'"\$(?:dynamicR|recursiveR|r)ef"\s{0,100}+:')

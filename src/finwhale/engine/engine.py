@@ -372,7 +372,7 @@ class Engine:
             stream.request.output.error = token.error
             self._finish(stream, "error", None)
             if not token.of_grammar:
-                # What went wrong may lie in its cached state: no request goes on from there.
+                # The error may come from cached state, so no later request may reuse that state.
                 self.scheduler.reset_prefix_cache()
             return
         sequence.token_ids[place] = token_id

@@ -147,7 +147,7 @@ def matmul(a: F32, b: F32, out: F32 | None = None) -> F32:
 
 
 def _matmul_in_order(a: F32, b: F32, out: F32 | None) -> F32:
-    """The terms of each element are added in order, each rounded: no library, no freedom."""
+    """Add the terms of each element in order, without a library: the order never changes."""
     total: F32 = np.multiply(a[..., :1], b[..., :1, :], out)
     for k in range(1, a.shape[-1]):
         np.add(total, a[..., k : k + 1] * b[..., k : k + 1, :], total)

@@ -48,7 +48,7 @@ NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of one trial.
+    """The result of one trial.
 
     Attributes:
         id: the trial's, from its command.

@@ -94,8 +94,12 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     return config
 
 
-def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+def random_weights(
+    config: Mapping[str, Any], seed: int, values: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
     """Every tensor of the model by official name: float32, or int64 for tid2eid.
+
+    values: a dtype that holds every value exactly, such as bfloat16.
 
     Scaled so that activations stay of order one through the layers, while attention, top-k and
     routing are far from uniform. Nothing is zero: not sinks, biases, ape or the mHC offsets.
@@ -103,7 +107,11 @@ def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     specs = weight_specs(ModelConfig.from_dict(config))
     experts = config["n_routed_experts"]
-    return {name: _random_weight(spec, experts, generator) for name, spec in specs.items()}
+    weights = {name: _random_weight(spec, experts, generator) for name, spec in specs.items()}
+    for weight in weights.values():
+        if weight.is_floating_point():
+            weight.copy_(weight.to(values))
+    return weights
 
 
 def _random_weight(spec: WeightSpec, experts: int, generator: torch.Generator) -> Tensor:

@@ -295,8 +295,9 @@ def _to_odd(x):
 
 @gluon.jit
 def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
-    """32 values of I of each column, times the pair's routing weight, from rows that alternate,
-    eight of w1 and eight of w3.
+    """Store 32 hidden values of each pair, times its routing weight.
+
+    The rows of `total` alternate: eight of w1, then eight of w3.
     """
     hidden_ptr, order_ptr, weights_ptr, inner = hidden
     MMA: gl.constexpr = total.type.layout
@@ -319,7 +320,7 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
 
 @gluon.jit
 def _store_out(total, out, unit_ptr, first, end, row, limit):
-    """64 values of D of each column to the pair's row."""
+    """Store 64 output values of each pair, in the pair's row."""
     out_ptr, order_ptr, width = out
     MMA: gl.constexpr = total.type.layout
     columns: gl.constexpr = total.shape[1]
