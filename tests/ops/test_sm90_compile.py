@@ -19,7 +19,7 @@ CALLS = [
 SPILLING = {
     "compressor.triton._compress_kernel": 8,
     "attention.triton_decode._attend_kernel": 256,
-    "indexer.triton._scores_kernel": 896,
+    "indexer.triton._scores_kernel": 16,
     "attention.hopper._attend_kernel": 32,
     "moe.hopper_experts._gate_up_kernel": 64,
     "moe.hopper_experts._down_kernel": 64,
