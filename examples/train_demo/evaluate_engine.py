@@ -21,7 +21,7 @@ from corpus import Corpus
 from finwhale import LLM
 from finwhale.testing.stepping import Stepper
 
-SOURCE_TOKENS = 5000  # of each source, at least, where it has as many
+SOURCE_TOKENS = 5000  # a source is left after the document that reaches this
 DOCUMENT_TOKENS = 1500  # longer documents are cut
 
 

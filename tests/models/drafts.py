@@ -119,7 +119,7 @@ def compare(
     near_tie: float,
     streams_of: Streams | None = None,
 ) -> list[Agreement]:
-    """The agreement of each place with the transcription, given the drafts before it.
+    """Compare each draft with the transcription, which gets the drafts before it.
 
     Args:
         near_tie: leave out choices whose two best logits differ by less than this share of the

@@ -62,7 +62,7 @@ MODELS = {"flash": (4096, 64, 1024, 256), "pro": (7168, 128, 1536, 384)}
 Report = dict[str, Any]
 DONE: dict[str, Report] = {}  # by what decides the compiled kernel
 FOUND: list[Report] = []  # of the present call
-LAUNCHES: dict[str, list["Launch"]] = {}  # the first and the last of each kind
+LAUNCHES: dict[str, list["Launch"]] = {}  # by kernel and constants: the first launch and the last
 mode = "compile"  # or "names", or "indices"
 # Bounds of loaded values that indices are computed from. A page number is not bounded.
 LOADED = {

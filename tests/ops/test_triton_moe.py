@@ -31,19 +31,26 @@ def inputs_of(size: tuple[int, int, int, int], dtype: torch.dtype) -> tuple[Tens
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_against_the_reference(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    x, gate, bias, table, token_ids = inputs_of(size, dtype)
-    where = positions(size[0])
-    ids, weights = kernels.route_by_score(x, gate, bias, size[3], 1.5, where)
-    wanted_ids, wanted_weights = ref.route_by_score(x, gate, bias, size[3], 1.5, where)
+def assert_routes(
+    x: Tensor, gate: Tensor, bias: Tensor, table: Tensor, token_ids: Tensor, topk: int
+) -> None:
+    """Compare both routes with their definitions: the same experts, close weights."""
+    where = positions(len(x))
+    ids, weights = kernels.route_by_score(x, gate, bias, topk, 1.5, where)
+    wanted_ids, wanted_weights = ref.route_by_score(x, gate, bias, topk, 1.5, where)
     assert torch.equal(ids, wanted_ids.int())
     assert_close(weights, wanted_weights)
     ids, weights = kernels.route_by_hash(x, gate, table, token_ids, 2.5, where)
     wanted_ids, wanted_weights = ref.route_by_hash(x, gate, table, token_ids, 2.5, where)
     assert torch.equal(ids, wanted_ids.int())
     assert_close(weights, wanted_weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_against_the_reference(size: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    x, gate, bias, table, token_ids = inputs_of(size, dtype)
+    assert_routes(x, gate, bias, table, token_ids, size[3])
 
 
 def test_a_gate_in_bfloat16_gives_what_its_float32_values_give() -> None:
@@ -114,15 +121,7 @@ def test_many_tokens_take_the_other_kernels(
     monkeypatch.setattr(kernels, "MEDIUM_TOKENS", medium)
     x, gate, bias, table, token_ids = inputs_of((130, 300, 140, 6), dtype)
     gate = gate.to(dtype)
-    where = positions(130)
-    ids, weights = kernels.route_by_score(x, gate, bias, 6, 1.5, where)
-    wanted_ids, wanted_weights = ref.route_by_score(x, gate, bias, 6, 1.5, where)
-    assert torch.equal(ids, wanted_ids.int())
-    assert_close(weights, wanted_weights)
-    ids, weights = kernels.route_by_hash(x, gate, table, token_ids, 2.5, where)
-    wanted_ids, wanted_weights = ref.route_by_hash(x, gate, table, token_ids, 2.5, where)
-    assert torch.equal(ids, wanted_ids.int())
-    assert_close(weights, wanted_weights)
+    assert_routes(x, gate, bias, table, token_ids, 6)
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
