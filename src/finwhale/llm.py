@@ -14,8 +14,8 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig, WoAInput
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.engine import Engine
-from finwhale.engine.runner import choose_device
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.runner import choose_device
 from finwhale.errors import FinwhaleError, RequestError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig

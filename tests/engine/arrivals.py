@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 
 from finwhale import RequestOutput, SamplingParams
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 
 Text = Callable[[int, object], list[int]]
 

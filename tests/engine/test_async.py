@@ -11,8 +11,8 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine import transfer
-from finwhale.engine.engine import Engine
-from finwhale.engine.sequences import PENDING, Chunk
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.sequences import PENDING, Chunk
 
 EOS = 1
 

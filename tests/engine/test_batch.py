@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.batch import BatchBuilder
-from finwhale.engine.pages import PageManager
-from finwhale.engine.sequences import Chunk, Sequence
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.rank.batch import BatchBuilder
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

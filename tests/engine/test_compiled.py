@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import finwhale.engine.compiled as compiled_mode
+import finwhale.engine.rank.compiled as compiled_mode
 from finwhale import LLM, FinwhaleError, SamplingParams
-from finwhale.engine.compiled import GraphStore
+from finwhale.engine.rank.compiled import GraphStore
 from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, Traceable
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
@@ -69,12 +69,13 @@ torch._inductor.standalone_compile = refuse
 """
 # The other form of a graph, which is a GPU's.
 MODULES = """
-import finwhale.engine.compiled as compiled_mode
+import finwhale.engine.rank.compiled as compiled_mode
 compiled_mode.FORMS["cpu"] = compiled_mode.MODULE
 """
 # The failure that other engines shipped: operators are registered where something is traced.
 REGISTERED_WHILE_TRACING = """
-import finwhale.engine.compiled as compiled_mode, finwhale.ops.compiled.registered as registered
+import finwhale.engine.rank.compiled as compiled_mode
+import finwhale.ops.compiled.registered as registered
 register, registered.register = registered.register, lambda ops: None
 compile = compiled_mode.GraphStore._compile
 def tracing(self, *args):

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.engine.drafting import DraftLoop
-from finwhale.engine.engine import Engine
-from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
-from finwhale.engine.scheduler import Scheduler
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.speculative import Forward
+from finwhale.engine.loop.drafting_loop import DraftLoop
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.drafter import Forward
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import tiny_config

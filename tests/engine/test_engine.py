@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.engine.engine import Engine
-from finwhale.engine.kv_cache import plan_cache
-from finwhale.engine.sequences import Chunk
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.kv_cache import plan_cache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -11,9 +11,9 @@ import torch
 
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
-from finwhale.engine.engine import Engine
-from finwhale.engine.metrics import BOUNDS, Clock, Meter
-from finwhale.engine.watchdog import Watchdog
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
+from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.errors import EngineDeadError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 
 from finwhale import LLM, SamplingParams
-from finwhale.engine.engine import Engine
-from finwhale.engine.rehearsal import rehearse
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.warmup import rehearse
 from finwhale.server.metrics import _counts
 
 

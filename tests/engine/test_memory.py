@@ -9,7 +9,7 @@ import torch
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine import memory
-from finwhale.engine.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
+from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
 
 
 @pytest.mark.parametrize("reference", [False, True])

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.engine.engine import Engine
-from finwhale.engine.pages import PageManager, pages_at_block_end, windowed_pages
-from finwhale.engine.scheduler import Scheduler
-from finwhale.engine.sequences import Chunk
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals

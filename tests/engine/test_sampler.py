@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from finwhale.engine.choices import NOT_FINITE
-from finwhale.engine.sampler import SampledToken, Sampler
+from finwhale.engine.rank.sampler import SampledToken, Sampler
+from finwhale.engine.rank.sampling_state import NOT_FINITE
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.sampling.ref import sample

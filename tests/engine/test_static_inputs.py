@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.graphs import decode_sizes, prefill_sizes
-from finwhale.engine.sequences import PENDING, Chunk
-from finwhale.engine.static_inputs import StaticInputs, with_bounds
+from finwhale.engine.plan.sequences import PENDING, Chunk
+from finwhale.engine.rank.graphs import decode_sizes, prefill_sizes
+from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.testing.traffic import Traffic
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import Forced
-from finwhale.engine.engine import Engine
-from finwhale.engine.verification import Verifications, verification_sizes
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.models.deepseek_v4.streams import SideStreams
 
 from .test_async import play, slow

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-import finwhale.engine.runner as runner
+import finwhale.engine.rank.runner as runner
 from finwhale import LLM, SamplingParams
 from finwhale.models.deepseek_v4.step import Inline
 from finwhale.ops import load_ops

@@ -9,8 +9,8 @@ import torch
 from finwhale import LLM
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
-from finwhale.engine.engine import Engine
-from finwhale.engine.sequences import Chunk
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper

@@ -13,7 +13,7 @@ from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens, EngineConfig
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper

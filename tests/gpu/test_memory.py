@@ -10,8 +10,8 @@ import torch
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
-from finwhale.engine.engine import Engine
-from finwhale.engine.memory import GRAPH_BYTES
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 

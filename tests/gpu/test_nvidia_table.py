@@ -15,9 +15,9 @@ import torch
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.ops import NO_KERNEL
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.static_inputs import with_bounds
-from finwhale.engine.transfer import Arrival
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.host_transfer import Arrival
+from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.platform import Platform

@@ -14,7 +14,7 @@ import torch
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 

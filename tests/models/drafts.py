@@ -11,8 +11,8 @@ from finwhale import RequestOutput, SamplingParams
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.engine import Engine
-from finwhale.engine.sequences import Chunk
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 

@@ -25,9 +25,9 @@ from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.engine.graphs import prefill_sizes
-from finwhale.engine.memory import Largest, LargestSteps
-from finwhale.engine.walk import Walk, numbers
+from finwhale.engine.rank.graphs import prefill_sizes
+from finwhale.engine.rank.launch_signatures import Walk, numbers
+from finwhale.engine.rank.memory import Largest, LargestSteps
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec

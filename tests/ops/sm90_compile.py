@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.engine.memory import every_choice
+from finwhale.engine.rank.memory import every_choice
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import triton as attention

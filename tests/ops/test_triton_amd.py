@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-import finwhale.engine.batch as batch
-import finwhale.engine.compiled as compiled_mode
-import finwhale.engine.runner as runner
+import finwhale.engine.rank.batch as batch
+import finwhale.engine.rank.compiled as compiled_mode
+import finwhale.engine.rank.runner as runner
 from finwhale import LLM, SamplingParams
 from finwhale.models.deepseek_v4.step import Inline
 from finwhale.ops import load_ops

@@ -109,8 +109,9 @@ def test_the_package_alone_imports_no_torch() -> None:
 def test_scheduling_and_requests_import_no_torch() -> None:
     heavy = python(
         "import sys\n"
-        "import finwhale.config, finwhale.request, finwhale.engine.scheduler\n"
-        "import finwhale.engine.pages, finwhale.chat.template, finwhale.engine.stop\n"
+        "import finwhale.config, finwhale.request, finwhale.engine.plan.scheduler\n"
+        "import finwhale.engine.plan.pages, finwhale.chat.template\n"
+        "import finwhale.engine.loop.stop_strings\n"
         "print('torch' in sys.modules)"
     )
     assert heavy.strip() == "False"

@@ -17,7 +17,7 @@ from torch import nn
 
 import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
-from finwhale.engine.compiled import GraphStore
+from finwhale.engine.rank.compiled import GraphStore
 from finwhale.models.deepseek_v4.compiled import CompiledLayer
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.step import Inline
@@ -50,7 +50,7 @@ REGISTERED = """
 import sys
 import torch
 from finwhale import LLM
-from finwhale.engine.compiled import GraphStore
+from finwhale.engine.rank.compiled import GraphStore
 from finwhale.ops.compiled import registered
 from finwhale.ops.tables.cpu import OPS
 register, traced = registered.register, []
@@ -185,8 +185,8 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 MODULES = (
     "finwhale.llm",
-    "finwhale.engine.engine",
-    "finwhale.engine.compiled",
+    "finwhale.engine.loop.engine",
+    "finwhale.engine.rank.compiled",
     "finwhale.server.worker",
     "finwhale.cli.main",
     "finwhale.cli.serve",
@@ -256,7 +256,7 @@ import sys
 import torch
 from finwhale import LLM, SamplingParams
 if sys.argv[2] == "True":
-    import finwhale.engine.runner as runner
+    import finwhale.engine.rank.runner as runner
     from finwhale.ops.compiled.registered import custom
     load_ops = runner.load_ops
     runner.load_ops = lambda *args, **options: custom(load_ops(*args, **options))

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import openai
 
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.run import Server, listen

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 
 FORBIDDEN = (
     (subprocess.Popen, "__init__", "tests/process", "starts a process"),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig

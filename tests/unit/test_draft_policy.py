@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from finwhale.engine.draft_policy import DraftPolicy
+from finwhale.engine.plan.draft_policy import DraftPolicy
 
 Seconds = Callable[[int, int], float]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from finwhale.engine import phases
-from finwhale.engine.phases import Phases, table, whole_start
+from finwhale.engine.rank.start_times import Phases, table, whole_start
 
 
 class Clock:

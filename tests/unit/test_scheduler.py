@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine import prefix
-from finwhale.engine.kv_cache import plan_cache
-from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import PATIENCE, Scheduler
-from finwhale.engine.sequences import PENDING, Chunk, Sequence
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.scheduler import PATIENCE, Scheduler
+from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
+from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

@@ -21,8 +21,8 @@ from torch import Tensor
 from finwhale.bench.record import RESULTS, append_record, stamp
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig, add_wo_a_input
-from finwhale.engine.engine import Engine
-from finwhale.engine.runner import choose_device
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.runner import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from finwhale.bench.record import summary
 from finwhale.config import EngineConfig
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.ops.sampling import SampledTokens, SamplingBatch

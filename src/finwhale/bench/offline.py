@@ -33,8 +33,8 @@ from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig, add_wo_a_input
-from finwhale.engine.engine import Engine
-from finwhale.engine.runner import choose_device
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.runner import choose_device
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.record import RESULTS, append_record, stamp, summary
-from finwhale.engine.kv_cache import plan_cache
-from finwhale.engine.pages import PageManager
-from finwhale.engine.scheduler import Scheduler
-from finwhale.engine.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

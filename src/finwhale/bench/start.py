@@ -25,8 +25,8 @@ from finwhale.bench.record import RESULTS, append_record, percentile, stamp, sum
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
-from finwhale.engine.engine import Engine
-from finwhale.engine.phases import freeze_heap, process_start, whole_start
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_start
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured

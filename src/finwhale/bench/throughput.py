@@ -22,8 +22,8 @@ from rich.table import Table
 from finwhale.bench.offline import add_model_arguments, memory, source
 from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
 from finwhale.config import EngineConfig, add_wo_a_input
-from finwhale.engine.engine import Engine
-from finwhale.engine.phases import freeze_heap
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.request import RequestOutput, SamplingParams
 
 # Steps between two intruders of a kind, and the tokens that each of them generates.

@@ -9,7 +9,7 @@ from rich.console import Console
 
 import finwhale
 from finwhale.cli.engine_options import add_engine_options, engine_options
-from finwhale.engine.phases import table, whole_start
+from finwhale.engine.rank.start_times import table, whole_start
 
 
 def run(argv: Sequence[str]) -> int:

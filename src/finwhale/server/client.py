@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Protocol
 
-from finwhale.engine.metrics import EngineMetrics
+from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server import worker

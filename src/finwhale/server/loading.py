@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.engine import Engine
+from finwhale.engine.loop.engine import Engine
 from finwhale.llm import LLM
 from finwhale.server import logs
 

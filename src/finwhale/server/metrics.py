@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from finwhale.engine.metrics import EngineMetrics
+from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.server.client import EngineClient
 from finwhale.server.logs import RequestLog
 from finwhale.server.wire import Delta

@@ -12,7 +12,7 @@ import uvicorn
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.engine.phases import freeze_heap, table
+from finwhale.engine.rank.start_times import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server.app import create_app
 from finwhale.server.client import EngineClient

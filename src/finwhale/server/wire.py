@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from finwhale.engine.metrics import EngineMetrics
+from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.request import FinishReason, Logprob, SamplingParams
 
 # --- Server to engine -----------------------------------------------------------------------------

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
-from finwhale.engine.engine import Engine
-from finwhale.engine.metrics import EngineMetrics
-from finwhale.engine.phases import freeze_heap, whole_start
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
 from finwhale.server.grammar_compiler import GrammarCompiler

@@ -6,10 +6,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from finwhale.engine.engine import Engine
-from finwhale.engine.pages import PageManager
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.sequences import Sequence as RunningSequence
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.request import SamplingParams
 

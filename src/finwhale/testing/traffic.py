@@ -4,10 +4,10 @@ import random
 
 import torch
 
-from finwhale.engine.batch import Batch, BatchBuilder
-from finwhale.engine.pages import PageManager
-from finwhale.engine.prefix import PrefixIndex
-from finwhale.engine.sequences import Chunk, Sequence
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.prefix_index import PrefixIndex
+from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.rank.batch import Batch, BatchBuilder
 from finwhale.models.deepseek_v4.cache_spec import GroupName, cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams

@@ -4,8 +4,8 @@
 
 What reads a sequence's length or chooses experts runs between them as ever. A graph is traced
 from DecoderLayer's own methods, with weights and caches as arguments, so that layers which differ
-in their values alone share it. It is compiled by inductor (engine/compiled.py): loading one traces
-and compiles nothing.
+in their values alone share it. It is compiled by inductor (engine/rank/compiled.py): loading one
+traces and compiles nothing.
 
 Where every operator can be plain torch (a CPU), attention and the experts are in the second graph,
 and the indexer's choice is a graph of its own.

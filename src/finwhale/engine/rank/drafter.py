@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.batch import Batch
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.transfer import send
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.batch import Batch
+from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.cache_spec import GroupName, PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from finwhale.engine.pages import pages_at_block_end, windowed_pages
+from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, FieldName, PagedCache
 

@@ -18,20 +18,20 @@ from finwhale.chat.detokenizer import Detokenizer
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
-from finwhale.engine.drafting import DraftLoop
-from finwhale.engine.flight import Flight, Request, Rows, Stream
-from finwhale.engine.intake import checked_prompt, new_matcher
-from finwhale.engine.memory import MemoryUse
-from finwhale.engine.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
-from finwhale.engine.pages import PageManager
-from finwhale.engine.rehearsal import rehearse
-from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import Scheduler, SchedulerCounts
-from finwhale.engine.sequences import PENDING
-from finwhale.engine.sequences import Sequence as RunningSequence
-from finwhale.engine.stop import StopChecker
-from finwhale.engine.watchdog import Watchdog
+from finwhale.engine.loop.drafting_loop import DraftLoop
+from finwhale.engine.loop.in_flight import Flight, Request, Rows, Stream
+from finwhale.engine.loop.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
+from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
+from finwhale.engine.loop.stop_strings import StopChecker
+from finwhale.engine.loop.warmup import rehearse
+from finwhale.engine.loop.watchdog import Watchdog
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
+from finwhale.engine.plan.sequences import PENDING
+from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.rank.memory import MemoryUse
+from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.rank.sampler import SampledToken, Sampler
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig

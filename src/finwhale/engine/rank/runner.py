@@ -11,18 +11,18 @@ from torch import Tensor
 
 from finwhale.artefacts import default_directory
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
-from finwhale.engine.batch import Batch, BatchBuilder
-from finwhale.engine.compiled import compile_layers
-from finwhale.engine.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
-from finwhale.engine.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
-from finwhale.engine.phases import Phases
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.speculative import Drafter, Forward, check_can_draft
-from finwhale.engine.static_inputs import StaticInputs
-from finwhale.engine.transfer import send
-from finwhale.engine.verification import Verifications, verification_sizes
-from finwhale.engine.walk import Walk
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.batch import Batch, BatchBuilder
+from finwhale.engine.rank.compiled import compile_layers
+from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.drafter import Drafter, Forward, check_can_draft
+from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
+from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.rank.launch_signatures import Walk
+from finwhale.engine.rank.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
+from finwhale.engine.rank.start_times import Phases
+from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.deepseek_v4.build import WeightStream, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from finwhale.chat.grammar import Matcher
-from finwhale.engine.choices import (
+from finwhale.engine.rank.host_transfer import Arrival, Receiver, send
+from finwhale.engine.rank.sampling_state import (
     DraftRow,
     Fixed,
     RequestState,
@@ -17,7 +18,6 @@ from finwhale.engine.choices import (
     fix,
     penalties,
 )
-from finwhale.engine.transfer import Arrival, Receiver, send
 from finwhale.ops.sampling import Logprobs, Sample, SamplingBatch
 from finwhale.ops.sampling.draws import draws
 from finwhale.request import SamplingParams

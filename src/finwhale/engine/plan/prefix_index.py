@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from finwhale.engine.pages import BlockTable, BlockTables, PageGroup, PageManager
+from finwhale.engine.plan.pages import BlockTable, BlockTables, PageGroup, PageManager
 
 KEY_BYTES = 16
 State = Mapping[str, tuple[int, ...]]

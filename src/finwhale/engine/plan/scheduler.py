@@ -12,9 +12,9 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import count
 
-from finwhale.engine.pages import PageManager
-from finwhale.engine.prefix import Block, PrefixIndex
-from finwhale.engine.sequences import PENDING, Chunk, Sequence
+from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.prefix_index import Block, PrefixIndex
+from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
 
 # Tokens of a step in which sequences decode, of max_num_batched_tokens. On one H200 (Flash, 8
 # layers, 128 sequences) a decode takes 8.2 ms and a step with three quarters of 2,048 tokens 20.4,

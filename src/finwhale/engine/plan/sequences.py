@@ -3,8 +3,8 @@
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 
-from finwhale.engine.pages import BlockTables
-from finwhale.engine.prefix import Block
+from finwhale.engine.plan.pages import BlockTables
+from finwhale.engine.plan.prefix_index import Block
 from finwhale.request import SamplingParams
 
 # Stands in token_ids for a token that the device is still choosing; never more than one is read.

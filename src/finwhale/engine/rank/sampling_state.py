@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.chat.grammar import Matcher
-from finwhale.engine.transfer import send
+from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import RequestError
 from finwhale.ops.sampling import AllowedTokens, Bias, Filters, LogprobRows, Penalties
 from finwhale.ops.sampling.draws import derive_seed, states, uniforms

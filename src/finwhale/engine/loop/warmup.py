@@ -14,7 +14,7 @@ from finwhale.ops.sampling import AllowedTokens, SamplingBatch
 from finwhale.request import SamplingParams
 
 if TYPE_CHECKING:
-    from finwhale.engine.engine import Engine
+    from finwhale.engine.loop.engine import Engine
 
 TOKENS = 3
 # Prompts beside the one of more than a step: a few tokens, one, some hundred.

@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.graphs import WARM_UP_STEPS, GraphMemory, Recorder
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.speculative import guess
-from finwhale.engine.static_inputs import StaticInputs
-from finwhale.engine.transfer import send
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.drafter import guess
+from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
+from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs

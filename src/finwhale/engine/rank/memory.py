@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finwhale.engine.kv_cache import CachePlan, allocate_cache
-from finwhale.engine.static_inputs import aligned
+from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
+from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import Inline, StepInputs

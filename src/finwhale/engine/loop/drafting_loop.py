@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 
 from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens
-from finwhale.engine.draft_policy import DraftPolicy
-from finwhale.engine.flight import Flight, Rows, Stream
-from finwhale.engine.metrics import Meter
-from finwhale.engine.runner import ModelRunner
-from finwhale.engine.sampler import SampledToken, Sampler
-from finwhale.engine.scheduler import Scheduler
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.transfer import Instant
+from finwhale.engine.loop.in_flight import Flight, Rows, Stream
+from finwhale.engine.loop.metrics import Meter
+from finwhale.engine.plan.draft_policy import DraftPolicy
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.host_transfer import Instant
+from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.rank.sampler import SampledToken, Sampler
 
 Run = tuple[Stream, int, list[SampledToken]]
 

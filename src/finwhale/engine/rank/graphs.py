@@ -18,8 +18,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.static_inputs import StaticInputs, with_bounds
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 
 P = ParamSpec("P")

@@ -14,8 +14,8 @@ from typing import ParamSpec
 import torch
 from torch import Tensor, nn
 
-from finwhale.engine.memory import PAGE, Largest, every_choice
-from finwhale.engine.static_inputs import aligned
+from finwhale.engine.rank.memory import PAGE, Largest, every_choice
+from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import StepInputs

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.pages import BlockTable, BlockTables
-from finwhale.engine.sequences import PENDING, Chunk
-from finwhale.engine.transfer import send
+from finwhale.engine.plan.pages import BlockTable, BlockTables
+from finwhale.engine.plan.sequences import PENDING, Chunk
+from finwhale.engine.rank.host_transfer import send
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops.paging import PageTable, Tokens

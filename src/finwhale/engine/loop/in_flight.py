@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finwhale.chat.detokenizer import Detokenizer
-from finwhale.engine.metrics import Clock
-from finwhale.engine.sampler import Sampling
-from finwhale.engine.sequences import Chunk
-from finwhale.engine.sequences import Sequence as RunningSequence
-from finwhale.engine.stop import StopChecker
-from finwhale.engine.transfer import Arrival, Instant
+from finwhale.engine.loop.metrics import Clock
+from finwhale.engine.loop.stop_strings import StopChecker
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.rank.host_transfer import Arrival, Instant
+from finwhale.engine.rank.sampler import Sampling
 from finwhale.request import CompletionOutput, RequestOutput
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from finwhale.config import MAX_DRAFT_TOKENS
-from finwhale.engine.scheduler import Scheduler
+from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.request import FinishReason
 
 # Seconds; the last bucket has no bound.

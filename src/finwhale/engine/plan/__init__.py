@@ -1,0 +1,1 @@
+"""What the next step is. Pure Python: nothing here imports torch."""

@@ -1,0 +1,1 @@
+"""What the process of one GPU owns: weights, cache, captured graphs, sampling."""
