@@ -10,9 +10,9 @@ from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
-from finwhale.engine import transfer
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.sequences import PENDING, Chunk
+from finwhale.engine.rank import host_transfer as transfer
 
 EOS = 1
 

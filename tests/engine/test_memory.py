@@ -8,7 +8,7 @@ import torch
 
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
-from finwhale.engine import memory
+from finwhale.engine.rank import memory
 from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
 
 

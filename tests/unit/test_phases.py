@@ -2,7 +2,7 @@
 
 import pytest
 
-from finwhale.engine import phases
+from finwhale.engine.rank import start_times as phases
 from finwhale.engine.rank.start_times import Phases, table, whole_start
 
 

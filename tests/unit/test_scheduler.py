@@ -14,7 +14,7 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from finwhale.bench import prefix as bench_prefix
-from finwhale.engine import prefix
+from finwhale.engine.plan import prefix_index as prefix
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import PATIENCE, Scheduler
 from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
