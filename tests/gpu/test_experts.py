@@ -85,36 +85,12 @@ def test_a_token_has_the_same_bits_by_every_plan(
     K: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Experts evenly chosen and not, so that blocks are empty, full, and of every width between."""
+    """Experts are chosen unevenly, so that blocks are empty, full, and of every width between.
+
+    Each plan runs eight times: a read that a copy overtakes is wrong in some runs only.
+    """
     plans = every_plan(E)
-    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2}
-    same_bits(plans, D, I, E, K, monkeypatch)
-
-
-@pytest.mark.xfail(reason="some bits differ, and why is not understood", strict=True)
-@pytest.mark.parametrize(("D", "I", "E", "K"), SIZES[:2], ids=["flash", "pro"])
-def test_four_groups_have_the_bits_of_one(
-    D: int,
-    I: int,  # noqa: E741
-    E: int,
-    K: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No plan takes four groups until this passes."""
-    four = kernels.Plan(128, hopper=HopperPlan(4, (2, 4), (2, 4)))
-    plans = [every_plan(E)[0], four]
-    same_bits(plans, D, I, E, K, monkeypatch)
-
-
-def same_bits(
-    plans: list[kernels.Plan],
-    D: int,
-    I: int,  # noqa: E741
-    E: int,
-    K: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Assert that all plans give all tokens the bits that the first plan does."""
+    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2, 4}
     w = weights(D, I, E)
     generator = torch.Generator("cuda").manual_seed(0)
     for pairs, skew in ((3, 0.0), (48, 0.1), (94, 0.0), (120, 0.1), (192, 0.03)):
@@ -125,13 +101,14 @@ def same_bits(
         ids = score.topk(K, 1).indices.int()
         ids[::7, 0] = -1
         routed = torch.rand(num_tokens, K, device="cuda", generator=generator)
-        results = []
+        wanted = None
         for plan in plans:
             monkeypatch.setattr(kernels, "plan", lambda *_, plan=plan: plan)
-            results.append(kernels.experts(x, ids, routed, w, 10.0))
-        assert results[0].isfinite().all()
-        for plan, result in zip(plans, results, strict=True):
-            assert torch.equal(result, results[0]), (pairs, plan)
+            for _ in range(8):
+                found = kernels.experts(x, ids, routed, w, 10.0)
+                wanted = found if wanted is None else wanted
+                assert torch.equal(found, wanted), (pairs, plan)
+        assert wanted is not None and wanted.isfinite().all()
 
 
 def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:

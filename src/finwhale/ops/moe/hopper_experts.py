@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -223,6 +224,12 @@ def _scales_first(width, groups, part):
     return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
 
 
+@gluon.constexpr_function
+def _scales_last(width, groups):
+    """Whether a part's scales are read after its product."""
+    return not all(_scales_first(width, groups, p) for p in range(_num_parts(width, groups)))
+
+
 @gluon.jit
 def _multiply(
     rings,
@@ -261,6 +268,10 @@ def _multiply(
             ),)
             # fmt: on
         totals = added
+        if _scales_last(WIDTH, GROUPS):
+            # The loads of the scales come right before. Without the fence, the copy that refills
+            # this place overtook some of them: H200, the last blocks of a tile of rows.
+            fence_async_shared()
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:

@@ -388,8 +388,8 @@ def plan(num_pairs: int, num_experts: int, device: torch.device) -> Plan:
             return Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6)))
         if each <= 64:
             return Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4)))
-        # HopperPlan(4, (2, 4), (2, 4)) for blocks of 128 is faster with 65 to 104 pairs. It is off
-        # since some of its bits differ from the other plans': tests/gpu/test_experts.py.
+        if each <= 104:
+            return Plan(128, hopper=HopperPlan(4, (2, 4), (2, 4)))
         return Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4)))
     return portable_plan(num_pairs, num_experts)
 
