@@ -30,7 +30,7 @@ def test_the_largest_steps_touch_one_page(
     for pools in runner.cache.pools.values():
         for pool in pools.values():
             pool.fill_(0.5)
-    ops = type("Ops", (), {"sample": staticmethod(watching), "packed": False})()
+    ops = type("Ops", (), {"sample": staticmethod(watching)})()
     steps = LargestSteps(runner.model, runner.groups, ops, runner.cache)
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]

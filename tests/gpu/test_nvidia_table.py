@@ -52,7 +52,7 @@ def agreeing(one: list[list[int]], other: list[list[int]]) -> int:
 
 def test_the_table_is_not_the_reference(llm: LLM) -> None:
     names = dict(llm.engine.runner.ops.implementations())
-    assert llm.engine.runner.ops.packed
+    assert llm.engine.runner.ops.capabilities.packed_cache
     assert not [op for op, where in names.items() if ".ref." in where and op not in NO_KERNEL]
 
 

@@ -93,7 +93,7 @@ def token_by_token(work: Work) -> Callable[..., Any]:
 
 PACKED: Ops = replace(
     REFERENCE,
-    packed=True,
+    capabilities=replace(REFERENCE.capabilities, quantised_weights=True, packed_cache=True),
     **{w.operator: token_by_token(w) for w in WORKS if w.own_bits and w.by_token}
     | {name: packed_operator(name) for name in ACTIVATIONS},
 )

@@ -106,7 +106,7 @@ def test_the_table_is_complete_and_portable() -> None:
     no_kernel = ("prepare_linear", "prepare_experts", "grouped_input")
     slow = [name for name, where in ops.implementations() if ".ref." in where]
     assert set(slow) <= set(no_kernel)
-    assert ops.packed and not ops.side_streams
+    assert ops.capabilities.packed_cache and not ops.capabilities.side_streams
     assert ops.mhc_post_pre is unfused.mhc_post_pre
     for package in ("deep_gemm", "cutlass", "cuda", "flash_mla", "pynvml", "tilelang"):
         assert package not in sys.modules, package

@@ -96,7 +96,7 @@ class Loading:
         self.weights = load_weights(
             self.config,
             source,
-            dtype=torch.bfloat16 if self.ops.packed else torch.float32,
+            dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
             device=self.device,
             round_activations=True,
             ops=replace(self.ops, finish_experts=lambda w: w),

@@ -333,24 +333,25 @@ def mixed_step(count: int) -> Chunks:
 def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict | None:
     """A shared case: as it is, or packed; None where the table has no form for it or refuses."""
     given = to_device(case.args(), device)
-    args = packed_args(case.operator, given) if ops.packed else given
+    packed = ops.capabilities.packed_cache
+    args = packed_args(case.operator, given) if packed else given
     if args is None:
         return None
-    plain = plain_args(case.operator, args) if ops.packed else args
+    plain = plain_args(case.operator, args) if packed else args
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
     wanted = results(definition, plain, case.written)
     try:
         args = tuple(ready(ops, arg) for arg in args)
         found = results(kernel, args, case.written)
     except ValueError as error:
-        if ops.packed and case.operator in ACTIVATIONS:
+        if packed and case.operator in ACTIVATIONS:
             return None
         return Verdict(f"case {case.name}", f"refused: {error}")
-    if ops.packed:
+    if packed:
         found = plain_results(case.operator, args, found)
         wanted = _as_wide(case.operator, args, wanted)
     tolerance = case.tolerance
-    if ops.packed and case.operator in ACTIVATIONS:
+    if packed and case.operator in ACTIVATIONS:
         # DeepGEMM's product hands on bfloat16.
         tolerance = HIDDEN_TOLERANCE if case.operator == "swiglu_mlp" else 2.0**-7
     return Verdict(f"case {case.name}", compare(found, wanted, case.flips, tolerance, case.flip))

@@ -141,10 +141,11 @@ def _memory_table(config: ModelConfig) -> Table:
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
     values = load_ops(Platform.cpu(), reference=True)
+    packed = replace(values.capabilities, quantised_weights=True, packed_cache=True)
     forms = (
         (torch.float32, values),
         (torch.bfloat16, values),
-        (torch.bfloat16, replace(values, packed=True)),
+        (torch.bfloat16, replace(values, capabilities=packed)),
     )
     weights = [
         WeightBuilder(
@@ -156,7 +157,9 @@ def _memory_table(config: ModelConfig) -> Table:
     groups = cache_spec(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
-        return group.page_bytes(dtype.itemsize, ops.packed) / group.tokens_per_page
+        return (
+            group.page_bytes(dtype.itemsize, ops.capabilities.packed_cache) / group.tokens_per_page
+        )
 
     per_token = [sum(token_bytes(g, *form) for g in groups if g.keep is None) for form in forms]
     table.add_row("cache, each token", *map(_size, per_token))

@@ -5,6 +5,9 @@ falls back at call time. Each family's package holds the contract, `ref.py` the 
 """
 
 from dataclasses import dataclass, fields
+from typing import Literal
+
+import torch
 
 from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
@@ -26,16 +29,44 @@ from finwhale.platform import Platform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ops:
-    """One typed field an operator; each contract's docstring says what it computes.
+class Capabilities:
+    """What the loader, the engine and the benchmarks must know about a table's operators.
 
     Attributes:
-        packed: weights stay in FP8 and FP4, and cached rows are bytes; else both are values.
-        side_streams: on a GPU, independent projections of a layer run on streams of their own.
+        quantised_weights: The operators read FP8 and FP4 weights as the checkpoint stores them, and
+            float32 GEMMs read bfloat16 weights. Otherwise the loader dequantises every weight.
+        packed_cache: Attention rows and indexer keys are packed bytes (`ops/attention/layout.py`,
+            `ops/indexer/layout.py`). Otherwise a row holds values of the model's dtype.
+        captures_steps: The launches of a step depend only on its sizes and never read the device,
+            so the engine can capture a step as a CUDA graph and verify drafts on the device.
+        builds_kernels: The first call of an operator compiles kernels, so `ops/builds` compiles
+            them at start, and the engine warms up before it reports ready.
+        bounded_workspace: No step needs more memory than the largest steps, so the engine runs
+            those at start and gives the rest of the GPU to the cache.
+        prefix_cache_tokens: With prefix caching, plan at least this cache capacity if the memory
+            allows it, even if the sequences that run at once need less.
+        side_streams: Independent projections of a layer run on CUDA streams of their own.
+        compiled_layers: What a graph of the compiled mode can contain: the "whole" layer, or the
+            layer "without attention" and experts. None: the mode does not support this table.
+        expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
-    packed: bool
+    quantised_weights: bool
+    packed_cache: bool
+    captures_steps: bool
+    builds_kernels: bool
+    bounded_workspace: bool
+    prefix_cache_tokens: int
     side_streams: bool
+    compiled_layers: Literal["whole", "without attention"] | None
+    expert_id_dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One typed field an operator; each contract's docstring says what it computes."""
+
+    capabilities: Capabilities
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts
@@ -61,7 +92,7 @@ class Ops:
         """(operator, "module.function") for each field, in order."""
         rows = []
         for field in fields(self):
-            if field.name in ("packed", "side_streams"):
+            if field.name == "capabilities":
                 continue
             fn = getattr(self, field.name)
             rows.append((field.name, f"{fn.__module__}.{fn.__qualname__}"))

@@ -94,7 +94,7 @@ class Engine:
         self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
-        if self.runner.device.type != "cpu" and self.runner.ops.packed:
+        if self.runner.device.type != "cpu" and self.runner.ops.capabilities.builds_kernels:
             rehearse(self)
             self.runner.phases.end("rehearsal")
         self.runner.builds.ready()

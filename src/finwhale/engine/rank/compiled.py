@@ -62,7 +62,7 @@ def compile_layers(
         ResourceError: there is no compiler, or the directory cannot be used.
     """
     device = model.weights.embed.device
-    step = StepTensors(traced.ops.packed, rows_per_page)
+    step = StepTensors(not traced.whole, rows_per_page)
     store = GraphStore(directory, device)
 
     def compiled(layer: nn.Module, first: bool) -> CompiledLayer:

@@ -112,9 +112,9 @@ class LargestSteps:
         """With a cache of their own, of a few pages."""
         pages = CachePlan({g.name: PAGE + 1 for g in groups}, 0, 0, 0)
         embed = model.weights.embed
-        return cls(
-            model, groups, ops, allocate_cache(groups, pages, embed.dtype, embed.device, ops.packed)
-        )
+        packed = ops.capabilities.packed_cache
+        cache = allocate_cache(groups, pages, embed.dtype, embed.device, packed)
+        return cls(model, groups, ops, cache)
 
     def workspace_bytes(self, largest: Largest) -> int:
         """What they take of a GPU beside weights and cache, captured graphs included.

@@ -38,9 +38,6 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 2**30
-# Capacity on a GPU, if there is memory for it, even where those that run at once need less: what
-# was read stays for those that come later. 65 GB of Flash.
-KEPT_TOKENS = 2**24
 
 
 class ModelRunner:
@@ -80,7 +77,7 @@ class ModelRunner:
         )
         traced = None
         if config.compile:
-            if not serves or (self.platform.vendor != "cpu" and not self.ops.packed):
+            if self.ops.capabilities.compiled_layers is None:
                 raise FinwhaleError(
                     "the compiled mode is for the platform's own operators, and here the plain "
                     "definitions would run"
@@ -119,7 +116,7 @@ class ModelRunner:
                 self._weight_bytes = tensor_bytes(weights)
             self.phases.end("weights")
             model, self.built = None, Built()
-            if self.device.type == "cuda" and self.ops.packed:
+            if self.device.type == "cuda" and self.ops.capabilities.builds_kernels:
                 model = self._build(weights, longest)
                 self.built = self._prepare(config, model, longest)
             self.phases.end("kernels")
@@ -136,7 +133,11 @@ class ModelRunner:
             self.model = model or self._build(weights, self.max_model_len)
             self.model.tables.limit(self.max_model_len)
             self.cache = allocate_cache(
-                self.groups, self.plan, self.dtype, self.device, self.ops.packed
+                self.groups,
+                self.plan,
+                self.dtype,
+                self.device,
+                self.ops.capabilities.packed_cache,
             )
             self.phases.end("memory")
             if model is not None and self.max_model_len != longest:
@@ -148,7 +149,7 @@ class ModelRunner:
             self.verifications: Verifications | None = None
             if config.draft_tokens and self.model.mtp is not None:
                 self.drafter = Drafter(self.model.mtp, self.cache, self.ops.sample, self.device)
-                if self.ops.packed and config.enforce_eager:
+                if self.ops.capabilities.captures_steps and config.enforce_eager:
                     self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
             self.prefill_graphs: Graphs | None = None
@@ -216,7 +217,7 @@ class ModelRunner:
         decodes: tuple[int, ...] = ()
         prefills: tuple[int, ...] = ()
         most = config.max_num_batched_tokens
-        if self.ops.packed and not config.enforce_eager:
+        if self.ops.capabilities.captures_steps and not config.enforce_eager:
             sizes = verification_sizes if config.draft_tokens else decode_sizes
             decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
             if config.graph_sizes is None:
@@ -237,7 +238,7 @@ class ModelRunner:
             What is held from then on.
         """
         weights, cache = self._weight_bytes, self.plan.total_bytes
-        if self.device.type != "cuda" or not self.ops.packed:
+        if self.device.type != "cuda" or not self.ops.capabilities.bounded_workspace:
             return MemoryUse(weights=weights, workspace=0, cache=cache)
         largest = self._largest(config, self.max_model_len)
         LargestSteps(self.model, self.groups, self.ops, self.cache).run(largest)
@@ -331,12 +332,12 @@ class ModelRunner:
             # The references are for comparing: nothing bounds their temporaries.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
         wanted = -(-longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
-        if self.ops.packed and config.enable_prefix_caching:
-            wanted = max(wanted, KEPT_TOKENS)
+        if config.enable_prefix_caching:
+            wanted = max(wanted, self.ops.capabilities.prefix_cache_tokens)
         return plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
-            packed=self.ops.packed,
+            packed=self.ops.capabilities.packed_cache,
             budget_bytes=budget,
             max_num_seqs=config.max_num_seqs,
             max_step_tokens=config.max_num_batched_tokens,

@@ -69,7 +69,7 @@ class WeightBuilder:
         self.prepare_linear = ops.prepare_linear
         self.prepare_experts = ops.prepare_experts
         self.specs = weight_specs(config)
-        self.packed = ops.packed
+        self.quantised = ops.capabilities.quantised_weights
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
         self.places: dict[str, Tensor] = {}
@@ -84,7 +84,7 @@ class WeightBuilder:
             layers=layers,
             hc_head=self._hc_head(""),
             head=self._stacked(
-                ("head.weight",), dtype, out_dtype=torch.float32 if self.packed else None
+                ("head.weight",), dtype, out_dtype=torch.float32 if self.quantised else None
             ),
             mtp=mtp,
         )
@@ -112,7 +112,7 @@ class WeightBuilder:
     def _projection(self, *names: str) -> LinearWeight:
         """Matrices that the checkpoint stores in FP8, one above the other."""
         weights = tuple(f"{name}.weight" for name in names)
-        if self.packed and self._are_fp8(weights):
+        if self.quantised and self._are_fp8(weights):
             return self._packed_stack(weights)
         return self._stacked(weights, self.dtype, round_input=self.round)
 
@@ -164,9 +164,9 @@ class WeightBuilder:
         return w
 
     def _in_float32(self, *names: str) -> LinearWeight:
-        """Matrices stored in bf16 whose products are float32: packed tables keep them in bf16."""
+        """Matrices stored in bf16 for GEMMs in float32; tables of quantised weights read bf16."""
         weights = tuple(f"{name}.weight" for name in names)
-        dtype = self.dtype if self.packed else torch.float32
+        dtype = self.dtype if self.quantised else torch.float32
         return self._stacked(weights, dtype, out_dtype=torch.float32)
 
     def _mhc(self, layer: str, block: Literal["attn", "ffn"]) -> MhcWeight:
@@ -237,7 +237,7 @@ class WeightBuilder:
     def _grouped(self, name: str, round_input: bool) -> LinearWeight:
         groups = self.config.o_groups
         rows, columns = self.specs[name].shape
-        if self.packed and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
+        if self.quantised and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
             weight, scale = self._packed_fp8((rows, columns))
             self._set_fp8(name, weight, scale)
             return self.prepare_linear(
@@ -273,7 +273,9 @@ class WeightBuilder:
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
         return MoeWeights(
-            gate=self._tensor(f"{ffn}.gate.weight", self.dtype if self.packed else torch.float32),
+            gate=self._tensor(
+                f"{ffn}.gate.weight", self.dtype if self.quantised else torch.float32
+            ),
             bias=None if hashed else self._tensor(f"{ffn}.gate.bias"),
             tid2eid=self._expert_table(f"{ffn}.gate.tid2eid") if hashed else None,
             experts=self._experts(f"{ffn}.experts"),
@@ -299,7 +301,7 @@ class WeightBuilder:
     def _shared_expert(self, expert: str) -> ExpertWeight:
         hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
         names = tuple(f"{expert}.{w}.weight" for w in ("w1", "w3", "w2"))
-        if self.packed and self._are_fp8(names):
+        if self.quantised and self._are_fp8(names):
             w13, scale13 = self._packed_fp8((2 * width, hidden))
             w2, scale2 = self._packed_fp8((hidden, width))
             self._set_fp8(names[0], w13[:width], scale13)
@@ -320,7 +322,7 @@ class WeightBuilder:
         count, hidden = self.config.n_routed_experts, self.config.hidden_size
         width = self.config.moe_intermediate_size
         names = [f"{experts}.{e}.{w}.weight" for e in range(count) for w in ("w1", "w3", "w2")]
-        if self.packed and all(self.storages[name] == "fp4" for name in names):
+        if self.quantised and all(self.storages[name] == "fp4" for name in names):
             return self._packed_experts(experts)
         w = self.prepare_experts(
             ExpertWeight(

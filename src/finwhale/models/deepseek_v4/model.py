@@ -69,7 +69,7 @@ class DeepseekV4(nn.Module):
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
-        self.side_streams = SideStreams(weights.embed.device, ops.side_streams)
+        self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         self.layers = nn.ModuleList(
             DecoderLayer(config, ops, layer_weights, i, round_activations, self.side_streams)
             for i, layer_weights in enumerate(weights.layers)

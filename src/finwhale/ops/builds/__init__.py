@@ -78,7 +78,7 @@ def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str 
     Raises:
         ResourceError: the directory cannot be used.
     """
-    if platform.vendor == "cpu" or not ops.packed:
+    if not ops.capabilities.builds_kernels:
         return NothingToBuild()
     from finwhale.ops.builds.kernels import KernelBuilds
 

@@ -44,6 +44,7 @@ def traced_table(ops: Ops) -> TracedTable:
     registered before it is loaded, and a process that loads one never traces.
     """
     table = custom(ops)
-    if not ops.packed:
+    whole = ops.capabilities.compiled_layers == "whole"
+    if whole:
         table = cpu.traced(table)
-    return TracedTable(table, namespace(ops), whole=not ops.packed)
+    return TracedTable(table, namespace(ops), whole=whole)

@@ -145,7 +145,7 @@ def _kernels(ops: Ops) -> dict[str, Callable[..., Any]]:
 
 def _fakes(ops: Ops) -> dict[str, Callable[..., Any]]:
     """Shapes and dtypes of the results, as the contracts and the tables give them."""
-    id_dtype = torch.int32 if ops.packed else torch.int64
+    id_dtype = ops.capabilities.expert_id_dtype
 
     def mhc_pre(residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
         N, H, D = residual.shape

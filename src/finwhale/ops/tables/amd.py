@@ -4,7 +4,9 @@ The Triton kernels that are not for one vendor; no side streams, mHC in two step
 Triton's interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
 """
 
-from finwhale.ops import Ops
+import torch
+
+from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
@@ -18,11 +20,20 @@ from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling.triton import sample
-from finwhale.ops.tables import always
+from finwhale.ops.tables import PREFIX_CACHE_TOKENS, always
 
 OPS = Ops(
-    packed=True,
-    side_streams=False,
+    capabilities=Capabilities(
+        quantised_weights=True,
+        packed_cache=True,
+        captures_steps=True,
+        builds_kernels=True,
+        bounded_workspace=True,
+        prefix_cache_tokens=PREFIX_CACHE_TOKENS,
+        side_streams=False,
+        compiled_layers="without attention",
+        expert_id_dtype=torch.int32,
+    ),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

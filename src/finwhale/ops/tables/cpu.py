@@ -1,6 +1,8 @@
 """Operators on a CPU, float32: numpy, and torch for sampling that is not greedy."""
 
-from finwhale.ops import Ops
+import torch
+
+from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
 from finwhale.ops.indexer.cpu import select_entries
@@ -19,8 +21,17 @@ from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.cpu import sample
 
 OPS = Ops(
-    packed=False,
-    side_streams=False,
+    capabilities=Capabilities(
+        quantised_weights=False,
+        packed_cache=False,
+        captures_steps=False,
+        builds_kernels=False,
+        bounded_workspace=False,
+        prefix_cache_tokens=0,
+        side_streams=False,
+        compiled_layers="whole",
+        expert_id_dtype=torch.int64,
+    ),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

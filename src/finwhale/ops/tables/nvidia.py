@@ -6,7 +6,9 @@ installed. Chosen by measurement: docs/notes/2026-11-21-h200-kernels.md.
 
 from dataclasses import replace
 
-from finwhale.ops import Ops
+import torch
+
+from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
@@ -20,13 +22,22 @@ from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling.triton import sample
-from finwhale.ops.tables import always, optional
+from finwhale.ops.tables import PREFIX_CACHE_TOKENS, always, optional
 
 _linears = optional.deepgemm() or triton_linears
 
 OPS = Ops(
-    packed=True,
-    side_streams=True,
+    capabilities=Capabilities(
+        quantised_weights=True,
+        packed_cache=True,
+        captures_steps=True,
+        builds_kernels=True,
+        bounded_workspace=True,
+        prefix_cache_tokens=PREFIX_CACHE_TOKENS,
+        side_streams=True,
+        compiled_layers="without attention",
+        expert_id_dtype=torch.int32,
+    ),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,

@@ -1,6 +1,8 @@
 """The references on any device: the definition of every operator, as plain torch."""
 
-from finwhale.ops import Ops
+import torch
+
+from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.indexer.ref import select_entries
@@ -18,8 +20,17 @@ from finwhale.ops.norm.ref import rms_norm
 from finwhale.ops.sampling.ref import sample
 
 OPS = Ops(
-    packed=False,
-    side_streams=True,
+    capabilities=Capabilities(
+        quantised_weights=False,
+        packed_cache=False,
+        captures_steps=False,
+        builds_kernels=False,
+        bounded_workspace=False,
+        prefix_cache_tokens=0,
+        side_streams=True,
+        compiled_layers=None,
+        expert_id_dtype=torch.int64,
+    ),
     prepare_linear=prepare_linear,
     prepare_experts=prepare_experts,
     finish_experts=finish_experts,
