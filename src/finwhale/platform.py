@@ -8,10 +8,16 @@ Vendor = Literal["cpu", "nvidia", "amd"]
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """A vendor and the architecture's name: "cpu", "sm90", "sm100", "gfx942", "gfx950"."""
+    """What a process runs on.
+
+    Attributes:
+        arch: the name of the architecture: "cpu", "sm90", "sm100", "gfx942", "gfx950".
+        num_multiprocessors: of a GPU. A platform that is only named has as many as an H200.
+    """
 
     vendor: Vendor
     arch: str
+    num_multiprocessors: int = 132
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
@@ -29,8 +35,8 @@ class Platform:
 
         if not torch.cuda.is_available():
             return cls.cpu()
+        properties = torch.cuda.get_device_properties(device_index)
+        count = properties.multi_processor_count
         if torch.version.hip is not None:
-            properties = torch.cuda.get_device_properties(device_index)
-            return cls("amd", properties.gcnArchName.split(":")[0])
-        major, minor = torch.cuda.get_device_capability(device_index)
-        return cls("nvidia", f"sm{major}{minor}")
+            return cls("amd", properties.gcnArchName.split(":")[0], count)
+        return cls("nvidia", f"sm{properties.major}{properties.minor}", count)

@@ -36,9 +36,7 @@ def amd() -> Iterator[LLM]:
         for name, module in list(sys.modules.items()):
             if name.startswith("finwhale.ops.") and hasattr(module, "early_launch"):
                 patch.setattr(module, "early_launch", lambda x, pays=True: {"PDL": False})
-        patch.setattr(sys.modules["finwhale.ops.mhc.triton"], "_dependent", lambda device: {})
-        for family in ("moe.triton_experts", "indexer.triton"):
-            patch.setattr(sys.modules[f"finwhale.ops.{family}"], "USES_ASM", False)
+        patch.setattr(sys.modules["finwhale.ops.moe.triton_experts"], "USES_ASM", False)
         yield LLM(**OPTIONS)
 
 

@@ -1,7 +1,7 @@
 """What launches fix, on a CPU: a script that test_builds.py runs without TRITON_INTERPRET.
 
-The nvidia table runs on CPU tensors with a driver that only names SM90, and the code asks whether
-it is on Hopper is answered with yes; launches are collected, not made. Prints one JSON object.
+The sm90 table runs on CPU tensors with a driver that only names SM90; launches are collected, not
+made. Prints one JSON object.
 With the argument "walk" it looks at the walk alone.
 """
 
@@ -34,19 +34,18 @@ from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.ops.attention import triton as attention
+from finwhale.ops import load_ops
 from finwhale.ops.builds import triton_cache
 from finwhale.ops.builds.kernels import KernelBuilds
 from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
 from finwhale.ops.builds.worker import NoDriver
-from finwhale.ops.mhc import triton as mhc
 from finwhale.ops.moe import triton_experts, triton_order
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling import cases as sampling
-from finwhale.ops.tables.nvidia import OPS
 from finwhale.platform import Platform
 
+OPS = load_ops(Platform("nvidia", "sm90"))
 LARGEST = Largest(
     num_tokens=700,
     num_seqs=8,
@@ -76,8 +75,6 @@ def pretend_hopper() -> None:
     plan = triton_experts.plan
     torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
     triton_experts.plan = lambda pairs, count, device: plan(pairs, count, torch.device("cuda"))
-    attention.hopper.takes = lambda problem: True
-    mhc._dependent = lambda device: {"launch_pdl": True}
 
 
 def small_flash() -> ModelConfig:

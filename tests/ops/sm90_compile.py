@@ -28,7 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from finwhale.engine.rank.memory import every_choice
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
-from finwhale.ops.attention import triton as attention
+from finwhale.ops.attention import triton as prepare
+from finwhale.ops.attention.triton_decode import sparse_attention as portable_attention
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
 from finwhale.ops.compressor import triton as compressor
 from finwhale.ops.indexer import layout as keys_layout
@@ -239,10 +240,11 @@ def call_mhc(D: int, N: int) -> None:
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
     head = HcHeadWeight(f32(4, 4 * D), f32(1), f32(4), f32(D))
     post, res, streams = f32(N, 4), f32(N, 4, 4), meta(N, 4, D)
-    mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params)
-    mhc.mhc_post(meta(N, D), post, res, streams)
-    mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params)
-    mhc.hc_head(streams, head, params)
+    how = mhc.Options(inline_asm=True)
+    mhc.mhc_pre(meta(N, D)[:, None].expand(-1, 4, -1), w, params, options=how)
+    mhc.mhc_post(meta(N, D), post, res, streams, options=how)
+    mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params, options=how)
+    mhc.hc_head(streams, head, params, options=how)
 
 
 def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
@@ -317,15 +319,25 @@ def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_qu
     compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2))
     q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
     table = page_table(N, 64)
-    indexer.select_entries(q, weights, pool, rotary, tokens, table, topk, 0.1, True)
+    indexer.select_entries(
+        q, weights, pool, rotary, tokens, table, topk, 0.1, True, inline_asm=True
+    )
 
 
-def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) -> None:
+def call_attention(
+    A: int,
+    C: int,
+    Q: int,
+    topk: int,
+    N: int,
+    max_query: int,
+    sparse_attention: Any = portable_attention,
+) -> None:
     """Attention over packed rows, for N tokens: the kernels that every GPU can have."""
     tokens, rotary = step_tokens(N, 2**20, max_query), f32(2**20, 32, 2)
     pool = meta(1024, rows_layout.page_bytes(64, C, 64), dtype=torch.uint8)
     table = page_table(N, 64)
-    attention.prepare_qkv(
+    prepare.prepare_qkv(
         meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
     )
     small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
@@ -336,7 +348,7 @@ def call_attention(A: int, C: int, Q: int, topk: int, N: int, max_query: int) ->
         (Selected(pool, meta(N, topk, dtype=torch.int32), 64), meta(N, A, C)),
         (Complete(small, page_table(N, 2), 128), meta(N, A, C)),
     ):
-        attention.sparse_attention(
+        sparse_attention(
             meta(N, A, C),
             rotary,
             1e-6,

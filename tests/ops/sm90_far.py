@@ -2,20 +2,14 @@
 
 from collections.abc import Callable
 from functools import partial
-from unittest.mock import patch
 
-from finwhale.ops.attention import triton as attention
+from finwhale.ops.attention.hopper import sparse_attention
 
 from . import sm90_compile as near
 from . import sm90_experts as experts
 
 TOKENS = 2**22
 PAIR_TOKENS = 2**19  # of 8 experts each
-
-
-def call_attention_on_hopper(*sizes: int) -> None:
-    with patch.object(attention.hopper, "takes", lambda problem: True):
-        near.call_attention(*sizes)
 
 
 def calls() -> dict[str, Callable[[], None]]:
@@ -33,7 +27,9 @@ def calls() -> dict[str, Callable[[], None]]:
         for N in (32, TOKENS):
             step = (*sizes, N, 1 if N == 32 else N)
             found[f"attention-{name}-{N}"] = partial(near.call_attention, *step)
-            found[f"attention-hopper-{name}-{N}"] = partial(call_attention_on_hopper, *step)
+            found[f"attention-hopper-{name}-{N}"] = partial(
+                near.call_attention, *step, sparse_attention
+            )
     D, I, E, _ = experts.MODELS["pro"]  # noqa: E741
     for number, plan in enumerate(experts.PLANS):
         call = partial(experts.call_as_on_a_gpu, D, I, E, 8, PAIR_TOKENS, plan)

@@ -98,7 +98,7 @@ import deep_gemm
 from finwhale.ops.builds.products import Products
 from finwhale.ops.linear import deepgemm
 from finwhale.ops.linear import LinearWeight
-deepgemm.quantise = lambda x, num_rows=None: deepgemm_empty(x, num_rows)
+deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
 from finwhale.ops.linear.quantise import empty_quantised
 def deepgemm_empty(x, num_rows):
     y, s = empty_quantised(num_rows or len(x), 1, x.shape[-1], False, x)

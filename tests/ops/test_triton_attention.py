@@ -10,7 +10,7 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window, ref, triton_decode
 from finwhale.ops.attention import triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend
+from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend, sparse_attention
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
 from finwhale.ops.linear.quantise import empty_quantised, quantise
 from finwhale.ops.paging import PageTable, Tokens
@@ -129,7 +129,7 @@ class Case:
         if plan is None:
             head = (self.q, self.rotary, EPS, problem.tokens, self.window, self.entries)
             tail = (self.sink, self.scale, out, scales)
-            kernels.sparse_attention(*head, *tail, invariant=invariant)
+            sparse_attention(*head, *tail, invariant=invariant)
         else:
             attend(problem, plan)
 
@@ -201,7 +201,7 @@ def test_rounding_by_whoever_writes_the_output(width: int, splits: int) -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 def test_rounding_of_a_real_step(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
-    monkeypatch.setattr(kernels, "INVARIANT_TOKENS", 3)
+    monkeypatch.setattr(triton_decode, "INVARIANT_TOKENS", 3)
     case = Case(DECODE, 4, 128, 64, 32, "complete")
     whole = case.found(invariant=invariant)
     check_rounded(case.found_rounded(invariant=invariant), whole)
@@ -239,7 +239,7 @@ def test_invariant_shares_give_a_token_its_own_bits(
 ) -> None:
     """In a batch, alone, in slices, and in steps that could see more entries or none."""
     monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
-    monkeypatch.setattr(kernels, "INVARIANT_TOKENS", 3)
+    monkeypatch.setattr(triton_decode, "INVARIANT_TOKENS", 3)
     case = Case(DECODE, 4, 128, 64, 32, kind, 96)
     case.rotary = torch.cat((case.rotary, case.rotary))
     together = case.found(invariant=True)
@@ -319,9 +319,9 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
     case = Case(((5, 6),), 4, 96, 16, 16, "none")
     with pytest.raises(ValueError, match=r"a multiple of 128 values .* got torch.bfloat16 of 96"):
         tail = (case.sink, 1.0, case.q, case.sink[None])
-        kernels.sparse_attention(case.q, case.rotary, EPS, case.tokens, case.window, None, *tail)
+        sparse_attention(case.q, case.rotary, EPS, case.tokens, case.window, None, *tail)
     case = Case(((5, 6),), 4, 128, 16, 16, "none")
     head = (case.q, case.rotary, EPS, case.tokens, case.window, None, case.sink, 1.0)
     for out, scales in ((case.q, case.sink[None]), (case.q.to(torch.float8_e4m3fn), None)):
         with pytest.raises(ValueError, match="an output with scales is E4M3, and no other"):
-            kernels.sparse_attention(*head, out, scales)
+            sparse_attention(*head, out, scales)

@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight, invariant, quantise
+from finwhale.ops.linear import LinearWeight, quantise
 from finwhale.ops.linear import triton as kernels
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 from .kernels_support import DTYPES, Inputs, assert_close
 
+INVARIANT = kernels.Options(invariant=True, num_multiprocessors=8)
 TOKENS = (0, 1, 3, 20, 70)  # by rows, by tiles, by tiles of tokens rounded before
 
 
@@ -24,7 +26,9 @@ TOKENS = (0, 1, 3, 20, 70)  # by rows, by tiles, by tiles of tokens rounded befo
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU wants hundreds at once; the interpreter runs one after the other."""
     monkeypatch.setattr(kernels, "MIN_PROGRAMS", 4)
-    monkeypatch.setattr(kernels, "NUM_PROCESSORS", 8)
+    for name in ("linear", "grouped_linear", "swiglu_mlp"):
+        few = partial(getattr(kernels, name), options=kernels.Options(num_multiprocessors=8))
+        monkeypatch.setattr(kernels, name, few)
 
 
 def e4m3_weight(inputs: Inputs, *shape: int) -> tuple[LinearWeight, Tensor]:
@@ -143,7 +147,7 @@ def test_shared_expert_of_plain_weights() -> None:
 def test_several_blocks_of_rows_a_program_and_several_chunks_of_a_row() -> None:
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 200, 384)
-    p = kernels.problem(inputs.normal(1, 1, 384, dtype=torch.bfloat16), w)
+    p = kernels.problem(inputs.normal(1, 1, 384, dtype=torch.bfloat16), w, kernels.DEFAULT)
     plans = [kernels.RowPlan(b, m, k, 4) for b, m, k in ((1, 32, 128), (4, 8, 128), (2, 64, 512))]
     found = [kernels._run_rows(p, plan) for plan in plans]
     assert_close(found[1], found[0])
@@ -161,22 +165,19 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     assert all(torch.equal(found[0], each) for each in found[1:])
 
 
-def test_invariant_products_have_the_same_bits_for_any_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(invariant, "deepgemm", None)
-    inputs = Inputs()
+def test_invariant_products_have_the_same_bits_for_any_number() -> None:
+    linear, inputs = partial(kernels.linear, options=INVARIANT), Inputs()
     w, _ = e4m3_weight(inputs, 128, 1664)
     x = inputs.outliers(70, 1664, dtype=torch.bfloat16)
-    found = [invariant.linear(x[:size], w)[:1] for size in (1, 2, 17, 70)]
+    found = [linear(x[:size], w)[:1] for size in (1, 2, 17, 70)]
     assert_close(found[3], kernels.linear(x, w)[:1])
     assert all(torch.equal(found[0], each) for each in found[1:])
-    found = [invariant.linear(x[:size], replace(w, round_input=False))[:1] for size in (1, 17, 70)]
+    found = [linear(x[:size], replace(w, round_input=False))[:1] for size in (1, 17, 70)]
     assert all(torch.equal(found[0], each) for each in found[1:])
     plain = LinearWeight(inputs.normal(100, 600, dtype=torch.bfloat16))
-    found = [invariant.linear(x[:size, :600], plain)[:1] for size in (1, 17, 70)]
+    found = [linear(x[:size, :600], plain)[:1] for size in (1, 17, 70)]
     assert all(torch.equal(found[0], each) for each in found[1:])
-    assert invariant.linear(x[:0], w).shape == (0, 128)
+    assert linear(x[:0], w).shape == (0, 128)
 
 
 def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:
@@ -185,8 +186,10 @@ def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:
     assert w.scale is not None
     x, scale = quantise.quantise(inputs.outliers(70, 512, dtype=torch.bfloat16), num_rows=80)
     assert x.shape == (80, 512)
-    found = kernels.unsplit((x[:5], scale[:5]), w.weight, w.scale)
-    assert torch.equal(found, kernels.unsplit((x[:70], scale[:70]), w.weight, w.scale)[:5])
+    found = kernels.unsplit((x[:5], scale[:5]), w.weight, w.scale, kernels.DEFAULT)
+    assert torch.equal(
+        found, kernels.unsplit((x[:70], scale[:70]), w.weight, w.scale, kernels.DEFAULT)[:5]
+    )
 
 
 @pytest.mark.parametrize("token_major", [False, True])
@@ -234,15 +237,22 @@ def deepgemm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
     monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(invariant, "deepgemm", module)
     return module
+
+
+def with_own_bits(deepgemm: Any) -> Any:
+    """The same functions as the batch-invariant table has them."""
+    return SimpleNamespace(
+        grouped_input=partial(deepgemm.grouped_input, invariant=True),
+        grouped_linear=partial(deepgemm.grouped_linear, options=INVARIANT),
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 17, 300])
 @pytest.mark.parametrize("own_bits", [False, True])
 def test_an_input_rounded_before(num_tokens: int, own_bits: bool, deepgemm: Any) -> None:
     """In the memory that the table gives: the same bits as rounding it then."""
-    inputs, table = Inputs(), invariant if own_bits else deepgemm
+    inputs, table = Inputs(), with_own_bits(deepgemm) if own_bits else deepgemm
     w, _ = e4m3_weight(inputs, 2, 128, 256)
     x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
     found, scales = table.grouped_input(x.flatten(1), 128, w)
@@ -266,7 +276,7 @@ def test_what_the_projection_cannot_take_rounded(deepgemm: Any) -> None:
     plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), True)
     unrounded = replace(w, round_input=False)
     for head_dim, weight in ((64, w), (128, plain), (128, unrounded)):
-        for table in (deepgemm, invariant):
+        for table in (deepgemm, with_own_bits(deepgemm)):
             found, scales = table.grouped_input(x, head_dim, weight)
             assert scales is None and found.dtype == torch.bfloat16
 
@@ -280,7 +290,7 @@ def test_deepgemm_leaves_unrounded_inputs_to_our_kernels(num_tokens: int, deepge
     x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
     wanted = torch.stack([product(x[:, g], wide[g], False) for g in range(2)], 1).bfloat16()
     deepgemm.deep_gemm.fp8_einsum = None
-    for table in (deepgemm, invariant):
+    for table in (deepgemm, with_own_bits(deepgemm)):
         assert_close(table.grouped_linear(x, w), wanted)
 
 

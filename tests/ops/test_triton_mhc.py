@@ -8,6 +8,7 @@ from finwhale.ops.mhc import triton as kernels
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 
+FEW = kernels.Options(few_tokens=4)
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 # (N, D): widths of one part, of several with a rest, of several groups; a second block of tokens.
 SIZES = ((0, 64), (1, 32), (1, 7), (3, 100), (17, 40), (2, 610))
@@ -61,15 +62,15 @@ def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> N
     args = state(inputs, 70, width, dtype)
     head = HcHeadWeight(w.fn[:4], w.scale[:1], w.base[:4], w.norm)
     assert_all_close(
-        kernels.mhc_post_pre(*args, w, PARAMS, few_tokens=4), ref.mhc_post_pre(*args, w, PARAMS)
+        kernels.mhc_post_pre(*args, w, PARAMS, options=FEW), ref.mhc_post_pre(*args, w, PARAMS)
     )
     args = tuple(t[:6] for t in args)
-    assert_close(kernels.mhc_post(*args, few_tokens=4), ref.mhc_post(*args))
+    assert_close(kernels.mhc_post(*args, options=FEW), ref.mhc_post(*args))
     assert_all_close(
-        kernels.mhc_pre(args[3], w, PARAMS, few_tokens=4), ref.mhc_pre(args[3], w, PARAMS)
+        kernels.mhc_pre(args[3], w, PARAMS, options=FEW), ref.mhc_pre(args[3], w, PARAMS)
     )
     assert_close(
-        kernels.hc_head(args[3], head, PARAMS, few_tokens=4), ref.hc_head(args[3], head, PARAMS)
+        kernels.hc_head(args[3], head, PARAMS, options=FEW), ref.hc_head(args[3], head, PARAMS)
     )
 
 
@@ -79,8 +80,8 @@ def test_the_most_tokens_have_the_bits_of_fewer(monkeypatch: pytest.MonkeyPatch)
     args = state(inputs, 66, 64, torch.bfloat16)  # two programs, then one
 
     def both() -> tuple[torch.Tensor, ...]:
-        post_pre = kernels.mhc_post_pre(*args, w, PARAMS, few_tokens=4)
-        return *post_pre, *kernels.mhc_pre(args[3], w, PARAMS, few_tokens=4)
+        post_pre = kernels.mhc_post_pre(*args, w, PARAMS, options=FEW)
+        return *post_pre, *kernels.mhc_pre(args[3], w, PARAMS, options=FEW)
 
     fewer = both()
     monkeypatch.setattr(kernels, "MOST_TOKENS", 66)

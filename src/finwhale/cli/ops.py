@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.ops import load_ops
+from finwhale.ops import load_ops, table_name
 from finwhale.ops.tables import optional
 from finwhale.platform import Platform
 
 PLATFORMS = {
     "cpu": Platform.cpu(),
     "nvidia": Platform("nvidia", "sm90"),
+    "nvidia-sm89": Platform("nvidia", "sm89"),
     "amd": Platform("amd", "gfx942"),
 }
 
@@ -22,12 +23,12 @@ def run(argv: Sequence[str]) -> int:
     platform = PLATFORMS[args.platform] if args.platform else Platform.detect()
     table = Table(title=f"operators on {platform.vendor} ({platform.arch})", title_justify="left")
     table.add_column("operator")
-    table.add_column("implementation")
+    table.add_column("implementation", overflow="fold")
     for operator, implementation in load_ops(platform).implementations():
         table.add_row(operator, implementation)
     console = Console()
     console.print(table)
-    for note in optional.notes() if platform.vendor == "nvidia" else ():
+    for note in optional.notes() if table_name(platform) == "nvidia_sm90" else ():
         console.print(note, highlight=False, soft_wrap=True)
     return 0
 

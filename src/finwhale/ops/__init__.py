@@ -4,7 +4,9 @@
 falls back at call time. Each family's package holds the contract, `ref.py` the definition.
 """
 
+import logging
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Literal
 
 import torch
@@ -26,6 +28,12 @@ from finwhale.ops.moe import (
 from finwhale.ops.norm import RmsNorm
 from finwhale.ops.sampling import Sample
 from finwhale.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+TableName = Literal["cpu", "nvidia_sm90", "nvidia", "amd", "reference"]
+# NVIDIA GPUs beside sm90 for which the Triton kernels compile and fit (tests/ops/test_compile.py).
+PORTABLE_ARCHS = ("sm89", "sm100", "sm103", "sm120", "sm121")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,51 +97,77 @@ class Ops:
     sample: Sample
 
     def implementations(self) -> list[tuple[str, str]]:
-        """(operator, "module.function") for each field, in order."""
+        """(operator, "module.function(options)") for each field, in order; modules below ops."""
         rows = []
         for field in fields(self):
             if field.name == "capabilities":
                 continue
             fn = getattr(self, field.name)
-            rows.append((field.name, f"{fn.__module__}.{fn.__qualname__}"))
+            module = fn.__module__.removeprefix(f"{__name__}.")
+            rows.append((field.name, f"{module}.{fn.__qualname__}"))
         return rows
 
 
+def table_name(platform: Platform) -> TableName:
+    """The table of a platform (`ops/tables/`). Raises ResourceError if none covers it."""
+    match platform:
+        case Platform(vendor="cpu"):
+            return "cpu"
+        case Platform(vendor="nvidia", arch="sm90"):
+            return "nvidia_sm90"
+        case Platform(vendor="nvidia", arch=arch) if arch in PORTABLE_ARCHS:
+            return "nvidia"
+        case Platform(vendor="nvidia", arch=arch) if int(arch.removeprefix("sm")) >= 80:
+            return "reference"
+        case Platform(vendor="amd", arch="gfx942" | "gfx950"):
+            return "amd"
+        case _:
+            raise ResourceError(
+                f"no operator table for {platform.vendor} {platform.arch}: Finwhale runs on CPUs, "
+                "NVIDIA GPUs from sm80 on and AMD gfx942 and gfx950; --device cpu works everywhere"
+            )
+
+
+@cache
 def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool = False) -> Ops:
     """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
 
     batch_invariant: a token's bits do not depend on the rest of the batch, nor on its size.
 
     The CPU's own table computes in float32 only; the references take any dtype and device.
+    A table that was not measured on the platform is used with one warning in the log.
     """
-    if batch_invariant:
-        hopper = platform == Platform("nvidia", "sm90")
-        if reference or not (hopper or platform.vendor == "cpu"):
-            raise ResourceError(
-                "batch_invariant needs the operators for Hopper GPUs, or the CPU's with float32; "
-                "here the plain definitions would run, whose sums depend on the batch"
-            )
-        if hopper:
-            from finwhale.ops.tables.nvidia import INVARIANT
-
-            return INVARIANT
-    if reference:
-        from finwhale.ops.tables.reference import OPS
-
-        return OPS
-    match platform:
-        case Platform(vendor="cpu"):
+    name: TableName = "reference" if reference else table_name(platform)
+    if batch_invariant and name not in ("nvidia_sm90", "cpu"):
+        raise ResourceError(
+            "batch_invariant needs the operators for Hopper GPUs, or the CPU's with float32; "
+            "elsewhere the bits of a token depend on the batch"
+        )
+    if name == "nvidia":
+        logger.warning(
+            "the Triton kernels were not measured on %s, only on sm90: expect lower speed",
+            platform.arch,
+        )
+    elif name == "reference" and not reference:
+        logger.warning(
+            "the slow reference operators run: the Triton kernels do not compile for %s",
+            platform.arch,
+        )
+    match name:
+        case "cpu":
             from finwhale.ops.tables.cpu import OPS
-        case Platform(vendor="nvidia", arch="sm90"):
-            from finwhale.ops.tables.nvidia import OPS
-        case Platform(vendor="nvidia", arch=arch) if int(arch.removeprefix("sm")) >= 80:
-            # The kernels were measured and checked on Hopper only.
+        case "nvidia_sm90":
+            from finwhale.ops.tables import nvidia_sm90
+
+            return nvidia_sm90.table(platform, batch_invariant)
+        case "nvidia":
+            from finwhale.ops.tables import nvidia
+
+            return nvidia.table(platform)
+        case "amd":
+            from finwhale.ops.tables import amd
+
+            return amd.table(platform)
+        case "reference":
             from finwhale.ops.tables.reference import OPS
-        case Platform(vendor="amd", arch="gfx942" | "gfx950"):
-            from finwhale.ops.tables.amd import OPS
-        case _:
-            raise ResourceError(
-                f"no operator table for {platform.vendor} {platform.arch}: Finwhale runs on CPUs, "
-                "NVIDIA GPUs from sm80 on and AMD gfx942 and gfx950; --device cpu works everywhere"
-            )
     return OPS

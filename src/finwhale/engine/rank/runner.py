@@ -421,7 +421,7 @@ def _table_serves(
         reasons.append("experts are not FP4")
     if not _kernels_fit(model_config):
         reasons.append("its sizes are not multiples of 128")
-    if reasons and (platform.vendor, platform.arch) == ("nvidia", "sm90"):
+    if reasons:
         logger.warning("the slow references run, because %s", " and ".join(reasons))
     return not reasons
 

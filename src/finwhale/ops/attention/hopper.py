@@ -16,10 +16,9 @@ A token's bits depend on BLOCK_K and the shares, as there.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from functools import cache
-
 import torch
 import triton
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -29,15 +28,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from finwhale.ops.attention import Selected
+from finwhale.ops.attention import Complete, Selected, Window, triton_decode
 from finwhale.ops.attention.triton_decode import (
     AttendPlan,
     Problem,
+    check_problem,
     combine,
     fixed_shares,
+    max_keys,
     num_splits,
 )
 from finwhale.ops.launch.hopper import start_early
+from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
 BLOCK_H, BLOCK_K = 64, 64
@@ -508,22 +510,15 @@ def _attend_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-@cache
-def is_hopper(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def takes(p: Problem) -> bool:
-    """Whether `attend` can take the problem."""
+    """Whether the sizes are those that the kernel is written for."""
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, Selected):
         rows.append(p.entries.rows_per_page)
     elif p.entries is not None:
         rows.append(p.entries.table.rows_per_page)
     return (
-        p.q.device.type == "cuda"
-        and is_hopper(p.q.device)
-        and p.q.dtype == torch.bfloat16
+        p.q.dtype == torch.bfloat16
         and (p.q.shape[2], p.rope) == (HEAD_DIM, ROPE)
         and p.q.shape[1] % BLOCK_H == 0
         and p.window.size % BLOCK_K == 0
@@ -565,3 +560,48 @@ def attend(p: Problem, plan: AttendPlan) -> None:
     )
     if plan.splits > 1:
         combine(p, plan.splits, part, stats)
+
+
+def plan_for(p: Problem) -> AttendPlan:
+    if p.invariant:
+        return invariant_plan(p)
+    num_tokens, heads, _ = p.q.shape
+    return plan(num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
+
+
+def sparse_attention(
+    q_NAC: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
+    *,
+    invariant: bool = False,
+) -> None:
+    """As triton_decode.sparse_attention, whose kernels run for sizes that `takes` refuses."""
+    problem = Problem(
+        q=q_NAC,
+        rotary=rotary_LR,
+        eps=eps,
+        tokens=tokens,
+        window=window,
+        entries=entries,
+        sink=sink_A,
+        scale=scale,
+        out=out_NAC,
+        scales=scales_NS,
+        invariant=invariant,
+        early_launch=True,
+        inline_asm=True,
+    )
+    check_problem(problem)
+    for part in problem.launches():
+        if takes(part):
+            attend(part, plan_for(part))
+        else:
+            triton_decode.attend(part, triton_decode.plan_for(part))

@@ -1,10 +1,11 @@
-"""Attention's public kernels: the latents and the stored row, then attention itself.
+"""Preparation of query and kv before attention, as one Triton kernel.
 
-`prepare_qkv` normalises the query's latent, and normalises, rotates, rounds and stores kv as a
-packed row, in one launch; `sparse_attention` is in triton_decode.py.
+`prepare_qkv` normalises the latent of the query. In the same launch it normalises, rotates and
+rounds kv, and stores it as a packed row of the cache.
 
-Bytes a token with values of 2 bytes: 4 Q for the latent, 2 C + the row's bytes for kv. Floors of
-8192 tokens at 4.39 TB/s, Flash (Q 1024, C 512): 8 + 3 us; those of a few tokens are the launch.
+Bytes a token with values of 2 bytes: 4 Q for the latent, 2 C plus the bytes of the row for kv. The
+floors for 8192 tokens of Flash (Q 1024, C 512) at 4.39 TB/s are 8 and 3 us; the floor for a few
+tokens is the launch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -13,26 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
+from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention.layout import num_groups, scale_bytes, value_bytes
-from finwhale.ops.attention.triton_decode import (
-    AttendPlan,
-    Problem,
-    attend,
-    check_pool,
-    max_keys,
-)
-from finwhale.ops.launch import early_launch
-from finwhale.ops.linear import ACTIVATION_GROUP
+from finwhale.ops.attention.triton_decode import check_heads, check_pool
+from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import PageTable, Tokens
 
-if torch.version.hip is None:
-    from finwhale.ops.attention import hopper
-
-MAX_HEAD_DIM = 4096
 VALUES_PER_WARP = 512
-# Tokens whose shares are in memory at once: 0.7 GB with Flash's heads.
-INVARIANT_TOKENS = 1024
 
 
 @triton.jit
@@ -46,26 +34,6 @@ def rotate(x, rotation_ptr, C, R, SIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_
     rotated_even = tl.where(is_rope[None, :], even * cos - odd * sin, even)
     rotated_odd = tl.where(is_rope[None, :], odd * cos + even * sin, odd)
     return tl.reshape(tl.join(rotated_even, rotated_odd), [ROWS, BLOCK_C])
-
-
-@triton.jit
-def round_e4m3(x):
-    """x [groups, values] as rounding.round_e4m3, a group a row, without float8 instructions.
-
-    A value with exponent e, at least -6, is rounded to a multiple of 2^(e-3) by adding 1.5 times
-    2^(e+20), whose last bit is that, and taking it away again; a zero keeps its sign.
-    """
-    amax = tl.maximum(tl.max(tl.abs(x), axis=1), 1e-4)
-    bits = (amax * (1.0 / 448.0)).to(tl.int32, bitcast=True)
-    scale_bits = ((bits + 0x7FFFFF) & 0x7F800000)[:, None]
-    scale = scale_bits.to(tl.float32, bitcast=True)
-    inverse = (0x7F000000 - scale_bits).to(tl.float32, bitcast=True)
-    value = x * inverse
-    value_bits = value.to(tl.int32, bitcast=True)
-    exponent = tl.maximum(value_bits & 0x7F800000, (127 - 6) << 23)
-    magic = (exponent + ((20 << 23) + 0x400000)).to(tl.float32, bitcast=True)
-    rounded = ((value + magic) - magic).to(tl.int32, bitcast=True) | (value_bits & -0x80000000)
-    return rounded.to(tl.float32, bitcast=True) * scale
 
 
 @triton.jit
@@ -144,19 +112,6 @@ def _prepare_qkv_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
-    width, rope = heads_NAC.shape[-1], 2 * rotation_NR.shape[1]
-    if width % 2 or width > MAX_HEAD_DIM or rope > width:
-        raise ValueError(
-            f"a head must have an even number of values up to {MAX_HEAD_DIM}, its rope no more "
-            f"than that: got {width} and {rope}"
-        )
-    if heads_NAC.stride(-1) != 1:
-        raise ValueError(f"a head's values must lie together, got {heads_NAC.stride()}")
-    if not rotation_NR.is_contiguous():
-        raise ValueError(f"rotation must be contiguous, got strides {rotation_NR.stride()}")
-
-
 def prepare_qkv(
     q_lora_NQ: Tensor,
     q_norm_Q: Tensor,
@@ -168,8 +123,10 @@ def prepare_qkv(
     tokens: Tokens,
     pool: Tensor,
     table: PageTable,
+    *,
+    early_launch: bool = False,
 ) -> Tensor:
-    """Packed pools only, which are always rounded."""
+    """Packed pools only, which are always rounded. early_launch: as `launch_options` describes."""
     check_heads(kv_NC, rotary_LR)
     num_tokens, width = kv_NC.shape
     rope = 2 * rotary_LR.shape[1]
@@ -212,71 +169,6 @@ def prepare_qkv(
         BLOCK_Q=block_q,
         BLOCK_C=block_c,
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
-        **early_launch(kv_NC),
+        **launch_options(early_launch),
     )
     return q_out_NQ
-
-
-def sparse_attention(
-    q_NAC: Tensor,
-    rotary_LR: Tensor,
-    eps: float,
-    tokens: Tokens,
-    window: Window,
-    entries: Selected | Complete | None,
-    sink_A: Tensor,
-    scale: float,
-    out_NAC: Tensor,
-    scales_NS: Tensor | None = None,
-    *,
-    invariant: bool = False,
-    portable: bool = False,
-) -> None:
-    """Packed pools only; scales with bfloat16 queries only.
-
-    invariant: a token's bits do not depend on the step's other tokens.
-    portable: no kernel that one vendor's GPUs alone can run.
-    """
-    check_heads(q_NAC, rotary_LR)
-    check_heads(out_NAC, rotary_LR)
-    num_tokens, heads, width = q_NAC.shape
-    rope = 2 * rotary_LR.shape[1]
-    check_pool(window.pool, window.table.rows_per_page, width, rope)
-    if isinstance(entries, Selected):
-        check_pool(entries.pool, entries.rows_per_page, width, rope)
-    elif entries is not None:
-        check_pool(entries.pool, entries.table.rows_per_page, width, rope)
-    if scales_NS is not None and (q_NAC.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
-        raise ValueError(
-            f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
-            f"{q_NAC.dtype} of {width}"
-        )
-    if (out_NAC.dtype == torch.float8_e4m3fn) != (scales_NS is not None):
-        raise ValueError(f"an output with scales is E4M3, and no other, got {out_NAC.dtype}")
-    if num_tokens == 0:
-        return
-    problem = Problem(
-        q=q_NAC,
-        rotary=rotary_LR,
-        eps=eps,
-        tokens=tokens,
-        window=window,
-        entries=entries,
-        sink=sink_A,
-        scale=scale,
-        out=out_NAC,
-        scales=scales_NS,
-        invariant=invariant,
-    )
-    if invariant:
-        for part in problem.slices(INVARIANT_TOKENS):
-            if not portable and hopper.takes(part):
-                hopper.attend(part, hopper.invariant_plan(part))
-            else:
-                attend(part, AttendPlan.invariant(part))
-        return
-    keys = max_keys(tokens, window, entries)
-    if not portable and hopper.takes(problem):
-        hopper.attend(problem, hopper.plan(num_tokens, heads, keys))
-    else:
-        attend(problem, AttendPlan.of(num_tokens, heads, keys))

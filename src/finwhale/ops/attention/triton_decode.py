@@ -35,7 +35,8 @@ from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
+from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise import e4m3_scale
 from finwhale.ops.paging import Tokens
 
@@ -46,6 +47,9 @@ LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
 # Of a program of the combining kernel.
 COMBINE_COLUMNS = 256
+MAX_HEAD_DIM = 4096
+# Tokens whose shares are in memory at once: 0.7 GB with Flash's heads.
+INVARIANT_TOKENS = 1024
 
 
 @triton.jit
@@ -474,7 +478,13 @@ def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A call of `sparse_attention`; what is read off it is the same for every kernel."""
+    """The arguments of `sparse_attention`, and what every kernel derives from them.
+
+    Attributes:
+        invariant: the bits of a token do not depend on the other tokens of the step.
+        early_launch: launch kernels early (`launch_options`).
+        inline_asm: dequantise rows with PTX instructions of sm90 and later.
+    """
 
     q: Tensor
     rotary: Tensor
@@ -487,6 +497,8 @@ class Problem:
     out: Tensor
     scales: Tensor | None = None
     invariant: bool = False
+    early_launch: bool = False
+    inline_asm: bool = False
 
     @property
     def rope(self) -> int:
@@ -494,7 +506,7 @@ class Problem:
 
     @property
     def launch(self) -> dict[str, Any]:
-        return early_launch(self.q)
+        return launch_options(self.early_launch)
 
     @property
     def kind(self) -> int:
@@ -504,6 +516,15 @@ class Problem:
             seen = self.tokens.max_len >= self.entries.ratio
             return COMPLETE if seen or self.invariant else NO_ENTRIES
         return NO_ENTRIES
+
+    def launches(self) -> Iterator["Problem"]:
+        """The parts of the problem that are launched one after the other; none for no tokens."""
+        if self.q.shape[0] == 0:
+            return
+        if self.invariant:
+            yield from self.slices(INVARIANT_TOKENS)
+        else:
+            yield self
 
     def slices(self, size: int) -> Iterator["Problem"]:
         """The same for `size` tokens at a time."""
@@ -538,7 +559,7 @@ class Problem:
         return part, stats
 
     def output(self) -> dict[str, Any]:
-        """Where whoever writes the output writes it."""
+        """Kernel arguments describing the output tensor."""
         scales = self.sink[:, None] if self.scales is None else self.scales
         return {
             "out_ptr": self.out,
@@ -551,7 +572,7 @@ class Problem:
         }
 
     def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
-        """What the attending kernels share."""
+        """Arguments of every kernel that attends."""
         window, entries, q = self.window, self.entries, self.q
         pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
         num_slots, ratio = 0, 1
@@ -596,8 +617,15 @@ class Problem:
         }
 
 
+def plan_for(p: Problem) -> AttendPlan:
+    if p.invariant:
+        return AttendPlan.invariant(p)
+    num_tokens, heads, _ = p.q.shape
+    return AttendPlan.of(num_tokens, heads, max_keys(p.tokens, p.window, p.entries))
+
+
 def attend(p: Problem, plan: AttendPlan) -> None:
-    """`sparse_attention` by a given plan."""
+    """Launch the kernels of a problem by a given plan."""
     num_tokens, heads, width = p.q.shape
     first, rest = _columns(width, p.rope)
     part, stats = p.workspace(plan.splits)
@@ -613,7 +641,7 @@ def attend(p: Problem, plan: AttendPlan) -> None:
         BLOCK_H=plan.block_h,
         BLOCK_K=plan.block_k,
         SHARE=plan.share,
-        ASM=p.launch["PDL"],
+        ASM=p.inline_asm,
         num_warps=plan.num_warps,
     )
     if plan.splits > 1:
@@ -650,3 +678,71 @@ def check_pool(pool: Tensor, rows_per_page: int, head_dim: int, rope: int) -> No
         )
     if pool.stride(1) != 1 or pool.stride(0) % 16:
         raise ValueError(f"a pool's pages must begin at multiples of 16, got {pool.stride()}")
+
+
+def check_problem(p: Problem) -> None:
+    """Raise ValueError for a problem that no kernel takes."""
+    check_heads(p.q, p.rotary)
+    check_heads(p.out, p.rotary)
+    width = p.q.shape[2]
+    check_pool(p.window.pool, p.window.table.rows_per_page, width, p.rope)
+    if isinstance(p.entries, Selected):
+        check_pool(p.entries.pool, p.entries.rows_per_page, width, p.rope)
+    elif p.entries is not None:
+        check_pool(p.entries.pool, p.entries.table.rows_per_page, width, p.rope)
+    if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
+        raise ValueError(
+            f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
+            f"{p.q.dtype} of {width}"
+        )
+    if (p.out.dtype == torch.float8_e4m3fn) != (p.scales is not None):
+        raise ValueError(f"an output with scales is E4M3, and no other, got {p.out.dtype}")
+
+
+def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
+    width, rope = heads_NAC.shape[-1], 2 * rotation_NR.shape[1]
+    if width % 2 or width > MAX_HEAD_DIM or rope > width:
+        raise ValueError(
+            f"a head must have an even number of values up to {MAX_HEAD_DIM}, its rope no more "
+            f"than that: got {width} and {rope}"
+        )
+    if heads_NAC.stride(-1) != 1:
+        raise ValueError(f"a head's values must lie together, got {heads_NAC.stride()}")
+    if not rotation_NR.is_contiguous():
+        raise ValueError(f"rotation must be contiguous, got strides {rotation_NR.stride()}")
+
+
+def sparse_attention(
+    q_NAC: Tensor,
+    rotary_LR: Tensor,
+    eps: float,
+    tokens: Tokens,
+    window: Window,
+    entries: Selected | Complete | None,
+    sink_A: Tensor,
+    scale: float,
+    out_NAC: Tensor,
+    scales_NS: Tensor | None = None,
+    *,
+    invariant: bool = False,
+) -> None:
+    """Packed pools only; scales with bfloat16 queries only. Runs on every GPU with E4M3.
+
+    invariant: as Problem's.
+    """
+    problem = Problem(
+        q=q_NAC,
+        rotary=rotary_LR,
+        eps=eps,
+        tokens=tokens,
+        window=window,
+        entries=entries,
+        sink=sink_A,
+        scale=scale,
+        out=out_NAC,
+        scales=scales_NS,
+        invariant=invariant,
+    )
+    check_problem(problem)
+    for part in problem.launches():
+        attend(part, plan_for(part))

@@ -14,6 +14,7 @@ from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts, default_directory, digest
 from finwhale.errors import ResourceError
+from finwhale.ops import table_name
 from finwhale.ops.builds import Built, triton_cache
 from finwhale.ops.builds.inductor import compiled_graphs
 from finwhale.ops.builds.launches import Counter, collect, load
@@ -44,7 +45,7 @@ class KernelBuilds:
 
     def __init__(self, platform: Platform, device_index: int, directory: str | None) -> None:
         self._device_index = device_index
-        self._vendor = platform.vendor
+        self._table = table_name(platform)
         self._artefacts = Artefacts(
             directory or default_directory(), _versions(platform, device_index)
         )
@@ -52,7 +53,7 @@ class KernelBuilds:
         triton_cache.keep_in(str(self._artefacts.folder("triton")))
         self._counter = Counter()
         self._products: products.Products | None = None
-        if HAS_DEEPGEMM and platform.vendor == "nvidia":
+        if HAS_DEEPGEMM and self._table == "nvidia_sm90":
             self._products = products.of_process(self._artefacts.folder("deepgemm/cache"))
         self._pool: Pool | None = None
         self._at_ready: dict[str, int] = {}
@@ -156,7 +157,7 @@ class KernelBuilds:
                 "arch": target.arch,
                 "warp_size": target.warp_size,
             },
-            "modules": ["torch", f"finwhale.ops.tables.{self._vendor}"],
+            "modules": ["torch", f"finwhale.ops.tables.{self._table}"],
         }
         return Pool("finwhale.ops.builds.worker", first, min(num_jobs, MAX_WORKERS, usable_cores()))
 

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
@@ -35,10 +34,11 @@ PREFILL_COLUMNS = 128
 # than a prefill's, whose sums may have other last bits.
 MIN_HEADS = 64
 STAGES = 4
-# Programs that fill the GPU; a row's tiles are split between so many.
-DECODE_PROGRAMS = 528
-PREFILL_PROGRAMS = 1056
-# Registers a thread: four programs of a decode and three of a prefill then run on a processor.
+NUM_MULTIPROCESSORS = 132  # of an H100 or H200
+# Programs a multiprocessor that fill the GPU; a row's tiles are split between so many.
+DECODE_PROGRAMS = 4
+PREFILL_PROGRAMS = 8
+# Registers a thread: four programs of a decode and three of a prefill then run on a multiprocessor.
 DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
 # Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
 PREFILL_SCORE_BYTES = 64 * 2**20
@@ -290,10 +290,6 @@ def _scores_kernel(
         before = own
 
 
-# Not in Triton's interpreter, and not on other makers' GPUs.
-USES_ASM = isinstance(_scores_kernel, JITFunction) and torch.version.hip is None
-
-
 def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_query: bool) -> None:
     width = q_NIC.shape[2]
     if key_pool.dtype != torch.uint8 or key_pool.dim() != 2 or not round_query:
@@ -328,10 +324,14 @@ def select_entries(
     round_query: bool,
     *,
     invariant: bool = False,
+    inline_asm: bool = False,
+    num_multiprocessors: int = NUM_MULTIPROCESSORS,
 ) -> Tensor:
     """[N,K] int32 slots of packed keys; grids depend on N, max_len and max_query alone.
 
     invariant: K is topk in every step; else no more than the longest sequence can fill.
+    inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
+    num_multiprocessors: of the GPU; decides into how many programs the scores are split.
     """
     num_tokens, heads, width = q_NIC.shape
     _check(q_NIC, key_pool, table, 2 * rotary_LR.shape[1], round_query)
@@ -352,13 +352,13 @@ def select_entries(
     row_length = num_pages * table.rows_per_page
     limit = PREFILL_SCORE_BYTES if prefill else MAX_SCORE_BYTES
     registers = PREFILL_REGISTERS if prefill else DECODE_REGISTERS
-    options = {"maxnreg": registers} if USES_ASM else {}
+    options = {"maxnreg": registers} if inline_asm else {}
     rows = min(num_tokens, max(block_q, limit // (4 * row_length) // block_q * block_q))
     scores_NE = torch.empty(rows, row_length, dtype=torch.float32, device=q_NIC.device)
     for first_token in range(0, num_tokens, rows):
         num_rows = min(rows, num_tokens - first_token)
         groups = triton.cdiv(num_rows, block_q)
-        programs = PREFILL_PROGRAMS if prefill else DECODE_PROGRAMS
+        programs = num_multiprocessors * (PREFILL_PROGRAMS if prefill else DECODE_PROGRAMS)
         splits = max(1, min(programs // groups, num_pages))
         _scores_kernel[(groups, splits)](
             q_NIC,
@@ -389,7 +389,7 @@ def select_entries(
             BLOCK_Q=block_q,
             BLOCK_I=block_i,
             STAGES=STAGES,
-            ASM=USES_ASM,
+            ASM=inline_asm,
             num_warps=4,
             **options,
         )

@@ -1,4 +1,4 @@
-"""How a kernel is launched beside the one before it."""
+"""Early launch: a kernel starts while the kernel before it ends (programmatic dependent launch)."""
 
 from typing import Any
 
@@ -6,14 +6,18 @@ import torch
 from torch import Tensor
 
 
-def early_launch(x: Tensor, pays: bool = True) -> dict[str, Any]:
-    """Launch options: start while the kernel before ends, where the GPU can (Hopper and later).
+def launch_options(early: bool) -> dict[str, Any]:
+    """Keyword arguments of a kernel's launch; `early` needs Hopper or a later NVIDIA GPU.
 
-    Such a kernel takes a constexpr PDL and, where that is true, begins with gdc_launch_dependents
-    and reads nothing that another kernel writes before gdc_wait. One that waits first and lets the
-    next start then promises more: what was written before itself is there when the next one starts
-    (the experts' rounding does so for their products, which read where their tokens are).
+    A kernel that starts early takes a constexpr PDL. If PDL is true, the kernel begins with
+    gdc_launch_dependents and reads nothing that another kernel writes before gdc_wait. A kernel
+    that waits first, and only then lets the next kernel start, promises more: what was written
+    before it is visible when the next kernel starts. The experts' GEMMs rely on that when they read
+    the order of the tokens.
     """
-    if x.device.type != "cuda" or torch.version.hip or not pays:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
+
+
+def early_launch(x: Tensor, pays: bool = True) -> dict[str, Any]:
+    """`launch_options` for a launch that is not told by its table whether to start early."""
+    return launch_options(x.device.type == "cuda" and not torch.version.hip and pays)

@@ -1,15 +1,16 @@
-"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper and later).
+"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others run our kernels.
 
-All others are our kernels'.
+One token takes the kernel for one token of `triton.py`. More tokens are rounded by our kernel, in
+the layout that DeepGEMM reads. Up to ROUNDED_TOKENS, a K that is too short for DeepGEMM takes our
+tiles, unsplit, which give the same bits. So a token's bits depend neither on the other tokens nor,
+from 2 on, on their number. With `Options.invariant` one token is computed as two.
 
-One token takes `triton.py`'s kernel for that. More are rounded by our kernel in the layout that
-DeepGEMM reads; up to ROUNDED_TOKENS and a K too short for it take our tiles, unsplit, which give
-the same bits. So a token's bits depend neither on the others nor, from 2 on, on how many they are.
-What the grouped product reads is rounded by attention, where `grouped_input` gives the memory.
+Attention rounds the input of the grouped GEMM, into the memory that `grouped_input` gives.
 
-DeepGEMM compiles a kernel with nvcc at the first call of a shape: 1 to 3 s.
+DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import deep_gemm  # type: ignore[import-not-found,unused-ignore]
@@ -20,6 +21,7 @@ from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear import triton as kernels
 from finwhale.ops.linear.quantise import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.linear.ref import grouped_input as unrounded_input
+from finwhale.ops.linear.triton import DEFAULT, Options
 from finwhale.ops.moe import ExpertWeight
 
 __all__ = ["grouped_input", "grouped_linear", "linear", "swiglu_mlp"]
@@ -54,34 +56,41 @@ def rows_of(num_tokens: int) -> int:
     return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)
 
 
-def _product(x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int) -> Tensor:
+def _product(
+    x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: Options
+) -> Tensor:
     """x [rows, K] and its scales as `quantise` returns them; bfloat16 [num_tokens, M]."""
     rows, width = x[0].shape
     if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
-        return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale)
+        return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale, options)
     out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
     _begin()
     deep_gemm.fp8_gemm_nt(x, (weight, scale), out, disable_ue8m0_cast=True)
     return out[:num_tokens]
 
 
-def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
-    p = kernels.problem(x_NK.unsqueeze(1), w)
-    if w.scale is None or not _suits(p):
-        return kernels.run(p).squeeze(1)
+def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
     num_tokens = x_NK.shape[0]
-    x = quantise(x_NK, num_rows=rows_of(num_tokens))
-    return _product(x, w.weight, w.scale, num_tokens)
+    if options.invariant and w.scale is not None and w.round_input:
+        x_NK, options = kernels.two_or_more(x_NK), replace(options, invariant=False)
+    p = kernels.problem(x_NK.unsqueeze(1), w, options)
+    if w.scale is None or not _suits(p):
+        return kernels.run(p).squeeze(1)[:num_tokens]
+    x = quantise(x_NK, num_rows=rows_of(len(x_NK)), early_launch=options.early_launch)
+    return _product(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
 
 
 def grouped_input(
-    like_NX: Tensor, head_dim: int, w: LinearWeight, *, least: int = 2
+    like_NX: Tensor, head_dim: int, w: LinearWeight, *, invariant: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """Rounded from `least` tokens on. Behind them lie the rows that the product is given."""
+    """Rounded from two tokens on, with `invariant` always: it decides how attention rounds.
+
+    Behind the tokens lie the rows that the GEMM is given.
+    """
     num_tokens = like_NX.shape[0]
     groups, _, width = w.weight.shape
-    takes = _takes_weight(kernels.problem(like_NX[:, None], w))
-    if num_tokens < least or head_dim % ACTIVATION_GROUP or not takes:
+    takes = _takes_weight(kernels.problem(like_NX[:, None], w, DEFAULT))
+    if num_tokens < (1 if invariant else 2) or head_dim % ACTIVATION_GROUP or not takes:
         return unrounded_input(like_NX, head_dim, w)
     x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, like_NX)
     return x[:num_tokens], scales.flatten(1)[:num_tokens]
@@ -92,16 +101,21 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
     return x.as_strided((rows, *x.shape[1:]), x.stride())
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
-    p = kernels.problem(x_NGK, w)
-    if w.scale is None or (scales_NS is None and not _suits(p)):
-        return kernels.run(p)
+def grouped_linear(
+    x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
+) -> Tensor:
     num_tokens, groups, _ = x_NGK.shape
-    rows = rows_of(num_tokens)
+    if options.invariant and w.scale is not None and w.round_input:
+        x_NGK = kernels.two_or_more(x_NGK) if scales_NS is None else x_NGK
+        options = replace(options, invariant=False)
+    p = kernels.problem(x_NGK, w, options)
+    if w.scale is None or (scales_NS is None and not _suits(p)):
+        return kernels.run(p)[:num_tokens]
+    rows = rows_of(len(x_NGK))
     shape = (rows, groups, w.weight.shape[1])
     out = torch.empty(shape, dtype=torch.bfloat16, device=x_NGK.device)
     if scales_NS is None:
-        x = quantise(x_NGK, num_rows=rows)
+        x = quantise(x_NGK, num_rows=rows, early_launch=options.early_launch)
     else:
         x = _with_rows(x_NGK, rows), _with_rows(scales_NS, rows).unflatten(1, (groups, -1))
     _begin()
@@ -109,11 +123,19 @@ def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = No
     return out[:num_tokens]
 
 
-def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+def swiglu_mlp(
+    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
+) -> Tensor:
     """As `triton.swiglu_mlp`; from 2 tokens on gate and up are rounded to bfloat16 in between."""
-    if w.scale13 is None or w.scale2 is None or not _suits(kernels.gated_problem(x_ND, w, limit)):
-        return kernels.swiglu_mlp(x_ND, w, limit)
     num_tokens = x_ND.shape[0]
-    rows = rows_of(num_tokens)
-    gate_up = _product(quantise(x_ND, num_rows=rows), w.w13, w.scale13, rows)
-    return _product(swiglu_quantise(gate_up, limit), w.w2, w.scale2, num_tokens)
+    if options.invariant and w.scale13 is not None and w.round_input:
+        x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)
+    p = kernels.gated_problem(x_ND, w, limit, options)
+    if w.scale13 is None or w.scale2 is None or not _suits(p):
+        return kernels.swiglu_mlp(x_ND, w, limit, options=options)[:num_tokens]
+    rows = rows_of(len(x_ND))
+    early = options.early_launch
+    rounded = quantise(x_ND, num_rows=rows, early_launch=early)
+    gate_up = _product(rounded, w.w13, w.scale13, rows, options)
+    hidden = swiglu_quantise(gate_up, limit, early_launch=early)
+    return _product(hidden, w.w2, w.scale2, len(x_ND), options)[:num_tokens]

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
 from finwhale.ops.linear import ACTIVATION_GROUP
 
 EARLY_PROGRAMS = 256  # from where a kernel that starts early only takes room from this one
@@ -90,7 +90,13 @@ def _quantise_kernel(
 
 
 def _launch(
-    x_NGK: Tensor, y: Tensor, scale: Tensor, limit: float | None, dequantise: bool = False
+    x_NGK: Tensor,
+    y: Tensor,
+    scale: Tensor,
+    limit: float | None,
+    *,
+    early_launch: bool,
+    dequantise: bool = False,
 ) -> None:
     num_tokens, num_groups, _ = x_NGK.shape
     width = y.shape[2]
@@ -121,7 +127,7 @@ def _launch(
         DEQUANTISE=dequantise,
         BLOCK_N=block_n,
         num_warps=max(1, min(8, groups * block_n // 4)),
-        **early_launch(x_NGK, few),
+        **launch_options(early_launch and few),
     )
 
 
@@ -140,7 +146,11 @@ def empty_quantised(
 
 
 def quantise(
-    x_NK: Tensor, token_major: bool = False, num_rows: int | None = None
+    x_NK: Tensor,
+    token_major: bool = False,
+    num_rows: int | None = None,
+    *,
+    early_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """x [N, K] or [N, G, K] -> (E4M3 of the same shape, float32 scales [.., ceil(K/128)]).
 
@@ -152,24 +162,26 @@ def quantise(
     y, scale = empty_quantised(
         num_rows or x_NGK.shape[0], x_NGK.shape[1], x_NGK.shape[2], token_major, x_NK
     )
-    _launch(x_NGK, y, scale, None)
+    _launch(x_NGK, y, scale, None, early_launch=early_launch)
     return (y.squeeze(1), scale.squeeze(1)) if x_NK.dim() == 2 else (y, scale)
 
 
-def swiglu_quantise(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+def swiglu_quantise(
+    gate_up: Tensor, limit: float, *, early_launch: bool = False
+) -> tuple[Tensor, Tensor]:
     """gate_up [N, 2I] -> (E4M3 [N, I], scales [N, ceil(I/128)] as `quantise` lays them out).
 
     Of silu(min(gate, limit)) * clamp(up, -limit, limit), rounded to gate_up's dtype in between.
     """
     num_tokens, double = gate_up.shape
     y, scale = empty_quantised(num_tokens, 1, double // 2, False, gate_up)
-    _launch(gate_up.unsqueeze(1), y, scale, limit)
+    _launch(gate_up.unsqueeze(1), y, scale, limit, early_launch=early_launch)
     return y.squeeze(1), scale.squeeze(1)
 
 
-def round_input(x_NK: Tensor) -> Tensor:
+def round_input(x_NK: Tensor, *, early_launch: bool = False) -> Tensor:
     """x [N, K] or [N, G, K] rounded to E4M3 by groups, in its own dtype (exact in bfloat16)."""
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
     y = torch.empty(x_NGK.shape, dtype=x_NK.dtype, device=x_NK.device)
-    _launch(x_NGK, y, y, None, dequantise=True)
+    _launch(x_NGK, y, y, None, early_launch=early_launch, dequantise=True)
     return y.view(x_NK.shape)

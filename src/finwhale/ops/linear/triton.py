@@ -9,8 +9,10 @@
 A token's bits do not depend on the other tokens, and not on how many there are within 1, within
 2..SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
 
-Kernels start while the one before still ends (`early_launch`) and ask for the weight meanwhile: it
-must not be what that kernel writes. Everything else is read after it has ended.
+With `early_launch`, a kernel starts while the kernel before ends and loads its weight meanwhile, so
+the kernel before must not write that weight. It reads everything else after that kernel has ended.
+With `invariant`, a token's bits do not depend on the number of tokens: one token is computed as
+two, and unscaled weights, like E4M3 weights, take the tiles of 2..SPLIT_TOKENS for any number.
 
 FP8 weights have a float32 scale for each block of 128x128, a power of two, as the tokens' scales
 are: they are exact wherever they are applied. Their input is rounded to E4M3 and multiplied by FP8
@@ -24,14 +26,13 @@ import torch
 import triton
 from torch import Tensor
 
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
 from finwhale.ops.linear.quantise import quantise, round_input
-from finwhale.ops.linear.ref import grouped_input as grouped_input
 from finwhale.ops.moe import ExpertWeight
 
-NUM_PROCESSORS = 132  # of an H100 or H200
+NUM_MULTIPROCESSORS = 132  # of an H100 or H200
 # row_kernel. Programs that a weight should occupy at least, and at most for several blocks each;
 # rows and bytes of the weight that a program holds at a time; bytes of a row from where rounding
 # the token costs so much that a program takes several blocks, and from where it no longer pays.
@@ -52,6 +53,24 @@ SUM_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """What a table decides about the linear layers.
+
+    Attributes:
+        invariant: the bits of a token do not depend on the number of tokens.
+        early_launch: launch kernels early (`launch_options`).
+        num_multiprocessors: of the GPU; work is split over so many programs.
+    """
+
+    invariant: bool = False
+    early_launch: bool = False
+    num_multiprocessors: int = NUM_MULTIPROCESSORS
+
+
+DEFAULT = Options()
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """out[n, g] = x[n, g] @ weight[g]^T, or the SwiGLU of its two halves if `limit` is given."""
 
@@ -61,6 +80,7 @@ class Problem:
     round_input: bool
     out_dtype: torch.dtype
     limit: float | None = None
+    options: Options = DEFAULT
 
     @property
     def M(self) -> int:
@@ -126,8 +146,8 @@ class TilePlan:
         short = steps <= SHORT_STEPS or (plain and (block_n < 64 or rows < MANY_ROWS))
         block_m = 64 if short else 128
         tiles = groups * triton.cdiv(rows, 64 if plain else block_m)
-        split = NUM_PROCESSORS // tiles
-        if plain or 10 * split * tiles < 9 * NUM_PROCESSORS:
+        split = p.options.num_multiprocessors // tiles
+        if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
         # A weight that is converted stands in registers: with 4 warps, 128 rows spill.
@@ -154,7 +174,7 @@ def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
         BLOCK_M=plan.block_m,
         BLOCK_K=plan.block_k,
         num_warps=plan.num_warps,
-        **early_launch(p.x),
+        **launch_options(p.options.early_launch),
     )
     return out
 
@@ -194,7 +214,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         STAGES=plan.stages,
         TOKENS_FIRST=plan.tokens_first,
         num_warps=plan.num_warps,
-        **early_launch(p.x),
+        **launch_options(p.options.early_launch),
     )
     if parted:
         _sum(p, parts, out, plan)
@@ -220,7 +240,7 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
         BLOCK_M=SUM_ROWS,
         BLOCK_N=block_n,
         num_warps=4,
-        **early_launch(p.x),
+        **launch_options(p.options.early_launch),
     )
 
 
@@ -248,6 +268,8 @@ def _check(p: Problem) -> None:
 
 def run(p: Problem) -> Tensor:
     """[N, G, M], by the kernel for this number of tokens."""
+    if p.options.invariant:
+        return run_invariant(p)
     _check(p)
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
@@ -260,7 +282,7 @@ def run(p: Problem) -> Tensor:
         return _run_many(p)
     if not _rounded_before(p):
         return _run_tiles(p, TilePlan.of(p))
-    x, x_scale = quantise(p.x)
+    x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
     return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
 
 
@@ -280,7 +302,7 @@ def run_invariant(p: Problem) -> Tensor:
     plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
     if p.scale is None or not _rounded_before(p):
         return _run_tiles(p, plan)[:num_tokens]
-    x, x_scale = quantise(p.x)
+    x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
     return _run_tiles(replace(p, x=x), plan, x_scale)[:num_tokens]
 
 
@@ -293,15 +315,16 @@ def by_rows(p: Problem) -> bool:
     return p.x.shape[0] == 1 and (p.scale is None or p.x.shape[2] <= MAX_ROW)
 
 
-def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor) -> Tensor:
+def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor, options: Options) -> Tensor:
     """Rounded x [N, K] and its scales times an E4M3 weight; [N, M] bfloat16, not split over K."""
-    p = Problem(x[0][:, None], weight_MK[None], scale[None], True, torch.bfloat16)
+    weight, dtype = weight_MK[None], torch.bfloat16
+    p = Problem(x[0][:, None], weight, scale[None], True, dtype, options=options)
     return _run_tiles(p, replace(TilePlan.of(p), split=1), x[1][:, None]).squeeze(1)
 
 
 def _run_many(p: Problem) -> Tensor:
     """Unscaled weights and many tokens: torch's own product."""
-    x = round_input(p.x) if p.round_input else p.x
+    x = round_input(p.x, early_launch=p.options.early_launch) if p.round_input else p.x
     x_GNK, weight_GKM = x.to(p.weight.dtype).transpose(0, 1), p.weight.mT
     if p.out_dtype == p.weight.dtype:
         return torch.bmm(x_GNK, weight_GKM).transpose(0, 1)
@@ -310,35 +333,40 @@ def _run_many(p: Problem) -> Tensor:
     return torch.bmm(x_GNK, weight_GKM, out_dtype=p.out_dtype).transpose(0, 1)
 
 
-def problem(x_NGK: Tensor, w: LinearWeight) -> Problem:
+def problem(x_NGK: Tensor, w: LinearWeight, options: Options) -> Problem:
     weight, scale, dtype = w.weight, w.scale, w.out_dtype
     if weight.dim() == 2:
         weight, scale = weight[None], None if scale is None else scale[None]
     if dtype is None:
         dtype = weight.dtype if scale is None else torch.bfloat16
-    return Problem(x_NGK, weight, scale, w.round_input, dtype)
+    return Problem(x_NGK, weight, scale, w.round_input, dtype, options=options)
 
 
-def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
+def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float, options: Options) -> Problem:
+    x_N1D, w13 = x_ND.unsqueeze(1), w.w13[None]
+    scale = None if w.scale13 is None else w.scale13[None]
+    return Problem(x_N1D, w13, scale, w.round_input, x_ND.dtype, limit, options)
+
+
+def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
     """x [N, K], rows that may be apart -> [N, M]. Same bits for a token: see the module."""
-    return run(problem(x_NK.unsqueeze(1), w)).squeeze(1)
+    return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
-def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
+) -> Tensor:
     """x [N, G, K], tokens and groups that may be apart, weight [G, M, K] -> [N, G, M]."""
     assert scales_NS is None, "this table's input is not rounded"
-    return run(problem(x_NGK, w))
+    return run(problem(x_NGK, w, options))
 
 
-def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float) -> Problem:
-    scale = None if w.scale13 is None else w.scale13[None]
-    return Problem(x_ND.unsqueeze(1), w.w13[None], scale, w.round_input, x_ND.dtype, limit)
-
-
-def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+def swiglu_mlp(
+    x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
+) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I] with scale13, scale2 where they are E4M3; returns [N, D].
 
     The hidden values are rounded to x's dtype, then like every input.
     """
-    hidden = run(gated_problem(x_ND, w, limit)).squeeze(1)
-    return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2))
+    hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
+    return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)

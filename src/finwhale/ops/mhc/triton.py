@@ -6,8 +6,8 @@ second adds the parts and makes the gates and the block's normalised input.
 
 - Up to FEW_TOKENS: `_streams_few_kernel`, 32 values of D a program, so that one token already
   occupies D / 32 programs, then `_block_input_kernel`, whose second row of programs runs the
-  Sinkhorn iterations beside the block's input. Both start early (programmatic dependent launch):
-  before the kernel in front of them has ended they read weights, and nothing else.
+  Sinkhorn iterations beside the block's input. With `early_launch` both start while the kernel
+  before them ends; until then they read weights, and nothing else.
 - More: `_planes_kernel` lays fn out, `_streams_many_kernel` takes D in slots, `_gates_kernel` has a
   thread for each token, `_block_input_kernel` goes over the streams a second time.
 
@@ -44,6 +44,25 @@ ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
 
 
 @dataclass(frozen=True, slots=True)
+class Options:
+    """What a table decides about mHC.
+
+    Attributes:
+        few_tokens: the kernels for few tokens run up to so many; ANY_NUMBER: always, so that the
+            bits of a token do not depend on the number of tokens.
+        early_launch: launch those kernels early (`launch_options`).
+        inline_asm: use PTX instructions.
+    """
+
+    few_tokens: int = FEW_TOKENS
+    early_launch: bool = False
+    inline_asm: bool = False
+
+
+DEFAULT = Options()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """How the first pass is cut.
 
@@ -76,12 +95,6 @@ def _check_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-def _dependent(device: torch.device) -> dict[str, bool]:
-    """Launch options for programmatic dependent launch."""
-    return {"launch_pdl": True} if _COMPILED and device.type != "cpu" else {}
-
-
-_COMPILED = torch.version.hip is None and not triton.knobs.runtime.interpret
 # The first pass, then that of `mhc_post`, which takes no products.
 FEW = Plan(block_n=16, block_d=32, num_warps=4)
 MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
@@ -118,7 +131,7 @@ def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor, Tensor, Tensor] | None,
     fn: Tensor | None,
-    few_tokens: int,
+    how: Options,
 ) -> tuple[Tensor, Tensor]:
     """The streams after the post step (x, post, res), if there is one, and the products' parts
     [N,S,ROWS] float32: M products, then the sum of squares.
@@ -130,7 +143,7 @@ def _run_streams(
         x, post_mix, res_mix = post
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
-    few = num_tokens <= few_tokens
+    few = num_tokens <= how.few_tokens
     slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
     parts, num_rows, rows = out_NHD, 0, 16
     if fn is not None:
@@ -142,9 +155,9 @@ def _run_streams(
         return out_NHD, parts
     tensors = (x, post_mix, res_mix, streams_NHD, out_NHD, out_NHD if fn is None else fn, parts)
     sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
-    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": _COMPILED}
+    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": how.inline_asm}
     if few:
-        options = _dependent(streams_NHD.device)
+        options = {"launch_pdl": True} if how.early_launch else {}
         plan = POST_FEW if fn is None else FEW
         grid = (triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n))
         _streams_few_kernel[grid](
@@ -184,7 +197,7 @@ def _run_block_input(
     parts: Tensor,
     w: MhcWeight | HcHeadWeight,
     params: MhcParams,
-    few_tokens: int,
+    how: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(block input, post, res); for hc_head the last two stay unwritten."""
     num_tokens, streams, width = streams_NHD.shape
@@ -200,8 +213,8 @@ def _run_block_input(
         return y_ND, post, res
     _, slots, rows = parts.shape
     pre, kind = y_ND, "head" if is_head else "block"
-    few = num_tokens <= few_tokens
-    options = _dependent(device) if few else {}
+    few = num_tokens <= how.few_tokens
+    options = {"launch_pdl": True} if few and how.early_launch else {}
     block_d = triton.next_power_of_2(width)
     num_warps = min(16, max(1, block_d // (1024 if few else 512)))
     if not few and not is_head:
@@ -219,7 +232,7 @@ def _run_block_input(
             params.eps,
             params.rms_eps,
             ITERS=params.num_iters,
-            COMPILED=_COMPILED,
+            COMPILED=how.inline_asm,
             SLOTS=slots,
             ROWS=rows,
             BLOCK_N=32,
@@ -245,7 +258,7 @@ def _run_block_input(
         slots,
         KIND=kind,
         ITERS=params.num_iters,
-        COMPILED=_COMPILED,
+        COMPILED=how.inline_asm,
         ROWS=rows,
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_D=block_d,
@@ -257,10 +270,10 @@ def _run_block_input(
 
 
 def mhc_pre(
-    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
+    residual_NHD: Tensor, w: MhcWeight, params: MhcParams, *, options: Options = DEFAULT
 ) -> tuple[Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, None, w.fn, few_tokens)
-    return _run_block_input(streams, parts, w, params, few_tokens)
+    streams, parts = _run_streams(residual_NHD, None, w.fn, options)
+    return _run_block_input(streams, parts, w, params, options)
 
 
 def mhc_post(
@@ -269,9 +282,9 @@ def mhc_post(
     res_NHH: Tensor,
     residual_NHD: Tensor,
     *,
-    few_tokens: int = FEW_TOKENS,
+    options: Options = DEFAULT,
 ) -> Tensor:
-    return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, few_tokens)[0]
+    return _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), None, options)[0]
 
 
 def mhc_post_pre(
@@ -282,14 +295,14 @@ def mhc_post_pre(
     w: MhcWeight,
     params: MhcParams,
     *,
-    few_tokens: int = FEW_TOKENS,
+    options: Options = DEFAULT,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, few_tokens)
-    return *_run_block_input(streams, parts, w, params, few_tokens), streams
+    streams, parts = _run_streams(residual_NHD, (x_ND, post_NH, res_NHH), w.fn, options)
+    return *_run_block_input(streams, parts, w, params, options), streams
 
 
 def hc_head(
-    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, few_tokens: int = FEW_TOKENS
+    streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams, *, options: Options = DEFAULT
 ) -> Tensor:
-    streams, parts = _run_streams(streams_NHD, None, w.fn, few_tokens)
-    return _run_block_input(streams, parts, w, params, few_tokens)[0]
+    streams, parts = _run_streams(streams_NHD, None, w.fn, options)
+    return _run_block_input(streams, parts, w, params, options)[0]

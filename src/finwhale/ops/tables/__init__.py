@@ -1,6 +1,7 @@
 """One table of operators a platform."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 
@@ -8,11 +9,23 @@ from typing import Any
 PREFIX_CACHE_TOKENS = 2**24
 
 
-def always(fn: Callable[..., Any], **options: Any) -> Any:
-    """`fn` with these options."""
+def bind(fn: Callable[..., Any], **options: Any) -> Any:
+    """`fn` with these keyword arguments, which `__qualname__` shows."""
 
     @wraps(fn)
     def call(*args: Any) -> Any:
         return fn(*args, **options)
 
+    call.__qualname__ = f"{fn.__qualname__}({', '.join(_shown(options))})"
     return call
+
+
+def _shown(options: Mapping[str, Any]) -> Iterator[str]:
+    """Each option; of a dataclass of options, the fields that differ from their defaults."""
+    for name, value in options.items():
+        if is_dataclass(value):
+            for field in fields(value):
+                if getattr(value, field.name) != field.default:
+                    yield f"{field.name}={getattr(value, field.name)!r}"
+        else:
+            yield f"{name}={value!r}"

@@ -1,17 +1,18 @@
 """Operators on AMD GPUs (gfx942, gfx950): bfloat16, as-trained activations, packed weights.
 
-The Triton kernels that are not for one vendor; no side streams, mHC in two steps. They were run in
-Triton's interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
+The portable Triton kernels; no side streams, mHC in two steps. They were run in Triton's
+interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
 """
 
 import torch
 
 from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.triton import prepare_qkv, sparse_attention
+from finwhale.ops.attention.triton import prepare_qkv
+from finwhale.ops.attention.triton_decode import sparse_attention
 from finwhale.ops.compressor.triton import compress
 from finwhale.ops.indexer.triton import select_entries
 from finwhale.ops.linear.ref import grouped_input, prepare_linear
-from finwhale.ops.linear.triton import grouped_linear, linear, swiglu_mlp
+from finwhale.ops.linear.triton import Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.mhc.triton import hc_head, mhc_post, mhc_pre
 from finwhale.ops.mhc.unfused import mhc_post_pre
 from finwhale.ops.moe.fold import finish_experts
@@ -20,38 +21,43 @@ from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
 from finwhale.ops.norm.triton import rms_norm
 from finwhale.ops.sampling.triton import sample
-from finwhale.ops.tables import PREFIX_CACHE_TOKENS, always
+from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
+from finwhale.platform import Platform
 
-OPS = Ops(
-    capabilities=Capabilities(
-        quantised_weights=True,
-        packed_cache=True,
-        captures_steps=True,
-        builds_kernels=True,
-        bounded_workspace=True,
-        prefix_cache_tokens=PREFIX_CACHE_TOKENS,
-        side_streams=False,
-        compiled_layers="without attention",
-        expert_id_dtype=torch.int32,
-    ),
-    prepare_linear=prepare_linear,
-    prepare_experts=prepare_experts,
-    finish_experts=finish_experts,
-    rms_norm=rms_norm,
-    linear=linear,
-    grouped_input=grouped_input,
-    grouped_linear=grouped_linear,
-    mhc_pre=mhc_pre,
-    mhc_post_pre=mhc_post_pre,
-    mhc_post=mhc_post,
-    hc_head=hc_head,
-    prepare_qkv=prepare_qkv,
-    compress=compress,
-    select_entries=select_entries,
-    sparse_attention=always(sparse_attention, portable=True),
-    route_by_score=route_by_score,
-    route_by_hash=route_by_hash,
-    experts=always(experts, portable=True),
-    swiglu_mlp=swiglu_mlp,
-    sample=sample,
-)
+
+def table(platform: Platform) -> Ops:
+    num_multiprocessors = platform.num_multiprocessors
+    options = Options(num_multiprocessors=num_multiprocessors)
+    return Ops(
+        capabilities=Capabilities(
+            quantised_weights=True,
+            packed_cache=True,
+            captures_steps=True,
+            builds_kernels=True,
+            bounded_workspace=True,
+            prefix_cache_tokens=PREFIX_CACHE_TOKENS,
+            side_streams=False,
+            compiled_layers="without attention",
+            expert_id_dtype=torch.int32,
+        ),
+        prepare_linear=prepare_linear,
+        prepare_experts=prepare_experts,
+        finish_experts=finish_experts,
+        rms_norm=rms_norm,
+        linear=bind(linear, options=options),
+        grouped_input=grouped_input,
+        grouped_linear=bind(grouped_linear, options=options),
+        mhc_pre=mhc_pre,
+        mhc_post_pre=mhc_post_pre,
+        mhc_post=mhc_post,
+        hc_head=hc_head,
+        prepare_qkv=prepare_qkv,
+        compress=compress,
+        select_entries=bind(select_entries, num_multiprocessors=num_multiprocessors),
+        sparse_attention=sparse_attention,
+        route_by_score=route_by_score,
+        route_by_hash=route_by_hash,
+        experts=bind(experts, portable=True),
+        swiglu_mlp=bind(swiglu_mlp, options=options),
+        sample=sample,
+    )

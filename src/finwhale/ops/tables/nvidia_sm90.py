@@ -1,0 +1,113 @@
+"""Operators on Hopper GPUs (sm90): bfloat16, as-trained activations, packed weights and rows.
+
+Triton kernels that launch early and use PTX, Gluon kernels, and DeepGEMM (extra "nvidia") for
+linear layers of many tokens if it is installed. Chosen by measurement:
+docs/notes/2026-11-21-h200-kernels.md.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from finwhale.ops import Capabilities, Ops
+from finwhale.ops.attention.hopper import sparse_attention
+from finwhale.ops.attention.triton import prepare_qkv
+from finwhale.ops.compressor.triton import compress
+from finwhale.ops.indexer.triton import select_entries
+from finwhale.ops.linear import ref as linear_ref
+from finwhale.ops.linear import triton as linear_triton
+from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.moe.fold import finish_experts
+from finwhale.ops.moe.ref import prepare_experts
+from finwhale.ops.moe.triton import route_by_hash, route_by_score
+from finwhale.ops.moe.triton_experts import experts
+from finwhale.ops.norm.triton import rms_norm
+from finwhale.ops.sampling.triton import sample
+from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind, optional
+from finwhale.platform import Platform
+
+
+def table(platform: Platform, batch_invariant: bool = False) -> Ops:
+    """batch_invariant: the bits of a token do not depend on the number of tokens of its step."""
+    ops = _table(platform.num_multiprocessors)
+    return _invariant(ops, platform.num_multiprocessors) if batch_invariant else ops
+
+
+def _table(num_multiprocessors: int) -> Ops:
+    deepgemm = optional.deepgemm()
+    linears = deepgemm or linear_triton
+    linear_options = linear_triton.Options(
+        early_launch=True, num_multiprocessors=num_multiprocessors
+    )
+    mhc_options = mhc.Options(early_launch=True, inline_asm=True)
+    return Ops(
+        capabilities=Capabilities(
+            quantised_weights=True,
+            packed_cache=True,
+            captures_steps=True,
+            builds_kernels=True,
+            bounded_workspace=True,
+            prefix_cache_tokens=PREFIX_CACHE_TOKENS,
+            side_streams=True,
+            compiled_layers="without attention",
+            expert_id_dtype=torch.int32,
+        ),
+        prepare_linear=linear_ref.prepare_linear,
+        prepare_experts=prepare_experts,
+        finish_experts=finish_experts,
+        rms_norm=rms_norm,
+        linear=bind(linears.linear, options=linear_options),
+        grouped_input=(deepgemm or linear_ref).grouped_input,
+        grouped_linear=bind(linears.grouped_linear, options=linear_options),
+        mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
+        mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
+        mhc_post=bind(mhc.mhc_post, options=mhc_options),
+        hc_head=bind(mhc.hc_head, options=mhc_options),
+        prepare_qkv=bind(prepare_qkv, early_launch=True),
+        compress=compress,
+        select_entries=bind(
+            select_entries, inline_asm=True, num_multiprocessors=num_multiprocessors
+        ),
+        sparse_attention=sparse_attention,
+        route_by_score=route_by_score,
+        route_by_hash=route_by_hash,
+        experts=experts,
+        swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
+        sample=sample,
+    )
+
+
+def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
+    """The same table, except for operators that split their work by the number of tokens.
+
+    docs/notes/2026-11-21-h200-kernels.md says what this costs.
+    """
+    deepgemm = optional.deepgemm()
+    linears = deepgemm or linear_triton
+    linear_options = linear_triton.Options(
+        invariant=True, early_launch=True, num_multiprocessors=num_multiprocessors
+    )
+    mhc_options = mhc.Options(few_tokens=mhc.ANY_NUMBER, early_launch=True, inline_asm=True)
+    grouped_input = linear_ref.grouped_input
+    if deepgemm is not None:
+        grouped_input = bind(deepgemm.grouped_input, invariant=True)
+    return replace(
+        ops,
+        linear=bind(linears.linear, options=linear_options),
+        grouped_input=grouped_input,
+        grouped_linear=bind(linears.grouped_linear, options=linear_options),
+        swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
+        mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
+        mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
+        mhc_post=bind(mhc.mhc_post, options=mhc_options),
+        hc_head=bind(mhc.hc_head, options=mhc_options),
+        route_by_score=bind(route_by_score, few_tokens=mhc.ANY_NUMBER),
+        route_by_hash=bind(route_by_hash, few_tokens=mhc.ANY_NUMBER),
+        select_entries=bind(
+            select_entries,
+            invariant=True,
+            inline_asm=True,
+            num_multiprocessors=num_multiprocessors,
+        ),
+        sparse_attention=bind(sparse_attention, invariant=True),
+    )
