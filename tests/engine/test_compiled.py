@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import finwhale.engine.rank.compiled as compiled_mode
 from finwhale import LLM, FinwhaleError, SamplingParams
-from finwhale.engine.rank.compiled import GraphStore
-from finwhale.models.deepseek_v4.compiled import CompiledLayer, Graph, Traceable
+from finwhale.compiled import graph_forms, graph_store
+from finwhale.compiled.compiled_layer import CompiledLayer
+from finwhale.compiled.graph_forms import Graph
+from finwhale.compiled.graph_store import GraphStore, Traceable
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -69,19 +70,19 @@ torch._inductor.standalone_compile = refuse
 """
 # The other form of a graph, which is a GPU's.
 MODULES = """
-import finwhale.engine.rank.compiled as compiled_mode
-compiled_mode.FORMS["cpu"] = compiled_mode.MODULE
+from finwhale.compiled import graph_forms
+graph_forms.FORMS["cpu"] = graph_forms.MODULE
 """
 # The failure that other engines shipped: operators are registered where something is traced.
 REGISTERED_WHILE_TRACING = """
-import finwhale.engine.rank.compiled as compiled_mode
-import finwhale.ops.compiled.registered as registered
-register, registered.register = registered.register, lambda ops: None
-compile = compiled_mode.GraphStore._compile
+from finwhale.compiled.graph_store import GraphStore
+from finwhale.compiled import custom_ops
+register, custom_ops.register = custom_ops.register, lambda ops: None
+compile = GraphStore._compile
 def tracing(self, *args):
     register(OPS)
     compile(self, *args)
-compiled_mode.GraphStore._compile = tracing
+GraphStore._compile = tracing
 """
 
 
@@ -256,18 +257,18 @@ def test_a_damaged_graph_is_compiled_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def compiling(self: GraphStore, wanted: Traceable, path: Path) -> None:
-        compiled_mode.keep(path, b"code of " + wanted.name.encode())
+        graph_store.keep(path, b"code of " + wanted.name.encode())
 
     def loading(path: Path) -> Any:
         return path.read_bytes()
 
     monkeypatch.setattr(GraphStore, "_compile", compiling)
-    form = replace(compiled_mode.LIBRARY, load=loading)
-    monkeypatch.setitem(compiled_mode.FORMS, "cpu", form)
+    form = replace(graph_forms.LIBRARY, load=loading)
+    monkeypatch.setitem(graph_forms.FORMS, "cpu", form)
     wanted = Traceable("a graph", lambda flat: (flat[0],), [], ())
 
     def found() -> tuple[Any, int]:
-        store = GraphStore(tmp_path / "graphs", torch.device("cpu"))
+        store = GraphStore(tmp_path / "graphs", torch.device("cpu"), "finwhale_cpu")
         return store.graph(wanted), store.num_compiled
 
     assert [found(), found()] == [(b"code of a graph", 1), (b"code of a graph", 0)]
@@ -291,7 +292,7 @@ def test_code_that_cannot_be_loaded_is_refused(
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
     if dies:
-        monkeypatch.setattr(compiled_mode, "TRIAL", "import os; os.kill(os.getpid(), 11)")
+        monkeypatch.setattr(graph_forms, "TRIAL", "import os; os.kill(os.getpid(), 11)")
     how = "dies of SIGSEGV" if dies else "fails: .+"
     with pytest.raises(FinwhaleError, match=rf"does not work here: a process .+ {how} \(torch"):
         LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))

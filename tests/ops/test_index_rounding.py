@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from finwhale.compiled import cpu_ops as traced
 from finwhale.ops.case import Draw
-from finwhale.ops.compiled import cpu as traced
 from finwhale.ops.indexer import cpu
 from finwhale.ops.indexer.layout import pack_keys, page_bytes, unpack_keys
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, scaled_fp4, unscaled_fp4

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from finwhale.compiled import cpu_ops as compiled
 from finwhale.ops import load_ops
 from finwhale.ops.case import Draw
-from finwhale.ops.compiled import cpu as compiled
 from finwhale.ops.moe import ExpertWeight
 from finwhale.platform import Platform
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import finwhale.engine.rank.batch as batch
-import finwhale.engine.rank.compiled as compiled_mode
 import finwhale.engine.rank.runner as runner
 from finwhale import LLM, SamplingParams
+from finwhale.compiled import graph_forms
 from finwhale.models.deepseek_v4.step import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import ref, unfused
@@ -145,7 +145,7 @@ def test_compiled_layers_give_the_same(
         wide[:, : pages.shape[1]] = pages
         return PageTable(wide[:, : pages.shape[1]], first, rows_per_page)
 
-    monkeypatch.setitem(compiled_mode.FORMS, "cpu", compiled_mode.MODULE)
+    monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
     assert llm.engine.runner.num_compiled > 0
     for found, wanted in zip(read(llm), amd[1], strict=True):

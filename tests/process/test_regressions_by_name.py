@@ -13,12 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
-from finwhale.engine.rank.compiled import GraphStore
-from finwhale.models.deepseek_v4.compiled import CompiledLayer
+from finwhale.compiled.compiled_layer import CompiledLayer
+from finwhale.compiled.graph_store import GraphStore
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.step import Inline
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -50,19 +49,19 @@ REGISTERED = """
 import sys
 import torch
 from finwhale import LLM
-from finwhale.engine.rank.compiled import GraphStore
-from finwhale.ops.compiled import registered
+from finwhale.compiled.graph_store import GraphStore
+from finwhale.compiled import custom_ops
 from finwhale.ops.tables.cpu import OPS
-register, traced = registered.register, []
+register, traced = custom_ops.register, []
 if sys.argv[2] == "True":
-    registered.register = lambda ops: None  # and only while a function is traced:
+    custom_ops.register = lambda ops: None  # and only while a function is traced:
     begin = lambda: register(OPS)
 else:
     begin = lambda: None
 def graph(store, wanted):
     names = torch._C._dispatch_get_all_op_names()
-    found = [n for n in names if n.startswith(registered.namespace(OPS))]
-    assert len(found) == len(registered.SCHEMAS), "a second start would not find its operators"
+    found = [n for n in names if n.startswith(custom_ops.namespace(OPS))]
+    assert len(found) == len(custom_ops.OPERATORS), "a second start would not find its operators"
     begin()
     traced.append(wanted)
     return lambda flat: list(wanted.fn(flat))
@@ -85,8 +84,8 @@ def test_operators_registered_while_tracing(tiny_path: Path, tmp_path: Path, mis
 class ChangedLayer(DecoderLayer):
     """A decoder layer that one platform calls with its mixes in one value."""
 
-    def forward(self, x: Any, *rest: Any, mixes: Any = ()) -> Any:  # type: ignore[override]
-        return super().forward(x, *rest, *mixes)
+    def __call__(self, x: Any, *rest: Any, mixes: Any = ()) -> Any:  # type: ignore[override]
+        return super().__call__(x, *rest, *mixes)
 
 
 @torch.inference_mode()
@@ -95,8 +94,8 @@ def check_draft_layer(llm: LLM) -> None:
     model, stepper = llm.engine.runner.model, Stepper(llm.engine)
     assert model.mtp is not None
     layers = [*model.layers, *model.mtp.layers]
-    signatures = {str(inspect.signature(layer.forward)) for layer in layers}
-    assert signatures == {str(inspect.signature(layers[0].forward))}
+    signatures = {str(inspect.signature(layer)) for layer in layers}
+    assert signatures == {str(inspect.signature(layers[0]))}
     assert len({type(layer) for layer in layers}) == 1
     sequence = stepper.sequence([5, 6, 7, 8])
     (streams,) = stepper.step([(sequence, 4)])
@@ -136,7 +135,7 @@ def test_the_draft_layer_left_behind(
 
 
 def test_a_compiled_layer_is_called_as_a_decoder_layer() -> None:
-    compiled, plain = (inspect.signature(c.forward) for c in (CompiledLayer, DecoderLayer))
+    compiled, plain = (inspect.signature(c.__call__) for c in (CompiledLayer, DecoderLayer))
     assert compiled == plain
     assert plain.return_annotation is not inspect.Signature.empty
     mixes = ("post_mix", "res_mix", "residual")
@@ -186,7 +185,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 MODULES = (
     "finwhale.llm",
     "finwhale.engine.loop.engine",
-    "finwhale.engine.rank.compiled",
+    "finwhale.compiled",
     "finwhale.server.worker",
     "finwhale.cli.main",
     "finwhale.cli.serve",
@@ -237,7 +236,7 @@ def test_streams_created_per_draft_layer(
 
     def check() -> None:
         assert len(made) == SideStreams.NUM
-        layers: list[nn.Module] = [*model.layers, *model.mtp.layers]
+        layers = [*model.layers, *model.mtp.layers]
         for layer in layers:
             assert isinstance(layer, DecoderLayer)
             assert layer.attn.side_streams is layer.ffn.side_streams is model.side_streams
@@ -257,7 +256,7 @@ import torch
 from finwhale import LLM, SamplingParams
 if sys.argv[2] == "True":
     import finwhale.engine.rank.runner as runner
-    from finwhale.ops.compiled.registered import custom
+    from finwhale.compiled.custom_ops import custom
     load_ops = runner.load_ops
     runner.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
 llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)

@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import ParamSpec
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.engine.rank.memory import PAGE, Largest, every_choice
 from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
+from finwhale.models.deepseek_v4.layer import Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.ops import Ops
@@ -106,7 +107,7 @@ class Walk:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
         self.largest, self.eager = largest, eager
         self.device = model.weights.embed.device
-        self.layers = nn.ModuleList(_one_of_each(model))
+        self.layers = _one_of_each(model)
         self.drafts = largest.draft_tokens
 
     @torch.inference_mode()
@@ -211,12 +212,12 @@ def _bounded(inputs: StepInputs, max_len: int, max_query: int) -> StepInputs:
     return StepInputs(token_ids=inputs.token_ids, tokens=tokens, tables=inputs.tables)
 
 
-def _one_of_each(model: DeepseekV4) -> list[nn.Module]:
+def _one_of_each(model: DeepseekV4) -> list[Layer]:
     """Layers with every kind of attention and of router; the first, which has no post step before
     it, is one of them.
     """
     config = model.config
-    found: list[nn.Module] = []
+    found: list[Layer] = []
     seen: set[object] = set()
     for i, layer in enumerate(model.layers):
         kinds = {("ratio", config.layer_ratios[i]), ("hashed", config.is_hash_layer(i))}

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from finwhale.artefacts import default_directory
+from finwhale.compiled import CompiledMode
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.batch import Batch, BatchBuilder
-from finwhale.engine.rank.compiled import compile_layers
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, Forward, check_can_draft
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
@@ -31,7 +31,6 @@ from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
 from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
-from finwhale.ops.compiled import TracedTable, table_of_compiled, traced_table
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.platform import Platform
 
@@ -75,16 +74,15 @@ class ModelRunner:
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
-        traced = None
+        compiled_mode: CompiledMode | None = None
         if config.compile:
             if self.ops.capabilities.compiled_layers is None:
                 raise FinwhaleError(
                     "the compiled mode is for the platform's own operators, and here the plain "
                     "definitions would run"
                 )
-            # Before anything is traced or loaded: what the model's graphs call.
-            self.ops = table_of_compiled(self.ops)
-            traced = traced_table(self.ops)
+            compiled_mode = CompiledMode(self.ops)
+            self.ops = compiled_mode.ops
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
@@ -143,8 +141,11 @@ class ModelRunner:
             if model is not None and self.max_model_len != longest:
                 self._prepare(config, self.model, self.max_model_len)
                 self.phases.end("kernels")
-            if traced is not None:
-                self._compile(traced, config.cache_dir)
+            if compiled_mode is not None:
+                kept = config.cache_dir and Path(config.cache_dir).expanduser()
+                directory = (kept or default_directory()) / "layers"
+                self.num_compiled = compiled_mode.compile_layers(self.model, self.cache, directory)
+                self.phases.end("compiled layers")
             self.drafter: Drafter | None = None
             self.verifications: Verifications | None = None
             if config.draft_tokens and self.model.mtp is not None:
@@ -178,15 +179,6 @@ class ModelRunner:
             round_activations=self._round,
             max_positions=max_positions,
         )
-
-    def _compile(self, traced: TracedTable, cache_dir: str | None) -> None:
-        """Decoder layers as graphs, compiled now or by an earlier process."""
-        directory = Path(cache_dir).expanduser() if cache_dir else default_directory()
-        window = next(group for group in self.groups if group.name == "window")
-        self.num_compiled = compile_layers(
-            self.model, traced, self.cache, window.rows_per_page, directory / "layers"
-        )
-        self.phases.end("compiled layers")
 
     def _launches(self, config: EngineConfig, max_len: int) -> object:
         """What determines every launch: for the same, a cache that was filled has everything."""
@@ -263,12 +255,10 @@ class ModelRunner:
         """
 
         def streams(inputs: StepInputs, segments: Segments) -> Tensor:
-            result: Tensor = self.model(inputs, self.cache, segments)
-            return result
+            return self.model(inputs, self.cache, segments)
 
         def logits(inputs: StepInputs, segments: Segments) -> Tensor:
-            result: Tensor = self.model.compute_logits(streams(inputs, segments))
-            return result
+            return self.model.compute_logits(streams(inputs, segments))
 
         largest = self._largest(config, self.max_model_len)
         if not largest.decode_graphs:

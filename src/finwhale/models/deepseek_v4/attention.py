@@ -6,7 +6,7 @@ S groups of 128 of A C values.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compressor import (
@@ -47,7 +47,7 @@ class AttentionWeights:
     compressor: C4Weights | C128Weights | None
 
 
-class Attention(nn.Module):
+class Attention:
     """x [N,D] -> [N,D]; writes the layer's window rows, entries and compressor state."""
 
     def __init__(
@@ -59,7 +59,6 @@ class Attention(nn.Module):
         round_activations: bool,
         side_streams: SideStreams,
     ) -> None:
-        super().__init__()
         self.linear = ops.linear
         self.grouped_input = ops.grouped_input
         self.grouped_linear = ops.grouped_linear
@@ -82,7 +81,7 @@ class Attention(nn.Module):
         elif isinstance(weights.compressor, C128Weights):
             self.entries = C128Entries(config, ops, weights.compressor, layer, round_activations)
 
-    def forward(
+    def __call__(
         self,
         x_ND: Tensor,
         inputs: StepInputs,

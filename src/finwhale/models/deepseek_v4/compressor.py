@@ -5,7 +5,7 @@ Legend: N tokens, D hidden, C head_dim, I index heads, J index_head_dim.
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -35,7 +35,7 @@ class C4Weights:
     index_mix: CompressorWeight
 
 
-class C128Entries(nn.Module):
+class C128Entries:
     """Writes the entries that complete; a token sees every one before it."""
 
     def __init__(
@@ -46,7 +46,6 @@ class C128Entries(nn.Module):
         layer: int,
         round_activations: bool,
     ) -> None:
-        super().__init__()
         self.linear = ops.linear
         self.compress = ops.compress
         self.weights = weights
@@ -85,7 +84,7 @@ class C128Entries(nn.Module):
         return Complete(cache.pool("c128", self.layer), inputs.tables["c128"], 128)
 
 
-class C4Entries(nn.Module):
+class C4Entries:
     """Writes the entries and keys that complete; a token sees the index_topk that score best."""
 
     def __init__(
@@ -96,7 +95,6 @@ class C4Entries(nn.Module):
         layer: int,
         round_activations: bool,
     ) -> None:
-        super().__init__()
         self.linear = ops.linear
         self.compress = ops.compress
         self.select_entries = ops.select_entries

@@ -1,8 +1,9 @@
 """One decoder layer. Legend: N tokens, H residual streams, D hidden."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
@@ -17,6 +18,22 @@ from finwhale.ops.mhc import MhcParams, MhcWeight
 LayerState = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+class Layer(Protocol):
+    """A decoder layer, compiled (finwhale.compiled) or not."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        inputs: StepInputs,
+        tables: RotaryTables,
+        cache: PagedCache,
+        segments: Segments,
+        post_mix: Tensor | None = None,
+        res_mix: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> LayerState: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """hc_attn and hc_ffn carry attn_norm and ffn_norm."""
@@ -27,7 +44,7 @@ class LayerWeights:
     ffn: MoeWeights
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer:
     """(x, post_mix, res_mix, residual) -> the same four: the last post step stays pending.
 
     The first layer gets the residual streams [N,H,D] as x and no mixes. Every later layer gets the
@@ -44,7 +61,6 @@ class DecoderLayer(nn.Module):
         round_activations: bool,
         side_streams: SideStreams,
     ) -> None:
-        super().__init__()
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.params = mhc_params(config)
@@ -52,7 +68,7 @@ class DecoderLayer(nn.Module):
         self.attn = Attention(config, ops, weights.attn, layer, round_activations, side_streams)
         self.ffn = Moe(config, ops, weights.ffn, side_streams)
 
-    def forward(
+    def __call__(
         self,
         x: Tensor,
         inputs: StepInputs,

@@ -6,13 +6,14 @@ post step -> streams. `compute_logits` collapses streams (hc_head), normalises a
 Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -44,7 +45,7 @@ class ModelWeights:
     mtp: MtpWeights | None
 
 
-class DeepseekV4(nn.Module):
+class DeepseekV4:
     """The model on one device.
 
     Args:
@@ -61,7 +62,6 @@ class DeepseekV4(nn.Module):
         round_activations: bool,
         max_positions: int,
     ) -> None:
-        super().__init__()
         self.config = config
         self.weights = weights
         self.linear = ops.linear
@@ -70,15 +70,15 @@ class DeepseekV4(nn.Module):
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
-        self.layers = nn.ModuleList(
+        self.layers: Sequence[Layer] = [
             DecoderLayer(config, ops, layer_weights, i, round_activations, self.side_streams)
             for i, layer_weights in enumerate(weights.layers)
-        )
+        ]
         self.mtp: MtpLayer | None = None
         if weights.mtp is not None:
             self.mtp = MtpLayer(self, ops, weights.mtp, round_activations)
 
-    def forward(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+    def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Read N tokens, write their state; returns the streams [N,H,D]."""
         embedded = self.weights.embed.index_select(0, inputs.token_ids)
         streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
@@ -86,7 +86,7 @@ class DeepseekV4(nn.Module):
 
     def run_layers(
         self,
-        layers: nn.ModuleList,
+        layers: Sequence[Layer],
         streams_NHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,
@@ -107,7 +107,7 @@ class DeepseekV4(nn.Module):
         return self.linear(hidden, self.weights.head).float()
 
 
-class MtpLayer(nn.Module):
+class MtpLayer:
     """Multi-token prediction: one more layer that predicts the token after the next.
 
     Shares the model's embedding, LM head, rotary tables and side streams. Its layer is a decoder
@@ -117,7 +117,6 @@ class MtpLayer(nn.Module):
     def __init__(
         self, model: DeepseekV4, ops: Ops, weights: MtpWeights, round_activations: bool
     ) -> None:
-        super().__init__()
         config = model.config
         self.weights = weights
         self.embed = model.weights.embed
@@ -128,20 +127,12 @@ class MtpLayer(nn.Module):
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
         self.eps = config.rms_norm_eps
-        self.layers = nn.ModuleList(
-            [
-                DecoderLayer(
-                    config,
-                    ops,
-                    weights.layer,
-                    config.num_hidden_layers,
-                    round_activations,
-                    model.side_streams,
-                )
-            ]
-        )
+        number = config.num_hidden_layers
+        self.layers: Sequence[Layer] = [
+            DecoderLayer(config, ops, weights.layer, number, round_activations, model.side_streams)
+        ]
 
-    def forward(
+    def __call__(
         self,
         inputs: StepInputs,
         streams_NHD: Tensor,

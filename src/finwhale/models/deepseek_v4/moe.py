@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.step import StepInputs
@@ -25,13 +25,12 @@ class MoeWeights:
     shared_experts: ExpertWeight
 
 
-class Moe(nn.Module):
+class Moe:
     """x [N,D] -> [N,D]."""
 
     def __init__(
         self, config: ModelConfig, ops: Ops, weights: MoeWeights, side_streams: SideStreams
     ) -> None:
-        super().__init__()
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
         self.experts = ops.experts
@@ -42,7 +41,7 @@ class Moe(nn.Module):
         self.scaling = config.routed_scaling_factor
         self.limit = config.swiglu_limit
 
-    def forward(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
+    def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
         # The shared expert's output is waited for where it is added.

@@ -1,4 +1,4 @@
-"""What a compiled graph reads of a step, as a flat list of tensors, and back."""
+"""A step as the flat list of tensors that a compiled graph takes, and back."""
 
 from dataclasses import dataclass
 
@@ -17,29 +17,29 @@ from finwhale.ops.slots import (
     write_slots,
 )
 
-# Complete entries are read in whole multiples of this many.
+# A graph reads complete entries in multiples of this number.
 ENTRY_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """How a table's operators find positions and rows in a graph.
+    """How the operators in a graph find positions and cached rows.
 
     Attributes:
-        packed: kernels read page tables, and attention is not in the graph; else rotations and
-            slots are read, which the step's memo holds.
-        rows_per_page: of the window's pages.
+        packed: kernels read page tables, and attention runs between the graphs. Otherwise the
+            operators read rotations and slots from the step's memo.
+        rows_per_page: rows of a page of the window.
     """
 
     packed: bool
     rows_per_page: int
 
     def flat(self, tokens: Tokens, table: PageTable, rotary_LR: Tensor) -> list[Tensor]:
-        """Of one step and one kind of layer."""
+        """The tensors of one step for one kind of layer."""
         if self.packed:
             places = [tokens.positions, tokens.sequence, tokens.query_start]
             return [*places, table.pages, table.first, rotary_LR]
-        # One list for all layers of a step that rotate alike.
+        # All layers of a step that use the same rotary table share one list.
         key = ("flat", id(rotary_LR))
         found: list[Tensor] | None = tokens.memo.get(key)
         if found is None:
@@ -48,7 +48,7 @@ class StepTensors:
         return found
 
     def back(self, tensors: list[Tensor]) -> tuple[Tokens, PageTable, Tensor]:
-        """Tokens, the window's table and the rotary table of what `flat` gave."""
+        """The tokens, the window's page table and the rotary table, from the tensors of `flat`."""
         if self.packed:
             positions, sequence, query_start, pages, first, rotary = tensors
             tokens = Tokens(positions, sequence, query_start, max_len=0, max_query=0)
@@ -56,7 +56,7 @@ class StepTensors:
         positions, rotation, slots = tensors
         tokens = Tokens(positions, positions, positions, max_len=0, max_query=0)
         table = PageTable(positions, positions, self.rows_per_page)
-        # Where Tokens.rotation and slots.write_slots look first: the rows stand for their table.
+        # Tokens.rotation and slots.write_slots find these in the memo and never read the tables.
         tokens.memo["rotation", id(rotation)] = rotation, rotation
         tokens.memo["write", table] = slots
         return tokens, table, rotation
@@ -64,12 +64,12 @@ class StepTensors:
     def flat_rows(
         self, tokens: Tokens, window: Window, entries: Selected | Complete | None
     ) -> list[Tensor]:
-        """The rows that attention reads, where it is in the graph."""
+        """The rows that attention reads, for a graph that contains attention."""
         seen = window_slots(tokens, window.table, window.size)
         return [window.pool, seen, *_entries(tokens, window, entries)]
 
     def flat_entries(self, tokens: Tokens, table: PageTable, topk: int) -> list[Tensor]:
-        """What the choice of entries reads: where each token's lie [N,E], how many it sees [N]."""
+        """For the indexer: the slots of each token's entries [N,E] and how many it sees [N]."""
         key = ("entries", table, topk)
         found: list[Tensor] | None = tokens.memo.get(key)
         if found is None:
@@ -82,14 +82,14 @@ class StepTensors:
         return found
 
     def back_entries(self, tensors: list[Tensor], tokens: Tokens, table: PageTable) -> None:
-        """Into the memo, what `flat_entries` gave: a sequence for each token."""
+        """Put the tensors of `flat_entries` into the memo, as one sequence for each token."""
         slots, counts = tensors
         tokens.memo["index", table] = IndexStep((), (), slots, counts)
 
     def back_rows(
         self, tensors: list[Tensor], tokens: Tokens, table: PageTable, size: int
     ) -> tuple[Window, Selected]:
-        """What `flat_rows` gave."""
+        """The window and the entries, from the tensors of `flat_rows`."""
         pool, seen, entry_pool, slots = tensors
         tokens.memo["window", table, size] = seen
         return Window(pool, table, size), Selected(entry_pool, slots, rows_per_page=1)
@@ -98,7 +98,7 @@ class StepTensors:
 def _entries(
     tokens: Tokens, window: Window, entries: Selected | Complete | None
 ) -> tuple[Tensor, Tensor]:
-    """A pool and its slots [N,K] int32, K = 0 where there are no entries."""
+    """A pool and its slots [N,K] int32. K is 0 if there are no entries."""
     if isinstance(entries, Selected):
         return entries.pool, entries.slots
     key = ("selected", None if entries is None else entries.table)

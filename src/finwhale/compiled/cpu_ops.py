@@ -1,10 +1,10 @@
-"""Operators of the CPU's table as plain torch that a compiler fuses: float32, any number of rows.
+"""Operators of the CPU's table as plain torch, which inductor fuses: float32, any number of rows.
 
-The same arithmetic as the references, written so that a graph's shapes stay symbolic and nothing is
-a call of its own that need not be one: torch would share even a small product between threads, and
-wait for them. Products with packed weights stay custom operators.
+They compute what the references compute, written so that shapes stay symbolic and small GEMMs
+become loops: torch would share even a small GEMM between threads and wait for them. GEMMs with
+packed weights stay custom operators.
 
-Legend as in the families' packages.
+Legend as in the operator families' packages.
 """
 
 from collections.abc import Callable
@@ -24,10 +24,11 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import index_step, window_slots, write_slots
 
-# Outputs that lie side by side in memory: two vectors of float32.
+# Outputs that are adjacent in memory: two vectors of float32.
 COLUMNS = 32
 _EXPONENT = 0x7F800000
-# To the next power of two, and from a group's scale to its lowest exponent, six binades below.
+# Rounds up to a power of two, then goes from a group's scale to its lowest exponent, six binades
+# below.
 _TO_LOWEST = 0x007FFFFF - (6 << 23)
 _MAGIC = (20 << 23) + 0x400000
 _FP4_UP = 0x3FFFFF
@@ -35,7 +36,7 @@ _FP4_MAGIC = (22 << 23) + 0x400000
 
 
 def traced(registered: Ops) -> Ops:
-    """The CPU's table for a compiler: `registered` where it cannot do better."""
+    """The CPU's table for tracing: these operators, and `registered` for the others."""
 
     def rounded(x: Tensor, round_input: bool) -> Tensor:
         return round_e4m3(x, ACTIVATION_GROUP) if round_input else x
@@ -70,8 +71,10 @@ def traced(registered: Ops) -> Ops:
 
 
 def columns(w: ExpertWeight) -> ExpertWeight:
-    """Routed experts as `experts` reads them, from one end to the other: w13 [E, 2I/32, D, 32] and
-    w2 [E, D/32, I, 32], rows of zeros to fill the last 32; in float16 where it holds every value.
+    """Routed experts' weights in the order in which `experts` reads them.
+
+    w13 becomes [E, 2I/32, D, 32] and w2 [E, D/32, I, 32], with rows of zeros to fill the last 32.
+    They become float16 if that holds every value.
     """
 
     def ordered(weight: Tensor) -> Tensor:
@@ -85,7 +88,9 @@ def columns(w: ExpertWeight) -> ExpertWeight:
 
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
-    """As rounding.round_e4m3, for |x| < 2^100; a rounded zero is +0 (host.round_e4m3 says how)."""
+    """Like rounding.round_e4m3, for |x| < 2^100, except that a rounded zero is +0. For the method
+    see host.round_e4m3.
+    """
     width = x.shape[-1]
     rest = width % group
     if rest:
@@ -107,7 +112,7 @@ def _round_groups(x: Tensor, group: int) -> Tensor:
 
 
 def round_fp4(x: Tensor) -> Tensor:
-    """As rounding.scaled_fp4 and back, for |x| < 2^100 (indexer.cpu says how)."""
+    """Like rounding.scaled_fp4 and back, for |x| < 2^100. For the method see indexer.cpu."""
     values = x.unflatten(-1, (-1, fp4_group(x.shape[-1])))
     amax = values.abs().amax(-1, keepdim=True).clamp(min=MIN_FP4_AMAX)
     scale = ((amax.view(torch.int32) + _FP4_UP) & _EXPONENT) - (2 << 23)
@@ -122,12 +127,12 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def _product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-    """[N,M] with few outputs: sums of the one loop that also makes x."""
+    """x weight^T [N,M] for few outputs M, which inductor fuses with the loop that computes x."""
     return (x_NK[:, None] * weight_MK).sum(-1)
 
 
 def _sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
-    """As mhc.ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i, likewise v; mix_ij / (u_i v_j)."""
+    """Like mhc.ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i, also v; mix_ij / (u_i v_j)."""
     v_NH = mix_NHH.sum(1) + eps
     u_NH = torch.ones_like(v_NH)
     for _ in range(num_iters - 1):
@@ -175,7 +180,7 @@ def prepare_qkv(
     pool: Tensor,
     table: PageTable,
 ) -> Tensor:
-    """The rotation and the slots come from the step's memo."""
+    """Reads the rotation and the slots from the step's memo."""
     rotation_NR = tokens.rotation(rotary_LR)
     row = apply_rope(rms_norm(kv_NC, kv_norm_C, eps), rotation_NR)
     if round_nope:
@@ -237,7 +242,7 @@ def experts(
     shared_ND: Tensor | None = None,
     join: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Of `columns`. Each (token, expert) pair alone: one loop over the expert's matrix."""
+    """With the weights of `columns`. Each (token, expert) pair is one loop over the matrix."""
     if join is not None:
         join()
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
@@ -250,7 +255,7 @@ def experts(
 
 
 def _each(x: Tensor, weight_NKBXC: Tensor) -> Tensor:
-    """x [N,1,X] or [N,K,X] times each pair's matrix: [N,K,M]."""
+    """x [N,1,X] or [N,K,X] times the matrix of each pair: [N,K,M]."""
     return (weight_NKBXC.float() * x[:, :, None, :, None]).sum(-2).flatten(-2)
 
 
@@ -266,7 +271,7 @@ def sparse_attention(
     out_NAC: Tensor,
     scales_NS: Tensor | None = None,
 ) -> None:
-    """Of selected entries, which may be none; the window's slots come from the step's memo."""
+    """For selected entries, which may be none. Reads the window's slots from the step's memo."""
     assert isinstance(entries, Selected) and scales_NS is None
     rotation_NR = tokens.rotation(rotary_LR)
     q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)
@@ -296,8 +301,8 @@ def select_entries(
     scale: float,
     round_query: bool,
 ) -> Tensor:
-    """The best first, not in order of position; where a token's entries lie, and how many it sees,
-    come from the step's memo: at least topk slots a token.
+    """The slots are in order of score, not of position. Reads each token's entries, at least topk
+    slots, and their number from the step's memo.
     """
     step = index_step(tokens, table)
     q = apply_rope(q_NIC, tokens.rotation(rotary_LR))
@@ -306,7 +311,7 @@ def select_entries(
     relu = (q[:, :, None] * keys_NEC[:, None]).sum(-1).relu()
     scores = (relu * (weights_NI * scale)[:, :, None]).sum(1)
     entries = torch.arange(scores.shape[1])
-    # As in indexer.ref: of equal scores the lowest entry; -0 counts as 0.
+    # As in indexer.ref, the lowest entry wins among equal scores, and -0 equals 0.
     bits = scores.masked_fill(entries >= step.num_entries[:, None], -torch.inf) + 0.0
     order = bits.view(torch.int32).to(torch.int64)
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)

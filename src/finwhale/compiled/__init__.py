@@ -1,0 +1,77 @@
+"""The compiled mode: decoder layers run as graphs that are compiled ahead of time and kept.
+
+    (x, post_mix, res_mix, residual) -> [enter] -> compress, select, attend -> [leave] -> experts
+
+`CompiledMode` is the entry point. A graph is traced from DecoderLayer's own methods
+(layer_tracer.py), compiled by inductor or loaded (graph_store.py, graph_forms.py), and called by a
+CompiledLayer. Weights, caches and the step are its arguments, so layers of one kind share it.
+
+An operator in a graph is either plain torch, which is compiled with the graph (cpu_ops.py), or a
+custom operator of torch.library, which the graph calls (custom_ops.py). The default mode registers
+none.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from finwhale.compiled.compiled_layer import CompiledLayer
+from finwhale.compiled.cpu_ops import traced
+from finwhale.compiled.custom_ops import custom, namespace
+from finwhale.compiled.graph_store import GraphStore
+from finwhale.compiled.layer_tracer import LayerTracer
+from finwhale.compiled.step_tensors import StepTensors
+from finwhale.models.deepseek_v4.cache_spec import PagedCache, cache_spec
+from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.ops import Ops
+from finwhale.ops.linear.ref import grouped_input
+
+
+class CompiledMode:
+    """Compiles the decoder layers of a model that is constructed with its table.
+
+    Construct it before the model. It registers custom operators, and a graph finds its operators
+    only if they are registered before it is loaded; a process that only loads graphs never traces.
+
+    Args:
+        ops: the platform's own table.
+
+    Attributes:
+        ops: the table for the model. Graphs take attention's output in one form, however many
+            tokens there are, so larger steps, which run without graphs, use that form too.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = replace(ops, grouped_input=grouped_input)
+        self._namespace = namespace(self.ops)
+        registered = custom(self.ops)
+        whole = ops.capabilities.compiled_layers == "whole"
+        self._traced = traced(registered) if whole else registered
+
+    def compile_layers(self, model: DeepseekV4, cache: PagedCache, directory: Path) -> int:
+        """Replace the decoder layers of a model and of its MTP layer by compiled ones.
+
+        Args:
+            directory: holds the graphs; made if missing.
+
+        Returns:
+            How many graphs were compiled. The others were loaded.
+
+        Raises:
+            ResourceError: the machine has no compiler, or the directory cannot be used.
+        """
+        (rows_per_page,) = (
+            group.rows_per_page for group in cache_spec(model.config) if group.name == "window"
+        )
+        step = StepTensors(self.ops.capabilities.packed_cache, rows_per_page)
+        store = GraphStore(directory, model.weights.embed.device, self._namespace)
+
+        def compiled(layer: Layer, first: bool) -> CompiledLayer:
+            assert isinstance(layer, DecoderLayer)
+            tracer = LayerTracer(model, self._traced, layer, cache, step, first=first)
+            return CompiledLayer(tracer, store)
+
+        for part in (model, model.mtp):
+            if part is not None:
+                part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]
+        return store.num_compiled

@@ -1,0 +1,188 @@
+"""Custom operators of torch.library, which a graph calls in place of a table's functions.
+
+A schema of torch.library knows tensors and numbers only, so a data class among an operator's
+arguments is passed as its fields. The schema and both conversions follow from the contract's
+signature in `Ops`. Only the shapes of the results are stated here.
+
+Legend as in the operator families' packages.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields, is_dataclass, replace
+from functools import cache
+from typing import Any, get_type_hints
+
+import torch
+from torch import Tensor
+from torch.library import Library, infer_schema
+
+from finwhale.ops import Ops
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.moe import ExpertWeight
+
+Parameter = inspect.Parameter
+# Each operator, and the argument that it writes.
+OPERATORS = {
+    "mhc_pre": (),
+    "mhc_post_pre": (),
+    "linear": (),
+    "grouped_linear": (),
+    "prepare_qkv": ("pool",),
+    "route_by_score": (),
+    "route_by_hash": (),
+    "swiglu_mlp": (),
+}
+
+
+def namespace(ops: Ops) -> str:
+    """The namespace of a table's operators: every table has its own, the same in every process."""
+    digest = hashlib.sha256(repr(ops.implementations()).encode()).hexdigest()
+    return f"finwhale_{ops.linear.__module__.rpartition('.')[2]}_{digest[:8]}"
+
+
+@cache
+def register(ops: Ops) -> Library:
+    """Register a table's operators. torch keeps them until the process ends."""
+    library = Library(namespace(ops), "DEF")
+    results = _results(ops.capabilities.expert_id_dtype)
+    for name, written in OPERATORS.items():
+        flat = FlatSignature(name)
+        library.define(name + flat.schema(written), tags=torch.Tag.needs_exact_strides)
+        library.impl(name, flat.taking_flat(getattr(ops, name)), "CompositeExplicitAutograd")
+        library._register_fake(name, flat.taking_flat(results[name]))
+    return library
+
+
+def custom(ops: Ops) -> Ops:
+    """`ops`, registered, with the functions of OPERATORS replaced by calls of custom operators."""
+    register(ops)
+    space = getattr(torch.ops, namespace(ops))
+    calls: dict[str, Any] = {name: FlatSignature(name).call_of(space, name) for name in OPERATORS}
+    return replace(ops, **calls)
+
+
+class FlatSignature:
+    """An operator's signature with each data class replaced by its fields.
+
+    Args:
+        name: the operator's field in `Ops`, whose annotation is the contract.
+    """
+
+    def __init__(self, name: str) -> None:
+        call = get_type_hints(Ops)[name].__call__
+        hints = get_type_hints(call)
+        self.returned = hints.pop("return")
+        bound = list(inspect.signature(call).parameters.values())[1:]
+        self.signature = inspect.Signature(bound)
+        # (data class, its fields) or (None, its position) for each parameter.
+        self.parts: list[tuple[type | None, Any]] = []
+        self.flat: list[Parameter] = []
+        for parameter, hint in hints.items():
+            begin = len(self.flat)
+            if not is_dataclass(hint):
+                self._add(parameter, hint)
+                self.parts.append((None, begin))
+                continue
+            assert isinstance(hint, type)
+            kinds = get_type_hints(hint)
+            for field in _passed(hint):
+                self._add(f"{parameter}_{field.name}", kinds[field.name])
+            self.parts.append((hint, slice(begin, len(self.flat))))
+
+    def _add(self, name: str, kind: Any) -> None:
+        self.flat.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind))
+
+    def schema(self, written: tuple[str, ...]) -> str:
+        """In the language of torch.library."""
+
+        def prototype() -> None: ...
+
+        prototype.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            self.flat, return_annotation=self.returned
+        )
+        # Every integer is a constant of the graph.
+        return infer_schema(prototype, mutates_args=written).replace("SymInt", "int")
+
+    def taking_flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the flat arguments, which calls `fn` with the contract's."""
+        parts = self.parts
+
+        def flat_fn(*flat: Any) -> Any:
+            return fn(*(flat[at] if kind is None else kind(*flat[at]) for kind, at in parts))
+
+        return flat_fn
+
+    def call_of(self, space: Any, name: str) -> Callable[..., Any]:
+        """A function of the contract's arguments, which calls a custom operator of a namespace."""
+
+        def contract_fn(*args: Any, **named: Any) -> Any:
+            bound = self.signature.bind(*args, **named)
+            bound.apply_defaults()
+            flat: list[Any] = []
+            for value in bound.arguments.values():
+                if is_dataclass(value):
+                    flat += (getattr(value, field.name) for field in _passed(value))
+                else:
+                    flat.append(value)
+            return getattr(space, name)(*flat)
+
+        return contract_fn
+
+
+def _passed(data_class: Any) -> list[Field[Any]]:
+    """Its fields, without what an object collects later."""
+    return [field for field in fields(data_class) if field.default_factory is MISSING]
+
+
+def _results(id_dtype: torch.dtype) -> dict[str, Callable[..., Any]]:
+    """Functions that give empty tensors of the shapes and dtypes that the contracts promise.
+
+    Args:
+        id_dtype: of the experts' ids.
+    """
+
+    def mhc_pre(residual: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:
+        N, H, D = residual.shape
+        mix = residual.new_empty(N, H, dtype=torch.float32)
+        return residual.new_empty(N, D), mix, mix.new_empty(N, H, H)
+
+    def mhc_post_pre(
+        x: Tensor, post: Tensor, res: Tensor, residual: Tensor, w: MhcWeight, params: MhcParams
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return *mhc_pre(residual, w, params), residual.new_empty(residual.shape)
+
+    def linear(x: Tensor, w: LinearWeight, *_: Any) -> Tensor:
+        weight = w.weight
+        dtype = w.out_dtype or (torch.bfloat16 if weight.itemsize == 1 else weight.dtype)
+        return x.new_empty((*x.shape[:-1], weight.shape[-2]), dtype=dtype)
+
+    def prepare_qkv(q_lora: Tensor, *_: Any) -> Tensor:
+        return q_lora.new_empty(q_lora.shape)
+
+    def routed(x: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+        shape = (x.shape[0], topk)
+        return x.new_empty(shape, dtype=id_dtype), x.new_empty(shape, dtype=torch.float32)
+
+    def route_by_score(x: Tensor, gate: Tensor, bias: Tensor, topk: int, *_: Any) -> Any:
+        return routed(x, topk)
+
+    def route_by_hash(x: Tensor, gate: Tensor, tid2eid: Tensor, *_: Any) -> Any:
+        return routed(x, tid2eid.shape[1])
+
+    def swiglu_mlp(x: Tensor, w: ExpertWeight, limit: float) -> Tensor:
+        dtype = x.dtype if w.w2.itemsize == 1 else w.w2.dtype
+        return x.new_empty(x.shape, dtype=dtype)
+
+    return {
+        "mhc_pre": mhc_pre,
+        "mhc_post_pre": mhc_post_pre,
+        "linear": linear,
+        "grouped_linear": linear,
+        "prepare_qkv": prepare_qkv,
+        "route_by_score": route_by_score,
+        "route_by_hash": route_by_hash,
+        "swiglu_mlp": swiglu_mlp,
+    }

@@ -1,0 +1,181 @@
+"""The directory of compiled graphs: each is compiled once, and later processes load it.
+
+A graph's file is named by a hash of everything its code depends on: this package's source, torch,
+the processor or GPU, the operators that it calls, and the types and fixed sizes of its arguments. A
+damaged file is compiled again.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from finwhale.artefacts import checksum, locked, source_digest, write_whole
+from finwhale.compiled.graph_forms import FORMS, Graph
+from finwhale.errors import ResourceError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A sample that the graph is traced with, and the dimensions whose sizes stay open."""
+
+    sample: Tensor
+    open_dims: tuple[int, ...] = ()
+
+    def signature(self) -> str:
+        """What a graph's code depends on."""
+        t = self.sample
+        shape = ["*" if i in self.open_dims else str(n) for i, n in enumerate(t.shape)]
+        strides = [] if self.open_dims else list(t.stride())
+        return f"{t.dtype} {t.device.type} {','.join(shape)} {strides}"
+
+
+@dataclass(frozen=True, slots=True)
+class Traceable:
+    """A function of flat tensors, and the arguments that it is traced with.
+
+    Attributes:
+        name: the graph and the kind of layer, for the log.
+        constants: all other values that the function reads.
+    """
+
+    name: str
+    fn: Callable[[list[Tensor]], tuple[Tensor, ...]]
+    arguments: list[Argument]
+    constants: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        # The tracer would merge two arguments that are the same tensor.
+        assert len({id(a.sample) for a in self.arguments}) == len(self.arguments)
+
+    def signature(self) -> str:
+        constants = [repr(value) for value in self.constants]
+        return "\n".join([self.name, *constants, *(a.signature() for a in self.arguments)])
+
+
+class GraphStore:
+    """Gives graphs: from memory, from the directory, or compiled now.
+
+    Args:
+        operators: the namespace of the custom operators that the graphs call.
+
+    Attributes:
+        num_compiled: how many graphs had to be compiled.
+
+    Raises:
+        ResourceError: the directory cannot be made, or (from `graph`) the machine has no compiler.
+    """
+
+    def __init__(self, directory: Path, device: torch.device, operators: str) -> None:
+        self.directory = directory
+        self.num_compiled = 0
+        self._environment = f"{_environment(device)} {operators}"
+        self._form = FORMS[device.type]
+        self._loaded: dict[str, Graph] = {}
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"compiled graphs cannot be kept in {directory}: {error.strerror or error}"
+            ) from error
+
+    @torch.inference_mode()
+    def graph(self, wanted: Traceable) -> Graph:
+        """The compiled form of a function."""
+        depends = f"{self._environment}\n{wanted.signature()}"
+        key = hashlib.sha256(depends.encode()).hexdigest()[:24]
+        if key not in self._loaded:
+            path = self.directory / f"{key}.pt2"
+            with locked(path.with_suffix(".lock")):
+                if not _is_whole(path):
+                    self._compile(wanted, path)
+                    self.num_compiled += 1
+            self._loaded[key] = self._form.load(path)
+        return self._loaded[key]
+
+    def _compile(self, wanted: Traceable, path: Path) -> None:
+        begin = time.perf_counter()
+        dynamic = torch.export.Dim.DYNAMIC
+        shapes = [dict.fromkeys(a.open_dims, dynamic) or None for a in wanted.arguments]
+        partial = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns about its own code
+            program = torch.export.export(
+                _Module(wanted),
+                ([a.sample for a in wanted.arguments],),
+                dynamic_shapes={"flat": shapes},
+                strict=False,
+            )
+            try:
+                self._form.compile(program, partial)
+            except (OSError, RuntimeError) as error:
+                raise ResourceError(
+                    f"the compiled mode cannot compile, which needs {self._form.needs}: "
+                    f"{[*str(error).strip().splitlines(), type(error).__name__][0]}"
+                ) from error
+        try:
+            if not self.num_compiled:
+                self._form.check(partial)
+            keep(path, partial.read_bytes())
+        finally:
+            partial.unlink()
+        logger.info("compiled %s in %.0f s", wanted.name, time.perf_counter() - begin)
+
+
+class _Module(nn.Module):
+    def __init__(self, wanted: Traceable) -> None:
+        super().__init__()
+        self._fn = wanted.fn
+
+    def forward(self, flat: list[Tensor]) -> tuple[Tensor, ...]:
+        return self._fn(flat)
+
+
+def keep(path: Path, code: bytes) -> None:
+    """Write a graph, then its checksum: a file without one was not finished."""
+    write_whole(path, code)
+    write_whole(path.with_suffix(".sum"), checksum(code).encode())
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file exists and has the checksum that was written after it."""
+    if not path.exists():
+        return False
+    try:
+        if path.with_suffix(".sum").read_text() == checksum(path.read_bytes()):
+            return True
+    except OSError:
+        pass
+    logger.warning("%s is damaged and is compiled again", path)
+    return False
+
+
+def _environment(device: torch.device) -> str:
+    """What a graph's code depends on besides its function and arguments."""
+    if device.type == "cuda":
+        # A module names the GPU that its kernels run on.
+        on = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"
+        on += f" {device.index or 0}"
+    else:
+        on = f"{platform.machine()} {_cpu_flags()}"
+    return f"{source_digest()} torch {torch.__version__} {on}"
+
+
+def _cpu_flags() -> str:
+    """The processor's features: inductor compiles for the processor that it runs on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
