@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import (
-    E2M1_VALUES,
     E8M0_BIAS,
     FP4_BLOCK,
     fp8_scale_shape,
 )
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
+from finwhale.number_formats import E2M1_VALUES
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
 _SLICE_ELEMENTS = 1 << 24

@@ -15,17 +15,13 @@ import torch
 from torch import Tensor
 
 from finwhale.errors import CheckpointError
+from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
 
 FP8_BLOCK = 128
 FP4_BLOCK = 32
-E4M3_MAX = 448.0
-E2M1_MAX = 6.0
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E8M0_BIAS = 127
 E8M0_NAN = 255
 
-# A boundary lies between two neighbouring e2m1 magnitudes; a value on it goes to the even code.
-_E2M1_BOUNDARIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _SLICE_ELEMENTS = 1 << 24
 
 
@@ -231,7 +227,8 @@ def quantise_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         _check_finite(amax)
         raw[start:stop] = _power_of_two_scales(amax, E2M1_MAX)
         part.mul_(_reciprocal(raw[start:stop])[:, :, None])
-        codes = _e2m1_codes(part).view(stop - start, columns)
+        signs = torch.signbit(part).to(torch.uint8) << 3
+        codes = (e2m1_codes(part.abs()) | signs).view(stop - start, columns)
         packed[start:stop] = codes[:, 0::2] | (codes[:, 1::2] << 4)
     lead = weight.shape[:-1]
     return (
@@ -265,22 +262,10 @@ def fp4_to_e4m3(packed: Tensor) -> Tensor:
     return out.view(torch.float8_e4m3fn).view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
-def _e2m1_codes(values: Tensor) -> Tensor:
-    """The 4-bit codes (uint8) of float32 values within +-6, rounded to nearest even."""
-    boundaries = torch.tensor(_E2M1_BOUNDARIES)
-    upwards = torch.tensor([code % 2 == 1 for code in range(len(_E2M1_BOUNDARIES))])
-    below = torch.nextafter(boundaries, torch.zeros(()))
-    # bucketize counts the boundaries strictly below a value; one moved down also counts a tie.
-    thresholds = torch.where(upwards, below, boundaries).to(values.device)
-    magnitude = torch.bucketize(values.abs(), thresholds, out_int32=True).to(torch.uint8)
-    return magnitude | (torch.signbit(values).to(torch.uint8) << 3)
-
-
 def _pair_table(device: torch.device) -> Tensor:
     """float32 [256, 2]: the values of a byte's low and high nibble."""
-    values = torch.tensor(E2M1_VALUES, device=device)
-    signed = torch.cat([values, -values])
-    return torch.stack([signed.repeat(16), signed.repeat_interleave(16)], dim=1)
+    values = e2m1_values(device)
+    return torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
 
 
 # --- Helpers ------------------------------------------------------------------------------------

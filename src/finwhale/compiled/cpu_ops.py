@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from finwhale.number_formats import E4M3_MAX
 from finwhale.ops import Ops
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.ref import apply_rope
@@ -21,7 +22,7 @@ from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.mhc import MhcParams, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
+from finwhale.ops.rounding import MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import index_step, window_slots, write_slots
 
 # Outputs that are adjacent in memory: two vectors of float32.

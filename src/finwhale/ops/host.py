@@ -23,7 +23,8 @@ import threadpoolctl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.rounding import MIN_AMAX
 
 F32 = NDArray[np.float32]
 C64 = NDArray[np.complex64]
@@ -37,17 +38,17 @@ NUM_WORKERS = (
 # Multiplications that are worth a thread of their own, about a millisecond: to wake one takes
 # microseconds on a quiet machine and milliseconds on a busy one.
 PARALLEL_WORK = 2**25
-_POOL = ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 
-def _renew_pool() -> None:
-    """A forked child has none of its parent's threads."""
-    global _POOL
-    _POOL = ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
+@lru_cache(maxsize=1)
+def _pool() -> ThreadPoolExecutor:
+    """The process's worker threads, started at the first large step."""
+    return ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_pool)
+    # A forked child has none of its parent's threads.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @lru_cache(maxsize=1)
@@ -76,7 +77,7 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
         return
     bounds = [num_rows * i // parts for i in range(parts + 1)]
     own, *others = [slice(start, end) for start, end in pairwise(bounds)]
-    running = [_POOL.submit(fn, rows) for rows in others]
+    running = [_pool().submit(fn, rows) for rows in others]
     fn(own)
     for part in running:
         part.result()

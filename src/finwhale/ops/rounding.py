@@ -9,16 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-E4M3_MAX = 448.0
+from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
+
 MIN_AMAX = 1e-4
-FP4_MAX = 6.0
 # The smallest scale is then the smallest normal float32, and every scale an E8M0 byte of 1..253.
-MIN_FP4_AMAX = FP4_MAX * 2.0**-126
+MIN_FP4_AMAX = E2M1_MAX * 2.0**-126
 FP4_GROUP = 32
-# Magnitudes of the codes 0..7; bit 3 of a code is the sign.
-FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# Halfway between neighbouring magnitudes. A tie rounds to the even code.
-FP4_MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def power_of_two_at_least(x: Tensor) -> Tensor:
@@ -96,25 +92,18 @@ def scaled_fp4(x: Tensor, least_scale: Tensor | None = None) -> tuple[Tensor, Te
     """
     grouped = x.float().unflatten(-1, (-1, fp4_group(x.shape[-1])))
     amax = grouped.abs().amax(-1).clamp_(min=MIN_FP4_AMAX)
-    scale = power_of_two_at_least(amax / FP4_MAX)
+    scale = power_of_two_at_least(amax / E2M1_MAX)
     if least_scale is not None:
         scale = torch.maximum(scale, least_scale)
     values = grouped / scale[..., None]
-    magnitude = values.abs()
-    codes = torch.zeros_like(values, dtype=torch.uint8)
-    for code, middle in enumerate(FP4_MIDDLES):
-        # Of codes c and c + 1, a tie goes to the even one.
-        codes += magnitude >= middle if code % 2 else magnitude > middle
-    codes += 8 * (values < 0).to(torch.uint8)
+    codes = e2m1_codes(values.abs()) + 8 * (values < 0).to(torch.uint8)
     flat: Tensor = codes.flatten(-2)
     return flat, scale
 
 
 def unscaled_fp4(codes: Tensor, scale: Tensor) -> Tensor:
     """What `scaled_fp4` stands for, float32."""
-    magnitudes = torch.tensor(FP4_VALUES, device=codes.device)
-    table = torch.cat((magnitudes, -magnitudes))
-    grouped = table[codes.long()].unflatten(-1, (scale.shape[-1], -1))
+    grouped = e2m1_values(codes.device)[codes.long()].unflatten(-1, (scale.shape[-1], -1))
     result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
     return result
 

@@ -16,15 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.ops.compressor import STATE_KEPT
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, Ints, PageTable, Tokens
 
 T = TypeVar("T")
 
 # Slots of entries are padded to this many, the references' block of keys.
 ENTRY_PAD = 128
-# ratio -> (align, before): once n tokens are read, rows of positions from
-# n // align * align - before on are needed again.
-STATE_KEPT = {4: (4, 4), 128: (128, 0)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.ops.attention import layout as row_layout
+from finwhale.ops.compressor import STATE_KEPT
 from finwhale.ops.indexer import layout as key_layout
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
 
@@ -161,7 +162,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 name="c4_state",
                 tokens_per_row=1,
                 rows_per_page=8,
-                keep=(4, 4),
+                keep=STATE_KEPT[4],
                 tail_only=True,
                 fields=(
                     field("c4_state", "state", 4 * head, c4),
@@ -183,7 +184,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 name="c128_state",
                 tokens_per_row=1,
                 rows_per_page=128,
-                keep=(128, 0),
+                keep=STATE_KEPT[128],
                 tail_only=True,
                 fields=(field("c128_state", "state", 2 * head, c128),),
             ),

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX, power_of_two_at_least
+from finwhale.ops.rounding import MIN_AMAX, power_of_two_at_least
 
 PAGE_ALIGN = 16
 

@@ -17,6 +17,10 @@ from finwhale.ops.paging import PageTable, Tokens
 
 Rounding = Literal["none", "nope", "key"]
 
+# ratio -> (align, before): a sequence of n tokens still needs the state rows of the positions from
+# n // align * align - before on.
+STATE_KEPT = {4: (4, 4), 128: (128, 0)}
+
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeight:

@@ -14,14 +14,12 @@ from finwhale.ops.case import (
     entry_rows,
     step_tokens,
 )
-from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
+from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
 from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
 from finwhale.ops.rounding import is_power_of_two
 
 EPS = 1e-6
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")
-# Once n tokens are read, rows of positions from n // align * align - before on are kept.
-KEPT = {4: (4, 4), 128: (128, 0)}
 PAGES = {4: (8, 64), 128: (128, 2)}  # rows a page of the state and of the entries
 # ratio, tokens of each chunk as (start, end), widths of the parts' entries, rope width.
 STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
@@ -46,7 +44,7 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
 
 def first_kept(count: int, ratio: int) -> int:
     """The first position whose row is kept once `count` tokens are read."""
-    align, before = KEPT[ratio]
+    align, before = STATE_KEPT[ratio]
     return max(0, count // align * align - before)
 
 

@@ -30,11 +30,12 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch import early_launch
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.moe.triton_order import order_pairs
-from finwhale.ops.rounding import E4M3_MAX, MIN_AMAX
+from finwhale.ops.rounding import MIN_AMAX
 
 if torch.version.hip is None:
     from finwhale.ops.moe import hopper_experts, hopper_one
