@@ -130,7 +130,7 @@ class EngineConfig:
                 raise FinwhaleError(f"{name} must be at least 1, got {value}")
 
 
-# The MTP layer is trained for the first; with each further one fewer are right.
+# The largest draft_tokens of any draft head. A model's own limit is its max_draft_tokens.
 MAX_DRAFT_TOKENS = 3
 _COUNTS = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "cache_memory_bytes")
 _MAY_BE_NONE = ("max_model_len", "cache_memory_bytes")

@@ -314,9 +314,9 @@ def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_qu
     """Compressors and the indexer of one model, for N tokens."""
     tokens, rotary = step_tokens(N, max_len, max_query), f32(2**20, 32, 2)
     parts = (compress_part(N, width, 4, "nope"), compress_part(N, 128, 4, "key"))
-    compressor.compress(parts, tokens, rotary, 1e-6, page_table(N, 8), page_table(N, 64))
+    compressor.compress(parts, tokens, rotary, 1e-6, page_table(N, 8), page_table(N, 64), 4)
     part = compress_part(N, width, 128, "nope")
-    compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2))
+    compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2), 4)
     q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
     table = page_table(N, 64)
     indexer.select_entries(

@@ -199,7 +199,7 @@ def test_entries_do_not_depend_on_the_batch(
     chunks = ((0, 300), (255, 256), (127, 128))
     args = compressor_cases.compress_args(Draw(), ratio, chunks, (16, 32), 8, (rounding, rounding))
     with torch.inference_mode():
-        parts, tokens, rotary, eps, states, entries = args
+        parts, tokens, rotary, eps, states, entries, most = args
         together = results(CPU.compress, args, (0,))
         state_pools = [part.state_pool for part in parts]
         for sequence, (start, end) in enumerate(chunks):
@@ -222,7 +222,13 @@ def test_entries_do_not_depend_on_the_batch(
                     row = part.projected[first + position - start][None]
                     step = step_tokens(((position, position + 1),))
                     CPU.compress(
-                        (replace(alone, projected=row),), step, rotary, eps, own_states, own_entries
+                        (replace(alone, projected=row),),
+                        step,
+                        rotary,
+                        eps,
+                        own_states,
+                        own_entries,
+                        most,
                     )
                 assert len(slots) and torch.equal(
                     alone.entry_pool[slots], together[2 * number + 1][slots]

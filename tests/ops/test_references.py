@@ -274,7 +274,9 @@ def naive_compress(
     eps: float,
     states: PageTable,
     entries: PageTable,
+    max_verify_tokens: int,
 ) -> list[Floats]:
+    assert max_verify_tokens == 4
     return [
         pool for part in parts for pool in _compressed(part, tokens, rotary, eps, states, entries)
     ]

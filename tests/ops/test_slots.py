@@ -62,7 +62,7 @@ def test_what_compressors_read_and_write(
 def check_compress(traffic: Traffic, group: Literal["c4", "c128"], ratio: int, mixed: int) -> None:
     tokens, inputs = traffic.tokens(), traffic.build().inputs
     state: Literal["c4_state", "c128_state"] = "c4_state" if group == "c4" else "c128_state"
-    step = compress_step(inputs.tokens, inputs.tables[state], inputs.tables[group], ratio)
+    step = compress_step(inputs.tokens, inputs.tables[state], inputs.tables[group], ratio, 4)
     num_history = len(step.history_slots)
     entries = [(c, t // ratio) for c, t in tokens if (t + 1) % ratio == 0]
     assert step.entry_slots.tolist() == [traffic.slot(c.sequence, group, w) for c, w in entries]
@@ -147,7 +147,7 @@ def test_before_the_first_entry_there_is_none(count: int) -> None:
     entries, states = (
         PageTable(torch.tensor([[page]]).int(), torch.zeros(1).int(), 8) for page in (0, 1)
     )
-    step = compress_step(tokens, states, entries, 4)
+    step = compress_step(tokens, states, entries, 4, 4)
     assert index_step(tokens, entries).entry_slots.shape == (1, 0)
     assert complete_slots(tokens, entries, 128).shape == (count, 0)
     assert step.entry_sources.shape == (0, 8)
@@ -162,7 +162,7 @@ def test_a_step_of_no_token() -> None:
     assert window_slots(tokens, table, 13).shape == (0, 13)
     assert complete_slots(tokens, table, 128).shape == (0, 0)
     assert index_step(tokens, table).entry_slots.shape == (0, 0)
-    assert compress_step(tokens, table, table, 4).entry_sources.shape == (0, 8)
+    assert compress_step(tokens, table, table, 4, 4).entry_sources.shape == (0, 8)
 
 
 @given(st.lists(st.integers(0, 5), max_size=12))

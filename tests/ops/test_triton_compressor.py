@@ -69,10 +69,10 @@ def check(
         replace(part, entry_pool=values.clone(), state_pool=part.state_pool.clone())
         for part, values in zip(parts, before, strict=True)
     )
-    kernels.compress(found, run or tokens, rotary, EPS, states, entries)
+    kernels.compress(found, run or tokens, rotary, EPS, states, entries, 4)
     count = tokens.positions.shape[0]
     cut = tuple(replace(part, projected=part.projected[:count]) for part in wanted)
-    ref.compress(cut, tokens, rotary, EPS, states, entries)
+    ref.compress(cut, tokens, rotary, EPS, states, entries, 4)
     for part, one, other, old in zip(parts, found, wanted, before, strict=True):
         assert torch.equal(one.state_pool, other.state_pool)
         values = dense(one, rope, rows)
@@ -92,7 +92,7 @@ def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -
     ratio, chunks, widths, rope = step
     roundings: tuple[Rounding, ...] = ("nope", "key")
     args = compress_args(Draw(), ratio, chunks, widths, rope, roundings)  # type: ignore[arg-type]
-    parts, tokens, rotary, _, states, entries = args
+    parts, tokens, rotary, _, states, entries, _ = args
     check(parts, tokens, rotary, states, entries)
 
 
@@ -100,7 +100,7 @@ def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -
 def test_padding_of_a_captured_batch(ratio: int) -> None:
     chunks = ((ratio - 1, ratio), (10, 11))
     args = compress_args(Draw(), ratio, chunks, (64,), 16, ("nope",))  # type: ignore[arg-type]
-    parts, tokens, rotary, _, states, entries = args
+    parts, tokens, rotary, _, states, entries, _ = args
     more = torch.full((3,), -1)
     run = Tokens(
         positions=torch.cat((tokens.positions, more)),
@@ -124,14 +124,14 @@ def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
             16,
             ("nope",),
         )
-        (part,), tokens, rotary, _, _, entries = args
+        (part,), tokens, rotary, _, _, entries, _ = args
         rows = entries.rows_per_page
         pages = torch.arange(end // 8 + 1, dtype=torch.int32)[None]
         states = PageTable(pages, torch.zeros(1, dtype=torch.int32), 8)
         state_pool = torch.zeros(8 * pages.shape[1], part.projected.shape[1])
         state_pool[: end - 1] = part.projected[: end - 1]
         whole = packed(replace(part, state_pool=torch.zeros_like(state_pool)), 16, rows)
-        kernels.compress((whole,), tokens, rotary, EPS, states, entries)
+        kernels.compress((whole,), tokens, rotary, EPS, states, entries, 4)
         alone = packed(
             replace(part, state_pool=state_pool, projected=part.projected[-1:]), 16, rows
         )
@@ -142,7 +142,7 @@ def test_an_entry_has_the_same_bits_in_a_prefill_and_in_a_decode() -> None:
             max_len=end,
             max_query=1,
         )
-        kernels.compress((alone,), last, rotary, EPS, states, entries)
+        kernels.compress((alone,), last, rotary, EPS, states, entries, 4)
         slot = entries.slots(last.host_sequence, last.host_positions // ratio)
         assert torch.equal(dense(alone, 16, rows)[slot], dense(whole, 16, rows)[slot])
 
@@ -155,7 +155,7 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
     All tokens have one row, which is then the mixture; nothing is turned.
     """
     args = compress_args(Draw(), 4, ((0, 28),), (width,), 32, ("key",))
-    (part,), tokens, _, _, states, entries = args
+    (part,), tokens, _, _, states, entries, _ = args
     group = torch.tensor([[1, 1, 1, 1], [1, 2.0**-3, 2.0**-9, 3e3], [1, 2.0**-16, 2.0**-13, 0]])
     for scales in group[:, : width // 32]:
         wanted = (Draw(1).normal(width // 32, 32) * scales[:, None]).flatten()
@@ -166,7 +166,7 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
         filled = replace(part, projected=projected.expand(28, -1).contiguous(), weight=weight)
         written = packed(filled, 32, 64)
         still = torch.stack((torch.ones(28, 16), torch.zeros(28, 16)), -1)
-        kernels.compress((written,), tokens, still, 0.0, states, entries)
+        kernels.compress((written,), tokens, still, 0.0, states, entries, 4)
         slots = entries.slots(0, torch.arange(7).numpy())
         found = dense(written, 32, 64)[slots]
         keys = unpack_keys(pack_keys(wanted[None], 1), 1, width)
@@ -178,6 +178,6 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
 
 def test_what_it_cannot_write_raises() -> None:
     args = compress_args(Draw(), 4, ((0, 4),), (64,), 16, ("none",))
-    parts, tokens, rotary, eps, states, entries = args
+    parts, tokens, rotary, eps, states, entries, _ = args
     with pytest.raises(ValueError, match="packed entries"):
-        kernels.compress(parts, tokens, rotary, eps, states, entries)
+        kernels.compress(parts, tokens, rotary, eps, states, entries, 4)

@@ -29,7 +29,7 @@ from finwhale.ops.case import (
 )
 from finwhale.ops.case import Draw as HostDraw
 from finwhale.ops.compressor import CompressorWeight, CompressPart
-from finwhale.ops.compressor.cases import state_rows
+from finwhale.ops.compressor.cases import MAX_VERIFY_TOKENS, state_rows
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.indexer.layout import page_bytes as key_page_bytes
 from finwhale.ops.linear import LinearWeight
@@ -380,7 +380,8 @@ def _compress(s: Sizes, draw: Draw) -> Iterator[Work]:
                     torch.split(projected, [*columns, extra], 1), widths, pools, strict=False
                 )
             )
-            return parts, tokens, draw.rotary(tokens.max_len, R), EPS, states, entries
+            rotary = draw.rotary(tokens.max_len, R)
+            return parts, tokens, rotary, EPS, states, entries, MAX_VERIFY_TOKENS
 
         entry_bytes = _row_bytes(s) + (_key_bytes(s) if len(widths) > 1 else 0)
 

@@ -17,9 +17,8 @@ Ints = NDArray[np.int64]
 # kept. Pages of every group hold a divisor of it.
 BLOCK_TOKENS = 256
 
-# A sequence that reads no more tokens than this in a step may go on after any of them, the first at
-# least: the step keeps what that takes. So many are a token and the drafts behind it.
-UNDOABLE_TOKENS = 4
+# GPU kernels plan a step with at most this many tokens of each sequence as a decode.
+MAX_DECODE_QUERY = 4
 
 
 @dataclass(frozen=True, eq=False)

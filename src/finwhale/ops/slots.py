@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.compressor import STATE_KEPT
-from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, Ints, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, Ints, PageTable, Tokens
 
 T = TypeVar("T")
 
@@ -124,13 +124,21 @@ def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
 
 
 def compress_step(
-    tokens: Tokens, state_table: PageTable, entry_table: PageTable, ratio: int
+    tokens: Tokens,
+    state_table: PageTable,
+    entry_table: PageTable,
+    ratio: int,
+    max_verify_tokens: int,
 ) -> CompressStep:
-    """The entries of `ratio` tokens that complete, and the state that later steps need."""
+    """The entries of `ratio` tokens that complete, and the state that later steps need.
+
+    Args:
+        max_verify_tokens: as in ops.compressor.Compress.
+    """
     return _once(
         tokens,
         ("compress", entry_table, ratio),
-        lambda: _compress_step(tokens, state_table, entry_table, ratio),
+        lambda: _compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens),
     )
 
 
@@ -159,17 +167,28 @@ def _entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Ints:
 
 
 def _compress_step(
-    tokens: Tokens, state_table: PageTable, entry_table: PageTable, ratio: int
+    tokens: Tokens,
+    state_table: PageTable,
+    entry_table: PageTable,
+    ratio: int,
+    max_verify_tokens: int,
 ) -> CompressStep:
     chunks = _chunks(tokens)
     query_start = tokens.host_query_start
     align, before = STATE_KEPT[ratio]
+    # Where each sequence continues at the earliest: drafts may be wrong, its first token stays.
+    settled = [
+        end if end - start > max_verify_tokens else min(start + 1, end) for start, end in chunks
+    ]
+    tails = [count // align * align - before for count in settled]
     kept = [
         (b, first + token - start, token)
-        for b, ((start, end), first) in enumerate(zip(chunks, query_start, strict=False))
-        for token in range(max(start, _settled(start, end) // align * align - before), end)
+        for b, ((start, end), first, tail) in enumerate(
+            zip(chunks, query_start, tails, strict=False)
+        )
+        for token in range(max(start, tail), end)
     ]
-    kept += _ends_of_blocks(chunks, query_start, state_table, align, before)
+    kept += _ends_of_blocks(chunks, query_start, state_table, before, tails)
     entries = [
         (b, entry)
         for b, (start, end) in enumerate(chunks)
@@ -194,27 +213,23 @@ def _compress_step(
     )
 
 
-def _settled(start: int, end: int) -> int:
-    """Where a sequence that read tokens start..end-1 goes on at the earliest."""
-    return end if end - start > UNDOABLE_TOKENS else min(start + 1, end)
-
-
 def _ends_of_blocks(
     chunks: list[tuple[int, int]],
     query_start: list[int],
     state_table: PageTable,
-    align: int,
     before: int,
+    tails: list[int],
 ) -> list[tuple[int, int, int]]:
-    """(sequence, new row, position) of the rows kept at the ends of blocks within the chunks."""
+    """(sequence, new row, position) of the rows kept at the ends of blocks within the chunks, and
+    before the rows that each sequence keeps anyway, from its tail on.
+    """
     kept = []
     for b, (start, end) in enumerate(chunks):
         if not before or start // BLOCK_TOKENS == end // BLOCK_TOKENS:
             continue
-        tail = _settled(start, end) // align * align - before
         for block_end in range((start // BLOCK_TOKENS + 1) * BLOCK_TOKENS, end, BLOCK_TOKENS):
             if state_table.has_page(b, block_end - 1):
-                tokens = range(max(start, block_end - before), min(block_end, tail))
+                tokens = range(max(start, block_end - before), min(block_end, tails[b]))
                 kept += [(b, query_start[b] + token - start, token) for token in tokens]
     return kept
 

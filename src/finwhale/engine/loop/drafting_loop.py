@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Items
 
-from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens
+from finwhale.config import DraftTokens
 from finwhale.engine.loop.in_flight import Flight, Rows, Stream
 from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.plan.draft_policy import DraftPolicy
@@ -39,7 +39,7 @@ class DraftLoop:
         self._meter = meter
         self._policy: DraftPolicy | None = None
         if draft_tokens == "auto":
-            self._policy = DraftPolicy(MAX_DRAFT_TOKENS)
+            self._policy = DraftPolicy(runner.model_config.max_draft_tokens)
         else:
             scheduler.draft_tokens = draft_tokens
         self._last_collected = 0.0

@@ -88,7 +88,7 @@ class Engine:
         self._flying: deque[Flight] = deque()
         self._rows = self._fed = Rows([])
         self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
-        self._meter = Meter()
+        self._meter = Meter(self.model_config.max_draft_tokens)
         self._drafting = self._new_draft_loop()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
@@ -428,7 +428,7 @@ class Engine:
             assert not self._requests
             self.scheduler.reset_prefix_cache()
             self.scheduler.counts = SchedulerCounts()
-            self._meter = Meter()
+            self._meter = Meter(self.model_config.max_draft_tokens)
             self._drafting = self._new_draft_loop()
 
     def metrics(self) -> EngineMetrics:

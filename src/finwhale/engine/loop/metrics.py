@@ -3,10 +3,9 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
-from finwhale.config import MAX_DRAFT_TOKENS
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.request import FinishReason
 
@@ -130,22 +129,31 @@ class Clock:
 
 @dataclass(slots=True)
 class Meter:
-    """The counters of one engine. Not locked: read while a step runs, they may be a step apart."""
+    """The counters of one engine. Not locked: read while a step runs, they may be a step apart.
 
+    Args:
+        max_draft_tokens: the most drafts of a sequence; each position has its own counters.
+    """
+
+    max_draft_tokens: InitVar[int] = 0
     requests: int = 0
     steps: int = 0
     output_tokens: int = 0
     endings: dict[Ending, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
     )
-    drafts_proposed: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
-    drafts_accepted: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT_TOKENS)
+    drafts_proposed: list[int] = field(init=False)
+    drafts_accepted: list[int] = field(init=False)
     verifications: int = 0
     time_of_verification: Timer = field(default_factory=Timer)
     time_of_draft: Timer = field(default_factory=Timer)
     time_to_first_token: Timer = field(default_factory=Timer)
     time_between_tokens: Timer = field(default_factory=Timer)
     time_per_output_token: Timer = field(default_factory=Timer)
+
+    def __post_init__(self, max_draft_tokens: int) -> None:
+        self.drafts_proposed = [0] * max_draft_tokens
+        self.drafts_accepted = [0] * max_draft_tokens
 
     def step(self, clocks: list[Clock], now: float) -> None:
         """A step is done: one token of each sequence came now."""

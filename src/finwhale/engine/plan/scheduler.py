@@ -388,7 +388,7 @@ class Scheduler:
 
         Nothing has to be cleared: rows are found by their position, and whoever reads a position
         again overwrites its rows before any token sees them. Rows of compressor state that a step
-        leaves out are never needed here, for so short a step may be undone (UNDOABLE_TOKENS).
+        leaves out are never needed here, for a step of at most max_verify_tokens may be undone.
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end

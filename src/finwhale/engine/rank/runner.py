@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finwhale.artefacts import default_directory
 from finwhale.compiled import CompiledMode
-from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
+from finwhale.config import EngineConfig
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.batch import Batch, BatchBuilder
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -86,8 +86,7 @@ class ModelRunner:
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         longest = _longest(config, model_config)
-        if config.draft_tokens:
-            check_can_draft(model_config)
+        check_can_draft(config.draft_tokens, model_config)
         self.model_config = model_config
         self.groups = cache_spec(model_config)
         self.segments = Inline()
@@ -220,7 +219,7 @@ class ModelRunner:
             max_len=max_len,
             decode_graphs=tuple(sorted(set(decodes))),
             prefill_graphs=prefills,
-            drafts=numbers_of_drafts(config),
+            drafts=numbers_of_drafts(config, self.model_config),
         )
 
     def _hold(self, config: EngineConfig) -> MemoryUse:
@@ -301,7 +300,7 @@ class ModelRunner:
             self.cache,
             self.ops.sample,
             self.groups,
-            drafts=numbers_of_drafts(config),
+            drafts=numbers_of_drafts(config, self.model_config),
             sizes=largest.decode_graphs or (config.max_num_seqs,),
             max_len=self.max_model_len,
             device=self.device,
@@ -383,10 +382,10 @@ class ModelRunner:
         self.sampled[: len(ids)].copy_(ids)
 
 
-def numbers_of_drafts(config: EngineConfig) -> tuple[int, ...]:
-    """What a step's decodes may have."""
+def numbers_of_drafts(config: EngineConfig, model_config: ModelConfig) -> tuple[int, ...]:
+    """How many drafts the decodes of a step may have."""
     if config.draft_tokens == "auto":
-        return tuple(range(MAX_DRAFT_TOKENS + 1))
+        return tuple(range(model_config.max_draft_tokens + 1))
     return (config.draft_tokens,)
 
 

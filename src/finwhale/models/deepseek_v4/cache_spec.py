@@ -14,7 +14,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.compressor import STATE_KEPT
 from finwhale.ops.indexer import layout as key_layout
-from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS
 
 GroupName = Literal["window", "c4", "c128", "c4_state", "c128_state"]
 FieldKind = Literal["row", "key", "state"]
@@ -74,9 +74,11 @@ class CacheGroup:
         rows_per_page: rows of one page.
         keep: None keeps every row; (align, before) keeps the rows of the tokens from
             floor(n / align) * align - before on, where n tokens have been read.
-        tail_only: a step writes only the rows that it leaves to later steps, however many of at
-            most UNDOABLE_TOKENS tokens stay, and those that are needed at the ends of blocks
-            within it.
+        tail_only: a step writes only the rows that later steps need. These are the rows for any
+            number of its tokens that may stay, if it has at most max_verify_tokens, and the rows
+            needed at the ends of blocks within it.
+        max_verify_tokens: the most tokens of a sequence in a step that verifies drafts: only the
+            first is certain to stay.
     """
 
     name: GroupName
@@ -84,6 +86,7 @@ class CacheGroup:
     rows_per_page: int
     keep: tuple[int, int] | None
     tail_only: bool
+    max_verify_tokens: int = 1
     fields: tuple[CacheField, ...]
 
     def __post_init__(self) -> None:
@@ -114,8 +117,7 @@ class CacheGroup:
         """The first token whose row a step over tokens start..end-1 leaves to later steps."""
         if not self.tail_only:
             return start
-        # A short step may be undone but for its first token.
-        settled = end if end - start > UNDOABLE_TOKENS else start + 1
+        settled = end if end - start > self.max_verify_tokens else start + 1
         return max(start, self.first_needed(settled))
 
     def page_bytes(self, itemsize: int, packed: bool = False) -> int:
@@ -164,6 +166,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 rows_per_page=8,
                 keep=STATE_KEPT[4],
                 tail_only=True,
+                max_verify_tokens=config.max_verify_tokens,
                 fields=(
                     field("c4_state", "state", 4 * head, c4),
                     field("index_state", "state", 4 * index, c4),
@@ -186,6 +189,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
                 rows_per_page=128,
                 keep=STATE_KEPT[128],
                 tail_only=True,
+                max_verify_tokens=config.max_verify_tokens,
                 fields=(field("c128_state", "state", 2 * head, c128),),
             ),
         ]

@@ -51,6 +51,7 @@ class C128Entries:
         self.weights = weights
         self.layer = layer
         self.eps = config.rms_norm_eps
+        self.max_verify_tokens = config.max_verify_tokens
         self.round_entries = round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
@@ -70,7 +71,13 @@ class C128Entries:
         )
         tables = inputs.tables
         self.compress(
-            (part,), inputs.tokens, rotary, self.eps, tables["c128_state"], tables["c128"]
+            (part,),
+            inputs.tokens,
+            rotary,
+            self.eps,
+            tables["c128_state"],
+            tables["c128"],
+            self.max_verify_tokens,
         )
 
     def visible(
@@ -101,6 +108,7 @@ class C4Entries:
         self.weights = weights
         self.layer = layer
         self.eps = config.rms_norm_eps
+        self.max_verify_tokens = config.max_verify_tokens
         self.round_entries = round_activations
         self.heads = config.index_n_heads
         self.head_dim = config.index_head_dim
@@ -135,7 +143,15 @@ class C4Entries:
             ),
         )
         tables = inputs.tables
-        self.compress(parts, inputs.tokens, rotary, self.eps, tables["c4_state"], tables["c4"])
+        self.compress(
+            parts,
+            inputs.tokens,
+            rotary,
+            self.eps,
+            tables["c4_state"],
+            tables["c4"],
+            self.max_verify_tokens,
+        )
 
     def visible(
         self,

@@ -16,6 +16,8 @@ MODEL_TYPE = "deepseek_v4"
 RATIOS = (0, 4, 128)
 
 DraftHead = Literal["mtp", "dspark"]
+# The MTP layer is trained to predict one more token. Each further draft is right less often.
+MTP_DRAFT_TOKENS = 3
 ExpertDtype = Literal["fp4", "fp8"]
 ScaleFormat = Literal["ue8m0", "float32"]
 
@@ -238,6 +240,16 @@ class ModelConfig:
             compress_ratios=self.compress_ratios[:num_layers] + drafts,
             num_hash_layers=min(self.num_hash_layers, num_layers),
         )
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most drafts that the draft head makes at once; 0 without a supported one."""
+        return MTP_DRAFT_TOKENS if self.draft_head == "mtp" else 0
+
+    @property
+    def max_verify_tokens(self) -> int:
+        """The most tokens of a sequence in a step that verifies drafts."""
+        return 1 + self.max_draft_tokens
 
     def without_draft_head(self) -> "ModelConfig":
         """The same model without its MTP layer."""

@@ -66,10 +66,10 @@ class Compress(Protocol):
     A token at position p with (p + 1) % ratio == 0 completes entry p // ratio from the S tokens up
     to its own, the first window of ratio 4 from its own 4. Of a sequence that ends at `end` after
     the step, the rows from end // 4 * 4 - 4 on are kept for ratio 4, from end // 128 * 128 on for
-    ratio 128; where the sequence has at most UNDOABLE_TOKENS tokens in the step, `end` is the one
-    after its first token, so that the others may be undone. For ratio 4 the last 4 rows of each
-    block (BLOCK_TOKENS) that ends in the step are kept as well, where the state's table has a page
-    for them: another sequence may go on there.
+    ratio 128. A sequence with at most `max_verify_tokens` tokens in the step may be verifying
+    drafts, of which some are wrong: for it, `end` is the position after its first token. For ratio
+    4 the last 4 rows of each block (BLOCK_TOKENS) that ends in the step are kept as well, where the
+    state's table has a page for them: another sequence may continue there.
     """
 
     def __call__(
@@ -80,6 +80,7 @@ class Compress(Protocol):
         eps: float,
         state_table: PageTable,
         entry_table: PageTable,
+        max_verify_tokens: int,
     ) -> None:
         """All parts have one ratio and share the tables. rotary [L,R/2,2] float32 (cos, sin)."""
         ...

@@ -15,10 +15,11 @@ from finwhale.ops.case import (
     step_tokens,
 )
 from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
-from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS
+from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.ops.rounding import is_power_of_two
 
 EPS = 1e-6
+MAX_VERIFY_TOKENS = 4
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")
 PAGES = {4: (8, 64), 128: (128, 2)}  # rows a page of the state and of the entries
 # ratio, tokens of each chunk as (start, end), widths of the parts' entries, rope width.
@@ -36,7 +37,7 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (128, ((0, 130), (255, 256), (100, 101)), (48,), 16),
     (128, ((200, 384),), (512,), 64),
     (128, ((511, 512), (130, 131), (767, 769)), (64,), 32),
-    # Short steps, after any token of which the sequence may go on.
+    # Steps that may verify drafts: the sequence may continue after any of its tokens.
     (4, ((254, 258), (7, 10), (11, 13), (5, 10)), (128,), 64),
     (128, ((126, 130), (127, 129), (125, 130), (128, 131)), (64,), 32),
 )
@@ -49,8 +50,8 @@ def first_kept(count: int, ratio: int) -> int:
 
 
 def settled(start: int, end: int) -> int:
-    """Where a sequence goes on after a step at the earliest: a short one may be undone."""
-    return end if end - start > UNDOABLE_TOKENS else start + 1
+    """Where a sequence continues after a step at the earliest: drafts may be wrong."""
+    return end if end - start > MAX_VERIFY_TOKENS else start + 1
 
 
 def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
@@ -99,7 +100,8 @@ def compress_args(
             torch.split(projected, [*columns, 16], 1), widths, roundings, strict=False
         )
     )
-    return parts, tokens, draw.rotation(tokens.max_len, rope), EPS, states, entries
+    rotation = draw.rotation(tokens.max_len, rope)
+    return parts, tokens, rotation, EPS, states, entries, MAX_VERIFY_TOKENS
 
 
 def _case(

@@ -44,9 +44,11 @@ def compress(
     eps: float,
     state_table: PageTable,
     entry_table: PageTable,
+    max_verify_tokens: int,
 ) -> None:
     for part in parts:
-        step = compress_step(tokens, state_table, entry_table, part.weight.ratio)
+        ratio = part.weight.ratio
+        step = compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens)
         projected: F32 = part.projected.numpy()
         if step.entry_slots.shape[0]:
             entry = _entries(part, projected, step, rotary_LR, eps)

@@ -34,9 +34,11 @@ def compress(
     eps: float,
     state_table: PageTable,
     entry_table: PageTable,
+    max_verify_tokens: int,
 ) -> None:
     for part in parts:
-        step = compress_step(tokens, state_table, entry_table, part.weight.ratio)
+        ratio = part.weight.ratio
+        step = compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens)
         if step.entry_slots.shape[0]:
             rotation = rotary_LR.index_select(0, step.entry_positions)
             entry = _entries(part, step, rotation, eps).to(part.entry_pool.dtype)

@@ -21,7 +21,7 @@ from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
-from finwhale.ops.paging import BLOCK_TOKENS, UNDOABLE_TOKENS, PageTable, Tokens
+from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
@@ -234,7 +234,7 @@ def _part(
     KEY_GROUP: tl.constexpr,
     KEY_SHARE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    UNDOABLE: tl.constexpr,
+    MAX_VERIFY: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -341,9 +341,9 @@ def _part(
                     BLOCK_C,
                 )
 
-    # A short step may be undone but for its first token.
+    # A step that may verify drafts is certain of its first token only.
     end = positions + ends - tokens
-    end = tl.where(ends - begins > UNDOABLE, end, positions + begins - tokens + 1)
+    end = tl.where(ends - begins > MAX_VERIFY, end, positions + begins - tokens + 1)
     kept = there & (positions >= end // RATIO * RATIO - BEFORE)
     if RATIO == 4:
         kept |= there & (positions % BLOCK_TOKENS >= BLOCK_TOKENS - BEFORE)
@@ -432,7 +432,7 @@ def _compress_kernel(
     ENTRY_ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    UNDOABLE: tl.constexpr,
+    MAX_VERIFY: tl.constexpr,
     TOKENS: tl.constexpr,
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
@@ -473,7 +473,7 @@ def _compress_kernel(
             KEY_GROUP_A,
             KEY_SHARE_A,
             BLOCK_TOKENS,
-            UNDOABLE,
+            MAX_VERIFY,
             TOKENS,
             SLICES,
             SLICE,
@@ -515,7 +515,7 @@ def _compress_kernel(
             KEY_GROUP_B,
             KEY_SHARE_B,
             BLOCK_TOKENS,
-            UNDOABLE,
+            MAX_VERIFY,
             TOKENS,
             SLICES,
             SLICE,
@@ -582,6 +582,7 @@ def compress(
     eps: float,
     state_table: PageTable,
     entry_table: PageTable,
+    max_verify_tokens: int,
 ) -> None:
     """Complete entries and keep state for one or two parts in one launch, into packed pools."""
     num_tokens = tokens.positions.shape[0]
@@ -603,7 +604,7 @@ def compress(
         block = triton.next_power_of_2(width)
         sizes.append((width, key, scales, block if key else max(NOPE_GROUP, block)))
     (width_a, key_a, scales_a, block_a), (width_b, key_b, scales_b, block_b) = sizes
-    few = tokens.max_query <= UNDOABLE_TOKENS
+    few = tokens.max_query <= MAX_DECODE_QUERY
     tokens_per_program = 1 if few else PREFILL_TOKENS[ratio]
     slices = triton.cdiv(width_a, SLICE) if ratio == 128 else 1
     mixed, counters = _exchange(tokens, width_a if slices > 1 else 0)
@@ -643,7 +644,7 @@ def compress(
         ENTRY_ROWS=entry_table.rows_per_page,
         GROUP=NOPE_GROUP,
         BLOCK_TOKENS=BLOCK_TOKENS,
-        UNDOABLE=UNDOABLE_TOKENS,
+        MAX_VERIFY=max_verify_tokens,
         TOKENS=tokens_per_program,
         SLICES=slices,
         SLICE=SLICE,

@@ -23,7 +23,7 @@ from torch import Tensor
 from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
 from finwhale.ops.indexer.triton_topk import select_topk
-from finwhale.ops.paging import UNDOABLE_TOKENS, PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import FP4_GROUP
 
 RATIO = 4
@@ -346,7 +346,7 @@ def select_entries(
         return out_NK
 
     block_i = max(MIN_HEADS, triton.next_power_of_2(heads))
-    prefill = tokens.max_query > UNDOABLE_TOKENS
+    prefill = tokens.max_query > MAX_DECODE_QUERY
     block_q = max(1, PREFILL_COLUMNS // block_i) if prefill else 1
     num_pages = triton.cdiv(max_entries, table.rows_per_page)
     row_length = num_pages * table.rows_per_page
