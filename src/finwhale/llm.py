@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from finwhale.chat.effort import effort_ladder
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
@@ -17,9 +16,8 @@ from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
 from finwhale.errors import FinwhaleError, RequestError
-from finwhale.models.deepseek_v4.build import WeightStream
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.models.registry import architecture_of, parse_config
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -203,7 +201,8 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
         if self._template is None:
-            self._template = ChatTemplate(self.tokenizer, effort_ladder(self._directory))
+            dialect = architecture_of(self.engine.model_config).chat_dialect(self._directory)
+            self._template = ChatTemplate(self.tokenizer, dialect)
         return self._template
 
     def stream(
@@ -292,17 +291,16 @@ def _open(
     if load_format not in ("auto", "dummy"):
         raise FinwhaleError(f'load_format must be "auto" or "dummy", got {load_format!r}')
     if load_format == "dummy":
-        config = ModelConfig.from_dict(read_config(directory))
-        return config, DummySource(
-            weight_specs(config), choose_device(device)[1], progress=progress
-        )
+        config = parse_config(read_config(directory))
+        specs = architecture_of(config).weight_specs(config)
+        return config, DummySource(specs, choose_device(device)[1], progress=progress)
     checkpoint = Checkpoint.open(directory)
-    config = ModelConfig.from_dict(checkpoint.config)
-    ignored = ignored_prefixes(config)
+    config = parse_config(checkpoint.config)
+    architecture = architecture_of(config)
     return config, WeightSource(
         checkpoint,
-        weight_specs(config),
-        ignored=ignored,
+        architecture.weight_specs(config),
+        ignored=architecture.ignored_prefixes(config),
         device=choose_device(device)[1],
         progress=progress,
     )

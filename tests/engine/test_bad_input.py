@@ -445,7 +445,7 @@ def test_dspark_is_said_plainly_and_runs_without_drafting(
     save_file(kept | stages, path / "model.safetensors")
     llm = LLM(path, device="cpu", activations="exact")
     assert "DSpark is not supported" in caplog.text
-    assert llm.engine.runner.model.mtp is None
+    assert llm.engine.runner.model.draft_head is None
     wanted = LLM(plain, device="cpu", activations="exact").generate([[5, 6]], GREEDY)[0]
     assert llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids == wanted.outputs[0].token_ids
     assert main(["inspect", str(path)]) == 0

@@ -41,7 +41,7 @@ START = """
 import json, sys
 import torch
 from finwhale import LLM, SamplingParams
-from finwhale.models.deepseek_v4.step import Inline
+from finwhale.models.protocol import Inline
 from finwhale.testing.stepping import Stepper
 torch.set_num_threads(1)
 BEFORE
@@ -55,7 +55,7 @@ with torch.inference_mode():
     sequence = stepper.sequence(text)
     (streams,) = stepper.step([(sequence, len(text) - 1)])
     following = torch.tensor(text[1:])
-    mtp = runner.model.mtp
+    mtp = runner.model.draft_head
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
     draft = mtp.compute_logits(draft, 0)
 kinds = sorted({type(layer).__name__ for layer in [*runner.model.layers, *mtp.layers]})
@@ -209,8 +209,8 @@ def test_layers_of_a_kind_share_their_graphs(
 ) -> None:
     llm = LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
     model = llm.engine.runner.model
-    assert model.mtp is not None
-    layers = [*model.layers, *model.mtp.layers]
+    assert model.draft_head is not None
+    layers = [*model.layers, *model.draft_head.layers]
     assert all(isinstance(layer, CompiledLayer) for layer in layers) and len(layers) == 5
 
 

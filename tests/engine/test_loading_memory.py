@@ -138,7 +138,7 @@ def test_every_tensor_is_read_once(
         llm = LLM(tmp_path / "model", device="cpu", dtype=dtype)  # type: ignore[arg-type]
         assert set(reads) == set(Checkpoint.open(tmp_path / "model").tensors)
         assert set(reads.values()) == {1}
-        assert llm.engine.runner.model.mtp is not None
+        assert llm.engine.runner.model.draft_head is not None
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         (result,) = llm.generate([[5, 6, 7]], params)
         assert result.error is None and len(result.outputs[0].token_ids) == 4

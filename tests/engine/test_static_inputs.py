@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from finwhale.engine.plan.sequences import PENDING, Chunk
 from finwhale.engine.rank.graphs import decode_sizes, prefill_sizes
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
-from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.protocol import StepInputs
 from finwhale.testing.traffic import Traffic
 
 SEEDS, NUM_SEQS = st.integers(0, 40), st.integers(1, 5)

@@ -213,8 +213,8 @@ def test_one_set_of_side_streams(
     engine = new_llm(**OPTIONS, draft_tokens=3).engine
     on_the_device(engine, monkeypatch)
     model = engine.runner.model
-    assert made == [model.side_streams] and SideStreams.NUM == 2 and model.mtp is not None
-    for layer in (*model.layers, *model.mtp.layers):
+    assert made == [model.side_streams] and SideStreams.NUM == 2 and model.draft_head is not None
+    for layer in (*model.layers, *model.draft_head.layers):
         assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
 
 

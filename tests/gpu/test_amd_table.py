@@ -9,7 +9,7 @@ import torch
 
 import finwhale.engine.rank.runner as runner
 from finwhale import LLM, SamplingParams
-from finwhale.models.deepseek_v4.step import Inline
+from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
 from finwhale.platform import Platform
@@ -49,7 +49,7 @@ def nvidia() -> LLM:
 def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each token, of the model and of the MTP layer."""
     stepper, run = Stepper(llm.engine), llm.engine.runner
-    mtp = run.model.mtp
+    mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(ids[:-1])
     (streams,) = stepper.step([(sequence, len(ids) - 1)])

@@ -13,7 +13,7 @@ START = """
 import json, sys
 import torch
 from finwhale import LLM, SamplingParams
-from finwhale.models.deepseek_v4.step import Inline
+from finwhale.models.protocol import Inline
 from finwhale.testing.stepping import Stepper
 def refuse(*args, **kwargs):
     raise AssertionError("traced or compiled")
@@ -31,7 +31,7 @@ with torch.inference_mode():
     sequence = stepper.sequence(text)
     (streams,) = stepper.step([(sequence, len(text) - 1)])
     following = torch.tensor(text[1:], device="cuda")
-    mtp = runner.model.mtp
+    mtp = runner.model.draft_head
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
     drafts = mtp.compute_logits(draft, 0).argmax(-1).tolist()
 print(json.dumps([tokens, drafts, runner.num_compiled, runner.builds._counter.compiled, late]))

@@ -156,8 +156,8 @@ def test_side_streams_are_two_and_shared(tiny: Path, monkeypatch: pytest.MonkeyP
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
     assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == 2
     llm.generate([[5, 6, 7]], GREEDY)
-    assert model.mtp is not None
-    for layer in (*model.layers, *model.mtp.layers):
+    assert model.draft_head is not None
+    for layer in (*model.layers, *model.draft_head.layers):
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
     assert load(tiny, "cpu", "float32").engine.runner.model.side_streams.streams == ()
     # The engine's own brings results to the host.

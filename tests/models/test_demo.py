@@ -73,7 +73,7 @@ def test_mtp_layer_foresees_the_model(llm: LLM) -> None:
     """
     text = llm.encode(STORY)
     stepper = Stepper(llm.engine)
-    runner, layer = stepper.runner, llm.engine.runner.model.mtp
+    runner, layer = stepper.runner, llm.engine.runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     (streams,) = stepper.step([(sequence, len(text) - 1)])

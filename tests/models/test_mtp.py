@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 def mtp_streams(stepper: Stepper, text: list[int], cuts: Sequence[int] = ()) -> Tensor:
     """The MTP layer's streams for every token of a text but the last, read in chunks."""
     runner = stepper.runner
-    layer = runner.model.mtp
+    layer = runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     out = []
@@ -38,7 +38,7 @@ def mtp_streams(stepper: Stepper, text: list[int], cuts: Sequence[int] = ()) -> 
 
 @torch.inference_mode()
 def mtp_logits(stepper: Stepper, streams: Tensor) -> Tensor:
-    layer = stepper.runner.model.mtp
+    layer = stepper.runner.model.draft_head
     assert layer is not None
     return torch.cat([layer.compute_logits(row, 0) for row in torch.split(streams, 1)])
 
@@ -100,5 +100,5 @@ def test_without_an_mtp_layer(tmp_path: Path) -> None:
         for name in ("with", "without"):
             llm = LLM(tmp_path / name, device="cpu", dtype="float32", activations="exact")
             streams.append(Stepper(llm.engine).read([4, 2, 9]))
-    assert llm.engine.runner.model.mtp is None
+    assert llm.engine.runner.model.draft_head is None
     assert torch.equal(*streams)

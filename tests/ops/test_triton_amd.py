@@ -17,7 +17,7 @@ import finwhale.engine.rank.batch as batch
 import finwhale.engine.rank.runner as runner
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
-from finwhale.models.deepseek_v4.step import Inline
+from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import ref, unfused
 from finwhale.ops.paging import PageTable
@@ -74,7 +74,7 @@ def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -
 def read(llm: LLM) -> tuple[Tensor, Tensor]:
     """Logits after the last two tokens of two steps, of the model and of the MTP layer."""
     stepper, run = Stepper(llm.engine), llm.engine.runner
-    mtp = run.model.mtp
+    mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(TEXT[:-1])
     logits, drafts = [], []

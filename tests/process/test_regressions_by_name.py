@@ -19,8 +19,8 @@ from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.models.deepseek_v4.layer import DecoderLayer
-from finwhale.models.deepseek_v4.step import Inline
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import Inline
 from finwhale.testing.stepping import Stepper
 
 MISTAKE = pytest.mark.parametrize("mistake", [False, True], ids=["as it is", "put back"])
@@ -92,8 +92,8 @@ class ChangedLayer(DecoderLayer):
 def check_draft_layer(llm: LLM) -> None:
     """Draft and decoder layers are of one class and signature, and both run."""
     model, stepper = llm.engine.runner.model, Stepper(llm.engine)
-    assert model.mtp is not None
-    layers = [*model.layers, *model.mtp.layers]
+    assert model.draft_head is not None
+    layers = [*model.layers, *model.draft_head.layers]
     signatures = {str(inspect.signature(layer)) for layer in layers}
     assert signatures == {str(inspect.signature(layers[0]))}
     assert len({type(layer) for layer in layers}) == 1
@@ -101,7 +101,7 @@ def check_draft_layer(llm: LLM) -> None:
     (streams,) = stepper.step([(sequence, 4)])
     assert stepper.inputs is not None
     following = torch.tensor([6, 7, 8, 9])
-    draft = model.mtp(stepper.inputs, streams, following, llm.engine.runner.cache, Inline())
+    draft = model.draft_head(stepper.inputs, streams, following, llm.engine.runner.cache, Inline())
     assert draft.shape == streams.shape and draft.isfinite().all()
     stepper.release(sequence)
 
@@ -232,11 +232,11 @@ def test_streams_created_per_draft_layer(
     model = model_module.DeepseekV4(
         config, run.ops, weights, round_activations=False, max_positions=16
     )
-    assert model.mtp is not None
+    assert model.draft_head is not None
 
     def check() -> None:
         assert len(made) == SideStreams.NUM
-        layers = [*model.layers, *model.mtp.layers]
+        layers = [*model.layers, *model.draft_head.layers]
         for layer in layers:
             assert isinstance(layer, DecoderLayer)
             assert layer.attn.side_streams is layer.ffn.side_streams is model.side_streams

@@ -19,8 +19,9 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import PATIENCE, Scheduler
 from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
 from finwhale.engine.rank.kv_cache import plan_cache
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import CacheGroup
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
 

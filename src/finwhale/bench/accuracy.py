@@ -24,6 +24,7 @@ from finwhale.config import EngineConfig, add_wo_a_input
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper
 
@@ -53,8 +54,10 @@ def read(
 
     Read whole, and with `every_way` in chunks and the tail token by token.
     """
+    model = engine.runner.model
+    assert isinstance(model, DeepseekV4)
     stepper, reading = Stepper(engine), Reading()
-    layers: list[Any] = list(engine.runner.model.layers)
+    layers: list[Any] = list(model.layers)
     indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
     kept = [indexer.select_entries for indexer in indexers]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from finwhale.bench.record import summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
-from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import WeightStream
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
 

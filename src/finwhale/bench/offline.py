@@ -36,9 +36,10 @@ from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig, add_wo_a_input
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.build import WeightStream
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.protocol import WeightStream
 from finwhale.request import SamplingParams
 
 FP8_BLOCK_BYTES = 4 / 128**2
@@ -63,6 +64,7 @@ class Bench:
     """An engine and what is measured with it."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
+        assert isinstance(engine.model_config, ModelConfig)
         self.engine = engine
         self.steps = steps
         self.config = engine.model_config
@@ -211,8 +213,9 @@ class Bench:
         """Different experts that the next step hits, the mean over layers; run eagerly."""
         hits: list[int] = []
         # A compiled layer holds the layer, which has the experts.
-        found = self.engine.runner.model.layers
-        layers: list[Any] = [getattr(layer, "layer", layer) for layer in found]
+        model = self.engine.runner.model
+        assert isinstance(model, DeepseekV4)
+        layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
         kept = [layer.ffn.experts for layer in layers]
 
         def counting(run: Any) -> Any:

@@ -108,11 +108,12 @@ class StubEngine(Engine):
     """An engine over a StubRunner, one step ahead."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, text: Tokenizer) -> None:
+        self._stub = StubRunner(config, model_config)
         super().__init__(config, model_config, None, text)  # type: ignore[arg-type]
         self.steps_ahead = 1
 
     def _new_runner(self, weights: Any) -> Any:
-        return StubRunner(self.config, self.model_config)
+        return self._stub
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:

@@ -14,10 +14,8 @@ from rich.table import Table
 from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
-from finwhale.models.deepseek_v4.build import WeightBuilder
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.protocol import Architecture, CacheGroup, ModelConfig
+from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 
@@ -29,12 +27,15 @@ def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     console = Console()
     checkpoint = Checkpoint.open(Path(args.path) if args.path else DEMO_PATH)
-    config = ModelConfig.from_dict(checkpoint.config)
-    inventory = inventory_report(checkpoint, weight_specs(config), ignored_prefixes(config))
+    config = parse_config(checkpoint.config)
+    architecture = architecture_of(config)
+    inventory = inventory_report(
+        checkpoint, architecture.weight_specs(config), architecture.ignored_prefixes(config)
+    )
     console.print(f"[bold]{checkpoint.path}[/]")
-    console.print(_config_table(config))
-    console.print(_tensor_table(checkpoint))
-    console.print(_memory_table(config))
+    console.print(_config_table(architecture.describe(config)))
+    console.print(_tensor_table(checkpoint, architecture))
+    console.print(_memory_table(config, architecture))
     if args.tensors:
         console.print(_all_tensors(checkpoint))
     return _print_verdict(console, config, inventory)
@@ -56,32 +57,7 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1024**power:,.2f} {units[power - 1]}"
 
 
-def _config_table(config: ModelConfig) -> Table:
-    ratios = config.layer_ratios
-    kinds = ", ".join(
-        f"{ratios.count(ratio)} {name}"
-        for ratio, name in ((0, "window only"), (4, "C4"), (128, "C128"))
-        if ratio in ratios
-    )
-    rows = {
-        "layers": f"{config.num_hidden_layers}: {kinds}",
-        "routing": f"{config.num_hash_layers} layers by hash, "
-        f"{config.num_hidden_layers - config.num_hash_layers} by score",
-        "draft head": config.draft_head or "none",
-        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
-        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
-        f"{config.sliding_window}, top {config.index_topk} of the C4 entries",
-        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
-        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
-        "vocabulary": f"{config.vocab_size:,}",
-        "context": f"{config.max_position_embeddings:,} tokens",
-        "weights": (
-            f"FP8 {config.weight_block_size[0]}x{config.weight_block_size[1]} "
-            f"({config.scale_format} scales), experts {config.expert_dtype.upper()}"
-            if config.quantised
-            else "not quantised"
-        ),
-    }
+def _config_table(rows: dict[str, str]) -> Table:
     table = _table("model", "", "")
     table.show_header = False
     for name, value in rows.items():
@@ -89,10 +65,10 @@ def _config_table(config: ModelConfig) -> Table:
     return table
 
 
-def _tensor_table(checkpoint: Checkpoint) -> Table:
+def _tensor_table(checkpoint: Checkpoint, architecture: Architecture) -> Table:
     groups: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     for info in checkpoint.tensors.values():
-        entry = groups[_part(info.name), str(info.dtype).removeprefix("torch.")]
+        entry = groups[architecture.part_of(info.name), str(info.dtype).removeprefix("torch.")]
         entry[0] += 1
         entry[1] += info.num_bytes
     table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
@@ -113,30 +89,7 @@ def _tensor_table(checkpoint: Checkpoint) -> Table:
     return table
 
 
-def _part(name: str) -> str:
-    """Which part of the model a tensor belongs to, layers taken together."""
-    pieces = name.split(".")
-    prefix = "MTP: " if pieces[0] == "mtp" else ""
-    if pieces[0] not in ("layers", "mtp"):
-        return "embedding and head" if pieces[0] in ("embed", "head") else "final norm and hc head"
-    match pieces[2:]:
-        case ["attn", "indexer", *_]:
-            return prefix + "indexer"
-        case ["attn", "compressor", *_]:
-            return prefix + "compressor"
-        case ["attn", *_]:
-            return prefix + "attention"
-        case ["ffn", "experts", *_]:
-            return prefix + "routed experts"
-        case ["ffn", "shared_experts", *_]:
-            return prefix + "shared expert"
-        case ["ffn", *_]:
-            return prefix + "router"
-        case _:
-            return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
-
-
-def _memory_table(config: ModelConfig) -> Table:
+def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
     """As values in two dtypes, and packed in FP8 and FP4, as on a Hopper GPU."""
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
@@ -147,14 +100,9 @@ def _memory_table(config: ModelConfig) -> Table:
         (torch.bfloat16, values),
         (torch.bfloat16, replace(values, capabilities=packed)),
     )
-    weights = [
-        WeightBuilder(
-            config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
-        ).num_bytes
-        for dtype, ops in forms
-    ]
+    weights = [architecture.weight_bytes(config, *form) for form in forms]
     table.add_row("weights", *map(_size, weights))
-    groups = cache_spec(config)
+    groups = architecture.cache_groups(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
         return (

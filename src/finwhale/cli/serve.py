@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from finwhale.chat.effort import effort_ladder
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.reader import read_config
 from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
+from finwhale.models.registry import architecture_of, parse_config
 
 try:
     from finwhale.server import logs
@@ -41,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
     options = engine_options(args, os.environ)
     logs.configure(args.log_level)
     load = partial(load_engine, args.path, args.log_level, options)
-    return serve(config, tokenizer, effort_ladder(directory), load)
+    architecture = architecture_of(parse_config(read_config(directory)))
+    return serve(config, tokenizer, architecture.chat_dialect(directory), load)
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:

@@ -20,9 +20,10 @@ from finwhale.compiled.custom_ops import custom, namespace
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.compiled.step_tensors import StepTensors
-from finwhale.models.deepseek_v4.cache_spec import PagedCache, cache_spec
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.protocol import Model, PagedCache
 from finwhale.ops import Ops
 from finwhale.ops.linear.ref import grouped_input
 
@@ -48,7 +49,7 @@ class CompiledMode:
         whole = ops.capabilities.compiled_layers == "whole"
         self._traced = traced(registered) if whole else registered
 
-    def compile_layers(self, model: DeepseekV4, cache: PagedCache, directory: Path) -> int:
+    def compile_layers(self, model: Model, cache: PagedCache, directory: Path) -> int:
         """Replace the decoder layers of a model and of its MTP layer by compiled ones.
 
         Args:
@@ -60,18 +61,19 @@ class CompiledMode:
         Raises:
             ResourceError: the machine has no compiler, or the directory cannot be used.
         """
+        assert isinstance(model, DeepseekV4), "only DeepSeek-V4's layers can be compiled"
         (rows_per_page,) = (
             group.rows_per_page for group in cache_spec(model.config) if group.name == "window"
         )
         step = StepTensors(self.ops.capabilities.packed_cache, rows_per_page)
-        store = GraphStore(directory, model.weights.embed.device, self._namespace)
+        store = GraphStore(directory, model.device, self._namespace)
 
         def compiled(layer: Layer, first: bool) -> CompiledLayer:
             assert isinstance(layer, DecoderLayer)
             tracer = LayerTracer(model, self._traced, layer, cache, step, first=first)
             return CompiledLayer(tracer, store)
 
-        for part in (model, model.mtp):
+        for part in (model, model.draft_head):
             if part is not None:
                 part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]
         return store.num_compiled

@@ -4,11 +4,10 @@ from torch import Tensor
 
 from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer, tensors_of
-from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compressor import C4Entries
 from finwhale.models.deepseek_v4.layer import LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.step import Segments, StepInputs
+from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops.attention import Complete, Selected, Window
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the

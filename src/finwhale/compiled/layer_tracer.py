@@ -16,12 +16,11 @@ from torch import Tensor
 from finwhale.compiled.cpu_ops import columns
 from finwhale.compiled.graph_store import Argument, Traceable
 from finwhale.compiled.step_tensors import StepTensors
-from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Selected
 from finwhale.ops.moe import ExpertWeight

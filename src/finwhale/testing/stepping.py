@@ -10,7 +10,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
-from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.protocol import StepInputs
 from finwhale.request import SamplingParams
 
 

@@ -8,7 +8,7 @@ from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, Sequence
 from finwhale.engine.rank.batch import Batch, BatchBuilder
-from finwhale.models.deepseek_v4.cache_spec import GroupName, cache_spec
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
@@ -63,13 +63,13 @@ class Traffic:
         """The step's inputs on the CPU."""
         return BatchBuilder(self.groups, torch.device("cpu")).build(self.chunks)
 
-    def has_page(self, sequence: Sequence, group: GroupName, row: int) -> bool:
+    def has_page(self, sequence: Sequence, group: str, row: int) -> bool:
         """Whether a row of a sequence lies in a page."""
         table = sequence.tables[group]
         number = row // self.rows_per_page[group] - table.first
         return 0 <= number < len(table.pages) and table.pages[number] > 0
 
-    def slot(self, sequence: Sequence, group: GroupName, row: int) -> int:
+    def slot(self, sequence: Sequence, group: str, row: int) -> int:
         """Where a row of a sequence lies, by its own page table; its page must be one."""
         table, per_page = sequence.tables[group], self.rows_per_page[group]
         number = row // per_page - table.first

@@ -33,8 +33,7 @@ from finwhale.engine.rank.memory import MemoryUse
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import SampledToken, Sampler
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.models.deepseek_v4.build import WeightStream
-from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import ModelConfig, WeightStream
 from finwhale.request import (
     CompletionOutput,
     FinishReason,

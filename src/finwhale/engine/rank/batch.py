@@ -17,8 +17,7 @@ from torch import Tensor
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup
-from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 

@@ -23,9 +23,7 @@ from finwhale.engine.rank.drafter import guess
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
-from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
+from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache, Segments, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import Sample
 
@@ -73,7 +71,7 @@ class Verifications:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         cache: PagedCache,
         sample: Sample,
         groups: Items[CacheGroup],
@@ -84,8 +82,8 @@ class Verifications:
         device: torch.device,
         memory: GraphMemory | None = None,
     ) -> None:
-        assert model.mtp is not None
-        self._model, self._mtp, self._cache, self._sample = model, model.mtp, cache, sample
+        assert model.draft_head is not None
+        self._model, self._mtp, self._cache, self._sample = model, model.draft_head, cache, sample
         self._device, self._memory, self._max_len = device, memory, max_len
         self.sizes, self.drafts = list(sizes), sorted(drafts)
         rows, width = self.sizes[-1], 1 + self.drafts[-1]

@@ -25,10 +25,7 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.batch import Batch
 from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
-from finwhale.models.deepseek_v4.cache_spec import GroupName, PagedCache
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import MtpLayer
-from finwhale.models.deepseek_v4.step import Inline, StepInputs
+from finwhale.models.protocol import DraftHead, Inline, ModelConfig, PagedCache, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import Sample, SamplingBatch
 
@@ -67,7 +64,7 @@ class Drafter:
     """Makes drafts with the MTP layer."""
 
     def __init__(
-        self, layer: MtpLayer, cache: PagedCache, sample: Sample, device: torch.device
+        self, layer: DraftHead, cache: PagedCache, sample: Sample, device: torch.device
     ) -> None:
         self._layer, self._sample = layer, sample
         self._cache = cache
@@ -159,7 +156,7 @@ class Drafter:
         return rows_M.index_select(0, first_B + right.cumprod(1).sum(1))
 
 
-def guess(layer: MtpLayer, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
+def guess(layer: DraftHead, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
     """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
     return sample(layer.compute_logits(streams_BHD, place), SamplingBatch()).ids_S
 
@@ -173,7 +170,7 @@ def _following(chunks: Items[Chunk]) -> list[int]:
     return ids
 
 
-def _select(inputs: StepInputs, places_B: Tensor) -> dict[GroupName, PageTable]:
+def _select(inputs: StepInputs, places_B: Tensor) -> dict[str, PageTable]:
     return {"window": _rows(inputs.tables["window"], places_B)}
 
 

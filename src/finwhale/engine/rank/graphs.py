@@ -20,7 +20,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
-from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
+from finwhale.models.protocol import Inline, Segments, StepInputs
 
 P = ParamSpec("P")
 A = TypeVar("A")

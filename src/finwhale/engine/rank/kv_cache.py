@@ -7,7 +7,7 @@ import torch
 
 from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, FieldName, PagedCache
+from finwhale.models.protocol import CacheGroup, PagedCache
 
 # Of the memory that is left once every sequence can run: the part for states at the ends of blocks,
 # which let other sequences go on there. A state of Flash takes as much as five blocks, and a
@@ -103,7 +103,7 @@ def allocate_cache(
     packed: bool = False,
 ) -> PagedCache:
     """The pools of every field and layer, as PagedCache describes them."""
-    pools: dict[FieldName, dict[int, torch.Tensor]] = {}
+    pools: dict[str, dict[int, torch.Tensor]] = {}
     for group in groups:
         pages, rows = plan.num_pages[group.name], group.rows_per_page
         for field in group.fields:

@@ -16,10 +16,7 @@ from torch import Tensor
 
 from finwhale.engine.rank.memory import PAGE, Largest, every_choice
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
-from finwhale.models.deepseek_v4.layer import Layer
-from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import SamplingBatch
@@ -96,7 +93,7 @@ class Walk:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,
@@ -106,8 +103,7 @@ class Walk:
     ) -> None:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
         self.largest, self.eager = largest, eager
-        self.device = model.weights.embed.device
-        self.layers = _one_of_each(model)
+        self.device = model.device
         self.drafts = largest.draft_tokens
 
     @torch.inference_mode()
@@ -168,19 +164,16 @@ class Walk:
     def _step(self, num_tokens: int, max_query: int, bounds: Sequence[tuple[int, int]]) -> None:
         inputs = self._inputs(num_tokens, self.largest.max_len, max_query)
         segments = _Bounds(inputs, [_bounded(inputs, *bound) for bound in bounds])
-        embedded = self.model.weights.embed.index_select(0, inputs.token_ids)
-        streams = embedded[:, None].expand(-1, self.model.config.hc_mult, -1)
-        streams = self.model.run_layers(self.layers, streams, inputs, self.cache, segments)
-        if self.drafts and self.model.mtp is not None:
-            self.model.mtp(inputs, streams, inputs.token_ids, self.cache, segments)
+        streams = self.model.run_one_of_each(inputs, self.cache, segments)
+        if self.drafts and self.model.draft_head is not None:
+            self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, segments)
 
     def _logits(self, rows: int) -> None:
-        config, embed = self.model.config, self.model.weights.embed
-        shape = (rows, config.hc_mult, config.hidden_size)
-        streams = torch.empty(shape, dtype=embed.dtype, device=self.device)
+        shape = (rows, *self.model.residual_shape)
+        streams = torch.empty(shape, dtype=self.model.dtype, device=self.device)
         self.ops.sample(self.model.compute_logits(streams), SamplingBatch())
-        if self.drafts and self.model.mtp is not None:
-            self.model.mtp.compute_logits(streams, 0)
+        if self.drafts and self.model.draft_head is not None:
+            self.model.draft_head.compute_logits(streams, 0)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
         """A step whose tokens lie as the engine's: positions and pages are never read."""
@@ -210,18 +203,3 @@ def _bounded(inputs: StepInputs, max_len: int, max_query: int) -> StepInputs:
     t = inputs.tokens
     tokens = Tokens(t.positions, t.sequence, t.query_start, max_len, max_query)
     return StepInputs(token_ids=inputs.token_ids, tokens=tokens, tables=inputs.tables)
-
-
-def _one_of_each(model: DeepseekV4) -> list[Layer]:
-    """Layers with every kind of attention and of router; the first, which has no post step before
-    it, is one of them.
-    """
-    config = model.config
-    found: list[Layer] = []
-    seen: set[object] = set()
-    for i, layer in enumerate(model.layers):
-        kinds = {("ratio", config.layer_ratios[i]), ("hashed", config.is_hash_layer(i))}
-        if not kinds <= seen:
-            seen |= kinds
-            found.append(layer)
-    return found if len(found) > 1 else list(model.layers)[:2]

@@ -4,6 +4,7 @@ The largest steps: as many tokens as a step may have, and as many decodes, at th
 context, with logits and every kind of sampling. Their state goes to one page.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -13,9 +14,7 @@ from torch import Tensor
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup, PagedCache
-from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.step import Inline, StepInputs
+from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import (
@@ -93,13 +92,13 @@ class LargestSteps:
 
     def __init__(
         self,
-        model: DeepseekV4,
+        model: Model,
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,
     ) -> None:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
-        self.device = model.weights.embed.device
+        self.device = model.device
         for group in groups:
             for field in group.fields:
                 for pool in cache.pools[field.name].values():
@@ -108,12 +107,11 @@ class LargestSteps:
                     pool[PAGE * pages : (PAGE + 1) * pages].zero_()
 
     @classmethod
-    def alone(cls, model: DeepseekV4, groups: Sequence[CacheGroup], ops: Ops) -> "LargestSteps":
+    def alone(cls, model: Model, groups: Sequence[CacheGroup], ops: Ops) -> "LargestSteps":
         """With a cache of their own, of a few pages."""
         pages = CachePlan({g.name: PAGE + 1 for g in groups}, 0, 0, 0)
-        embed = model.weights.embed
         packed = ops.capabilities.packed_cache
-        cache = allocate_cache(groups, pages, embed.dtype, embed.device, packed)
+        cache = allocate_cache(groups, pages, model.dtype, model.device, packed)
         return cls(model, groups, ops, cache)
 
     def workspace_bytes(self, largest: Largest) -> int:
@@ -123,7 +121,7 @@ class LargestSteps:
             torch.OutOfMemoryError: more than there is.
         """
         workspace = self._peak(lambda: self.run(largest))
-        config, graphs = self.model.config, largest.decode_graphs + largest.prefill_graphs
+        graphs = largest.decode_graphs + largest.prefill_graphs
         if graphs:
             # Graphs have memory of their own: that of the largest, and what each one keeps.
             workspace += max(
@@ -132,11 +130,11 @@ class LargestSteps:
             )
             num_graphs = len(graphs)
             if largest.draft_tokens:
-                # Of each two, one that verifies and one that drafts, which reads the streams.
+                # Each pair has a verify graph and a draft graph; the draft graph reads the residual
+                # streams.
                 rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
-                embed = self.model.weights.embed
-                streams = config.hc_mult * config.hidden_size * embed.itemsize
-                workspace += rows * (config.vocab_size * 4 + streams)
+                streams = math.prod(self.model.residual_shape) * self.model.dtype.itemsize
+                workspace += rows * (self.model.config.vocab_size * 4 + streams)
                 num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
             workspace += num_graphs * GRAPH_BYTES
         return workspace
@@ -177,9 +175,9 @@ class LargestSteps:
         logits = self.model.compute_logits(streams[:rows])
         self.ops.sample(logits, every_choice(logits))
         if largest.draft_tokens:
-            assert self.model.mtp is not None
-            streams = self.model.mtp(inputs, streams, inputs.token_ids, self.cache, Inline())
-            self.model.mtp.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
+            assert self.model.draft_head is not None
+            streams = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
+            self.model.draft_head.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
         """Sequences of max_len tokens, of which the last lengths[b] are read."""

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +25,15 @@ from finwhale.engine.rank.memory import Largest, LargestSteps, MemoryUse, left_b
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.models.deepseek_v4.build import WeightStream, load_weights
-from finwhale.models.deepseek_v4.cache_spec import cache_spec
-from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import DeepseekV4, ModelWeights
-from finwhale.models.deepseek_v4.step import Inline, Segments, StepInputs
+from finwhale.models.protocol import (
+    Inline,
+    Model,
+    ModelConfig,
+    Segments,
+    StepInputs,
+    WeightStream,
+)
+from finwhale.models.registry import architecture_of
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
@@ -68,8 +73,9 @@ class ModelRunner:
         self.use_device()
         self.dtype = _choose_dtype(config.dtype, self.platform)
         self._round = config.activations == "as-trained"
+        self._architecture = architecture_of(model_config)
         if self._round:
-            model_config.check_index_rotation()
+            self._architecture.check_rounding(model_config)
         serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
@@ -88,7 +94,7 @@ class ModelRunner:
         longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.model_config = model_config
-        self.groups = cache_spec(model_config)
+        self.groups = self._architecture.cache_groups(model_config)
         self.segments = Inline()
         self.builds.expect(self._launches(config, longest))
         self.num_compiled = 0
@@ -98,7 +104,7 @@ class ModelRunner:
             allocated = torch.cuda.memory_allocated(self.device)
             self._reserved_before = torch.cuda.memory_reserved(self.device)
         try:
-            weights = load_weights(
+            weights = self._architecture.load_weights(
                 model_config,
                 stream,
                 dtype=self.dtype,
@@ -128,7 +134,7 @@ class ModelRunner:
                     "raise gpu_memory_utilization or cache_memory_bytes"
                 )
             self.model = model or self._build(weights, self.max_model_len)
-            self.model.tables.limit(self.max_model_len)
+            self.model.limit_positions(self.max_model_len)
             self.cache = allocate_cache(
                 self.groups,
                 self.plan,
@@ -147,8 +153,10 @@ class ModelRunner:
                 self.phases.end("compiled layers")
             self.drafter: Drafter | None = None
             self.verifications: Verifications | None = None
-            if config.draft_tokens and self.model.mtp is not None:
-                self.drafter = Drafter(self.model.mtp, self.cache, self.ops.sample, self.device)
+            if config.draft_tokens and self.model.draft_head is not None:
+                self.drafter = Drafter(
+                    self.model.draft_head, self.cache, self.ops.sample, self.device
+                )
                 if self.ops.capabilities.captures_steps and config.enforce_eager:
                     self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
@@ -170,8 +178,8 @@ class ModelRunner:
         if self.device.index:
             torch.cuda.set_device(self.device)
 
-    def _build(self, weights: ModelWeights, max_positions: int) -> DeepseekV4:
-        return DeepseekV4(
+    def _build(self, weights: Any, max_positions: int) -> Model:
+        return self._architecture.build(
             self.model_config,
             self.ops,
             weights,
@@ -182,7 +190,7 @@ class ModelRunner:
     def _launches(self, config: EngineConfig, max_len: int) -> object:
         """What determines every launch: for the same, a cache that was filled has everything."""
         return {
-            "model": asdict(self.model_config),
+            "model": asdict(self.model_config),  # type: ignore[call-overload]
             "steps": asdict(self._largest(config, max_len)),
             "batch_invariant": config.batch_invariant,
             "wo_a_input": config.wo_a_input,
@@ -190,7 +198,7 @@ class ModelRunner:
             "compile": config.compile,
         }
 
-    def _prepare(self, config: EngineConfig, model: DeepseekV4, max_len: int) -> Built:
+    def _prepare(self, config: EngineConfig, model: Model, max_len: int) -> Built:
         """Build every kernel that a request can need."""
         steps = LargestSteps.alone(model, self.groups, self.ops)
         walk = Walk(
@@ -307,7 +315,7 @@ class ModelRunner:
             memory=memory,
         )
 
-    def _plan(self, config: EngineConfig, model: DeepseekV4 | None, longest: int) -> CachePlan:
+    def _plan(self, config: EngineConfig, model: Model | None, longest: int) -> CachePlan:
         """The cache; `model` runs the largest steps to see what they need beside it."""
         budget = config.cache_memory_bytes
         if budget is None and self.device.type != "cuda":
@@ -406,26 +414,10 @@ def _table_serves(
         reasons.append("dtype is not bfloat16")
     if config.activations != "as-trained":
         reasons.append("activations are not as trained")
-    if any(s != "fp4" for name, s in stream.storages.items() if ".ffn.experts." in name):
-        reasons.append("experts are not FP4")
-    if not _kernels_fit(model_config):
-        reasons.append("its sizes are not multiples of 128")
+    reasons += architecture_of(model_config).kernel_obstacles(model_config, stream.storages)
     if reasons:
         logger.warning("the slow references run, because %s", " and ".join(reasons))
     return not reasons
-
-
-def _kernels_fit(c: ModelConfig) -> bool:
-    """Whether the packed kernels take a model's sizes: whole groups of activations and rows."""
-    group_width = c.num_attention_heads * c.head_dim // c.o_groups
-    grouped = (c.hidden_size, c.q_lora_rank, c.o_lora_rank, group_width, c.moe_intermediate_size)
-    nope = c.head_dim - c.qk_rope_head_dim
-    return (
-        all(width % 128 == 0 for width in grouped)
-        and c.index_head_dim == 128
-        and nope % 16 == 0
-        and c.qk_rope_head_dim % 8 == 0
-    )
 
 
 def _longest(config: EngineConfig, model_config: ModelConfig) -> int:

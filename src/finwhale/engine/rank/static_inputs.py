@@ -17,8 +17,7 @@ from torch import Tensor
 from finwhale.engine.plan.pages import BlockTable, BlockTables
 from finwhale.engine.plan.sequences import PENDING, Chunk
 from finwhale.engine.rank.host_transfer import send
-from finwhale.models.deepseek_v4.cache_spec import CacheGroup
-from finwhale.models.deepseek_v4.step import StepInputs
+from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
 MAX_UPDATES = 8192  # pages of a step that buffers are ready for; there may be more

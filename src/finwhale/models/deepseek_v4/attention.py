@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.compressor import (
     C4Entries,
     C4Weights,
@@ -17,8 +16,8 @@ from finwhale.models.deepseek_v4.compressor import (
 )
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.linear import LinearWeight

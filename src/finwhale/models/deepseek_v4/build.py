@@ -9,14 +9,14 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.checkpoint.spec import Storage
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
@@ -25,6 +25,7 @@ from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.protocol import WeightStream
 from finwhale.ops import Ops
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
@@ -381,20 +382,6 @@ class WeightBuilder:
             layer=self._layer(mtp, 0, False),
             hc_head=self._hc_head(f"{mtp}."),
         )
-
-
-class WeightStream(Protocol):
-    """The weights as they are read, in any order, and how each is stored.
-
-    `into` gives them where the bytes of some tensors, by name, only need a place: a stream may put
-    these there itself, and gives None for such a weight.
-    """
-
-    @property
-    def storages(self) -> Mapping[str, Storage]: ...
-    def into(
-        self, places: Mapping[str, Tensor]
-    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]: ...
 
 
 def load_weights(

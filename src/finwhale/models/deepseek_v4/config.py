@@ -200,6 +200,10 @@ class ModelConfig:
             for name in ("hidden_size", "moe_intermediate_size"):
                 _check_multiple(name, getattr(self, name), "the FP4 block", 32)
 
+    @property
+    def model_type(self) -> str:
+        return MODEL_TYPE
+
     # --- Questions about layers ---
 
     @property

@@ -6,12 +6,11 @@ from typing import Protocol
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
-from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 

@@ -9,14 +9,14 @@ Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from finwhale.models.deepseek_v4.cache_spec import PagedCache
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.deepseek_v4.step import Segments, StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
@@ -74,15 +74,55 @@ class DeepseekV4:
             DecoderLayer(config, ops, layer_weights, i, round_activations, self.side_streams)
             for i, layer_weights in enumerate(weights.layers)
         ]
-        self.mtp: MtpLayer | None = None
+        self.draft_head: MtpLayer | None = None
         if weights.mtp is not None:
-            self.mtp = MtpLayer(self, ops, weights.mtp, round_activations)
+            self.draft_head = MtpLayer(self, ops, weights.mtp, round_activations)
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the activations."""
+        return self.weights.embed.dtype
+
+    @property
+    def residual_shape(self) -> tuple[int, int]:
+        """Shape of one token's residual streams: (H, D)."""
+        return self.config.hc_mult, self.config.hidden_size
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """Read N tokens, write their state; returns the streams [N,H,D]."""
+        """Compute N tokens and write their state; returns the residual streams [N,H,D]."""
+        return self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
+
+    def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        """As a forward, through one layer of each kind."""
+        return self.run_layers(self._one_of_each(), self._embedded(inputs), inputs, cache, segments)
+
+    def limit_positions(self, max_positions: int) -> None:
+        """Keep the rotary tables of the first positions only."""
+        self.tables.limit(max_positions)
+
+    def _embedded(self, inputs: StepInputs) -> Tensor:
         embedded = self.weights.embed.index_select(0, inputs.token_ids)
-        streams = embedded[:, None].expand(-1, self.config.hc_mult, -1)
-        return self.run_layers(self.layers, streams, inputs, cache, segments)
+        return embedded[:, None].expand(-1, self.config.hc_mult, -1)
+
+    def _one_of_each(self) -> list[Layer]:
+        """Layers with every kind of attention and of router. The first layer, which has no pending
+        post step before it, is one of them.
+        """
+        found: list[Layer] = []
+        seen: set[object] = set()
+        for i, layer in enumerate(self.layers):
+            kinds = {
+                ("ratio", self.config.layer_ratios[i]),
+                ("hashed", self.config.is_hash_layer(i)),
+            }
+            if not kinds <= seen:
+                seen |= kinds
+                found.append(layer)
+        return found if len(found) > 1 else list(self.layers)[:2]
 
     def run_layers(
         self,

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.step import StepInputs
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.moe import ExpertWeight
 

@@ -1,0 +1,112 @@
+"""DeepSeek-V4 for the registry: what the engine and the commands need of it."""
+
+from collections.abc import Mapping
+
+import torch
+
+from finwhale.chat.effort import effort_ladder
+from finwhale.checkpoint.spec import Storage
+from finwhale.models.deepseek_v4.build import WeightBuilder, load_weights
+from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.protocol import Architecture
+from finwhale.ops import Ops
+
+
+def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> list[str]:
+    """Why the kernels for packed weights do not take this model: they need FP4 experts, and whole
+    groups of activations and rows.
+    """
+    obstacles = []
+    if any(s != "fp4" for name, s in storages.items() if ".ffn.experts." in name):
+        obstacles.append("experts are not FP4")
+    c = config
+    group_width = c.num_attention_heads * c.head_dim // c.o_groups
+    grouped = (c.hidden_size, c.q_lora_rank, c.o_lora_rank, group_width, c.moe_intermediate_size)
+    nope = c.head_dim - c.qk_rope_head_dim
+    fit = (
+        all(width % 128 == 0 for width in grouped)
+        and c.index_head_dim == 128
+        and nope % 16 == 0
+        and c.qk_rope_head_dim % 8 == 0
+    )
+    if not fit:
+        obstacles.append("its sizes are not multiples of 128")
+    return obstacles
+
+
+def describe(config: ModelConfig) -> dict[str, str]:
+    """The parts of the model, for `finwhale inspect`."""
+    ratios = config.layer_ratios
+    kinds = ", ".join(
+        f"{ratios.count(ratio)} {name}"
+        for ratio, name in ((0, "window only"), (4, "C4"), (128, "C128"))
+        if ratio in ratios
+    )
+    return {
+        "layers": f"{config.num_hidden_layers}: {kinds}",
+        "routing": f"{config.num_hash_layers} layers by hash, "
+        f"{config.num_hidden_layers - config.num_hash_layers} by score",
+        "draft head": config.draft_head or "none",
+        "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
+        "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
+        f"{config.sliding_window}, top {config.index_topk} of the C4 entries",
+        "experts": f"{config.num_experts_per_tok} of {config.n_routed_experts} and "
+        f"{config.n_shared_experts} shared, width {config.moe_intermediate_size}",
+        "vocabulary": f"{config.vocab_size:,}",
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "weights": (
+            f"FP8 {config.weight_block_size[0]}x{config.weight_block_size[1]} "
+            f"({config.scale_format} scales), experts {config.expert_dtype.upper()}"
+            if config.quantised
+            else "not quantised"
+        ),
+    }
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a tensor belongs to, layers taken together."""
+    pieces = name.split(".")
+    prefix = "MTP: " if pieces[0] == "mtp" else ""
+    if pieces[0] not in ("layers", "mtp"):
+        return "embedding and head" if pieces[0] in ("embed", "head") else "final norm and hc head"
+    match pieces[2:]:
+        case ["attn", "indexer", *_]:
+            return prefix + "indexer"
+        case ["attn", "compressor", *_]:
+            return prefix + "compressor"
+        case ["attn", *_]:
+            return prefix + "attention"
+        case ["ffn", "experts", *_]:
+            return prefix + "routed experts"
+        case ["ffn", "shared_experts", *_]:
+            return prefix + "shared expert"
+        case ["ffn", *_]:
+            return prefix + "router"
+        case _:
+            return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops) -> int:
+    """Bytes of the weights as the table lays them out."""
+    return WeightBuilder(
+        config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
+    ).num_bytes
+
+
+DEEPSEEK_V4 = Architecture(
+    read_config=ModelConfig.from_dict,
+    check_rounding=ModelConfig.check_index_rotation,
+    weight_specs=weight_specs,
+    ignored_prefixes=ignored_prefixes,
+    kernel_obstacles=kernel_obstacles,
+    cache_groups=cache_spec,
+    load_weights=load_weights,
+    build=DeepseekV4,
+    chat_dialect=effort_ladder,
+    describe=describe,
+    part_of=part_of,
+    weight_bytes=weight_bytes,
+)

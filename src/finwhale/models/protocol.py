@@ -1,0 +1,363 @@
+"""What the engine needs of a model: its configuration, cache, weights, forward and draft head.
+
+The engine, the server and the commands use models through this module and `registry.py` only.
+
+Legend: N tokens of a step, all sequences one after the other; M rows whose logits are wanted; H
+residual streams; D hidden; V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, Protocol
+
+import torch
+from torch import Tensor
+
+from finwhale.chat.effort import EffortLadder
+from finwhale.checkpoint.loading import StoredWeight
+from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.ops import Ops
+from finwhale.ops.attention import layout as row_layout
+from finwhale.ops.indexer import layout as key_layout
+from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
+
+P = ParamSpec("P")
+FieldKind = Literal["row", "key", "state"]
+
+
+# --- The cache ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheField:
+    """One kind of row that some layers keep.
+
+    Attributes:
+        width: values in a row.
+        kind: "row" of attention, "key" of an indexer, or "state" of a compressor. State is float32
+            whatever the dtype of the activations.
+        rope: the last values of a row, which are never rounded.
+        layers: the layers that keep it. A draft layer's number follows the last layer's.
+    """
+
+    name: str
+    width: int
+    kind: FieldKind
+    rope: int
+    layers: tuple[int, ...]
+
+    @property
+    def full_precision(self) -> bool:
+        return self.kind == "state"
+
+    def page_bytes(self, rows_per_page: int, itemsize: int, packed: bool) -> int:
+        """Bytes of one page of one layer.
+
+        Args:
+            itemsize: bytes of one activation.
+            packed: rows and keys are stored as the bytes that the kernels read, not as values: an
+                index key of 128 values takes 68 bytes of FP4.
+        """
+        if self.kind == "state":
+            return rows_per_page * self.width * 4
+        if not packed:
+            return rows_per_page * self.width * itemsize
+        if self.kind == "row":
+            return row_layout.page_bytes(rows_per_page, self.width, self.rope)
+        return key_layout.page_bytes(rows_per_page, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheGroup:
+    """Fields whose rows share their pages and their page table.
+
+    A sequence can continue from the end of any block of another sequence that begins alike. It
+    needs all rows of the groups that keep every row, and the rows of tokens
+    first_needed(end) .. end-1 of the other groups. Pages hold whole parts of blocks, so no sequence
+    writes into a page that another one reads.
+
+    Attributes:
+        tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
+            tokens have been computed.
+        keep: None keeps every row. (align, before) keeps the rows of the tokens from
+            floor(n / align) * align - before on, where n tokens have been computed.
+        tail_only: a step writes only the rows that later steps need. These are the rows for any
+            number of its tokens that may stay, if it has at most max_verify_tokens, and the rows
+            needed at the ends of blocks within it.
+        max_verify_tokens: the most tokens of a sequence in a step that verifies drafts: only the
+            first is certain to stay.
+    """
+
+    name: str
+    tokens_per_row: int
+    rows_per_page: int
+    keep: tuple[int, int] | None
+    tail_only: bool
+    max_verify_tokens: int = 1
+    fields: tuple[CacheField, ...]
+
+    def __post_init__(self) -> None:
+        assert self.block_tokens % self.tokens_per_page == 0
+
+    @property
+    def tokens_per_page(self) -> int:
+        return self.tokens_per_row * self.rows_per_page
+
+    @property
+    def block_tokens(self) -> int:
+        return BLOCK_TOKENS
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first token whose row a token at position num_tokens or later can need."""
+        if self.keep is None:
+            return 0
+        align, before = self.keep
+        return max(0, num_tokens // align * align - before)
+
+    def forgets_at(self, first_page: int) -> int:
+        """The number of tokens from which on the page with this number is not needed."""
+        assert self.keep is not None
+        align, before = self.keep
+        return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
+
+    def first_written(self, start: int, end: int) -> int:
+        """The first token whose row a step over tokens start..end-1 leaves to later steps."""
+        if not self.tail_only:
+            return start
+        settled = end if end - start > self.max_verify_tokens else start + 1
+        return max(start, self.first_needed(settled))
+
+    def page_bytes(self, itemsize: int, packed: bool = False) -> int:
+        """Bytes of one page over all fields and layers. Arguments as in CacheField.page_bytes."""
+        return sum(
+            f.page_bytes(self.rows_per_page, itemsize, packed) * len(f.layers) for f in self.fields
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedCache:
+    """The pools: field -> layer -> [rows, width], page p's rows from p * rows_per_page on; or, of
+    packed rows and keys, uint8 [pages, bytes of a page].
+    """
+
+    pools: Mapping[str, Mapping[int, Tensor]]
+
+    def pool(self, field: str, layer: int) -> Tensor:
+        return self.pools[field][layer]
+
+
+# --- One step -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """Every tensor that one forward reads: a batch of sequences of different lengths.
+
+    Attributes:
+        token_ids: [N] int64.
+        tokens: the positions and sequences of the tokens.
+        tables: the page table of each group of the cache.
+    """
+
+    token_ids: Tensor
+    tokens: Tokens
+    tables: Mapping[str, PageTable]
+
+
+class Segments(Protocol):
+    """Says where a captured graph may break. The caller passes it in; nobody looks it up."""
+
+    def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Run `fn` outside the captured graph. `fn` writes into its arguments.
+
+        Each replay may pass another StepInputs for the step's own, with the same tensors and other
+        host bounds.
+        """
+        ...
+
+
+class Inline:
+    """Segments without a capture: call the function."""
+
+    def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        fn(*args, **kwargs)
+
+
+# --- The model ------------------------------------------------------------------------------------
+
+
+class ModelConfig(Protocol):
+    """What is read of a configuration outside its own model. The rest is private to the model.
+
+    Implementations are frozen data classes: `dataclasses.asdict` identifies a configuration.
+    """
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def draft_head(self) -> str | None:
+        """What the checkpoint drafts with; None: nothing."""
+        ...
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most drafts that the draft head makes at once; 0 without a supported one."""
+        ...
+
+
+class DraftHead(Protocol):
+    """Layers that predict the token after the next, from the model's residual streams."""
+
+    def __call__(
+        self,
+        inputs: StepInputs,
+        streams_NHD: Tensor,
+        next_token_ids: Tensor,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
+        """The residual streams [N,H,D] that predict the token after next_token_ids [N].
+
+        streams_NHD: the model's, or for a further draft step the head's own.
+        """
+        ...
+
+    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
+        """Logits [M,V] float32 of the head's residual streams."""
+        ...
+
+
+class Model(Protocol):
+    """A model on one device."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the activations."""
+        ...
+
+    @property
+    def residual_shape(self) -> tuple[int, ...]:
+        """Shape of one token's residual streams: (H, D)."""
+        ...
+
+    @property
+    def draft_head(self) -> DraftHead | None: ...
+
+    def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        """Compute N tokens and write their state; returns their residual streams [N,H,D]."""
+        ...
+
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """Logits [M,V] float32 of residual streams [M,H,D]."""
+        ...
+
+    def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
+        """As the forward, through one layer of each kind only: it launches every kernel of it."""
+        ...
+
+    def limit_positions(self, max_positions: int) -> None:
+        """Keep the tables of the first positions only."""
+        ...
+
+
+class WeightStream(Protocol):
+    """The weights as they are read, in any order, and how each is stored."""
+
+    @property
+    def storages(self) -> Mapping[str, Storage]: ...
+    def into(
+        self, places: Mapping[str, Tensor]
+    ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
+        """The weights.
+
+        Args:
+            places: where the bytes of some tensors go, by name. A stream may put them there itself,
+                and then gives None for that weight.
+        """
+        ...
+
+
+class LoadWeights(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        stream: WeightStream,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        round_activations: bool,
+        round_wo_a: bool,
+        ops: Ops,
+    ) -> Any:
+        """Allocate the weights of a model and fill them from `stream`, one tensor at a time.
+
+        Raises:
+            CheckpointError: a tensor comes twice, is not the model's, or never comes.
+        """
+        ...
+
+
+class BuildModel(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        ops: Ops,
+        weights: Any,
+        *,
+        round_activations: bool,
+        max_positions: int,
+    ) -> Model:
+        """The model with weights of `load_weights`.
+
+        Args:
+            round_activations: round activations and cached state as the model was trained.
+            max_positions: the longest sequence.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One kind of model, as the registry lists it: everything the engine needs to run it.
+
+    Configurations are those of `read_config`, weights those of `load_weights`.
+
+    Attributes:
+        read_config: the contents of a config.json. Raises CheckpointError.
+        check_rounding: raises CheckpointError if the model cannot round activations as trained.
+        weight_specs: every tensor of a checkpoint, by its official name.
+        ignored_prefixes: tensors that a checkpoint may hold and that are left out: prefix, reason.
+        kernel_obstacles: why the kernels for packed weights do not take this model, whose weights
+            are stored in these ways; empty: they do.
+        cache_groups: the declaration of the cache, draft layers included.
+        chat_dialect: the dialect of the chat format that the checkpoint in a directory expects.
+        describe: a title and a text for each part of the model, for people.
+        part_of: the part of the model that a tensor belongs to, by its name.
+        weight_bytes: bytes of the weights, with activations of a dtype, as a table lays them out.
+    """
+
+    read_config: Callable[[Mapping[str, Any]], ModelConfig]
+    check_rounding: Callable[[Any], None]
+    weight_specs: Callable[[Any], dict[str, WeightSpec]]
+    ignored_prefixes: Callable[[Any], dict[str, str]]
+    kernel_obstacles: Callable[[Any, Mapping[str, Storage]], Sequence[str]]
+    cache_groups: Callable[[Any], tuple[CacheGroup, ...]]
+    load_weights: LoadWeights
+    build: BuildModel
+    chat_dialect: Callable[[Path], EffortLadder]
+    describe: Callable[[Any], dict[str, str]]
+    part_of: Callable[[str], str]
+    weight_bytes: Callable[[Any, torch.dtype, Ops], int]
