@@ -1,15 +1,21 @@
 """Finwhale: an inference and serving engine for DeepSeek-V4.
 
-Public names are resolved when they are used; importing the package starts nothing.
+Importing the package starts nothing: each public name is imported when it is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finwhale.errors import CheckpointError, FinwhaleError, RequestError, ResourceError
+    from finwhale.errors import (
+        CheckpointError,
+        EngineDeadError,
+        FinwhaleError,
+        RequestError,
+        ResourceError,
+    )
     from finwhale.llm import LLM
-    from finwhale.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+    from finwhale.request import CompletionOutput, Guide, Logprob, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 
@@ -17,7 +23,9 @@ __all__ = [
     "LLM",
     "CheckpointError",
     "CompletionOutput",
+    "EngineDeadError",
     "FinwhaleError",
+    "Guide",
     "Logprob",
     "RequestError",
     "RequestOutput",
@@ -26,20 +34,11 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "LLM": "finwhale.llm",
-    "CheckpointError": "finwhale.errors",
-    "FinwhaleError": "finwhale.errors",
-    "RequestError": "finwhale.errors",
-    "ResourceError": "finwhale.errors",
-    "CompletionOutput": "finwhale.request",
-    "Logprob": "finwhale.request",
-    "RequestOutput": "finwhale.request",
-    "SamplingParams": "finwhale.request",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'finwhale' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    if name == "LLM":
+        return import_module("finwhale.llm").LLM
+    home = "errors" if name.endswith("Error") else "request"
+    return getattr(import_module(f"finwhale.{home}"), name)

@@ -1,21 +1,24 @@
-"""Errors that a user can cause. Each carries one clear line: what was found, what was wanted."""
+"""Errors that a user can cause or must handle. The message says what was found and what was wanted.
+
+A message is one line.
+"""
 
 
 class FinwhaleError(Exception):
-    """Base of every error that a user can cause; the command line prints it without a traceback."""
+    """Base of every error of this package; the command line prints it without a traceback."""
 
 
 class CheckpointError(FinwhaleError):
-    """A checkpoint cannot be read: a missing, truncated, misshapen or unknown tensor or config."""
+    """A checkpoint cannot be read: a tensor or config.json is missing, broken or unexpected."""
 
 
 class RequestError(FinwhaleError):
-    """One request cannot be served: its prompt or its sampling values are wrong."""
+    """One request cannot be served: its prompt or its sampling parameters are wrong."""
 
 
 class ResourceError(FinwhaleError):
-    """What was asked for does not fit the memory or the device at hand."""
+    """The request or the model does not fit the memory or the device."""
 
 
 class EngineDeadError(FinwhaleError):
-    """The engine broke in a way that it cannot go on from; its requests have failed."""
+    """The engine failed and cannot continue; all its requests have failed. Make a new engine."""

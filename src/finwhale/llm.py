@@ -1,21 +1,29 @@
-"""Offline generation from Python: the LLM class."""
+"""Generation from Python: the LLM class."""
 
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
-from finwhale.config import Activations, DraftTokens, DtypeName, EngineConfig, WoAInput
+from finwhale.config import (
+    Activations,
+    DraftTokens,
+    DtypeName,
+    EngineConfig,
+    LoadFormat,
+    WoAInput,
+)
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
-from finwhale.errors import FinwhaleError, RequestError
+from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig, WeightStream
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
@@ -23,7 +31,6 @@ from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
-LoadFormat = Literal["auto", "dummy"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,37 +41,14 @@ class LLM:
     On a CPU, numpy's BLAS is set to one thread for the whole process (ops/host.py says why).
 
     Args:
-        path: a checkpoint's directory; None: the embedded demo model.
-        load_format: "auto" reads the checkpoint; "dummy" reads config.json alone and makes random
-            weights on the device: the speed and the memory of the model, not its text.
-        device: "cpu", "cuda" or "cuda:N"; None: a GPU where there is one.
-        dtype: "float32" or "bfloat16"; None: bfloat16 on a GPU, float32 on a CPU.
-        activations: "as-trained" rounds activations and cached state to FP8, and the indexer's
-            queries and keys to FP4, as the model was trained; "exact" rounds none of them.
-        wo_a_input: "fp8" rounds the input of attention's wo_a too; "bf16" does not, as the authors'
-            inference code.
-        reference: run the plain torch definitions of the operators instead of the platform's.
-        batch_invariant: on a GPU, give a request's tokens the same bits whatever else is in the
-            batch, however its prompt is cut; slower. On a CPU float32 always does.
-        enforce_eager: on a GPU, launch every kernel from the host instead of replaying graphs.
-        max_model_len: tokens of prompt and output of one sequence at most.
-        max_num_seqs: sequences that run at once.
-        max_num_batched_tokens: tokens of one forward.
-        gpu_memory_utilization: of a GPU's memory, the part that weights, workspaces and cache may
-            take.
-        cache_memory_bytes: memory for the paged state, instead of what is left of that.
-        enable_prefix_caching: keep the state of what was read for prompts that begin the same.
-        compile: run decoder layers as graphs that are compiled ahead of time; the first start takes
-            a minute or two for it, later ones load them from cache_dir.
-        cache_dir: where compiled kernels are kept for the next start; None: finwhale in ~/.cache.
-        watchdog_seconds: when a step takes this long, every thread's stack is written to stderr.
-        draft_tokens: tokens that the MTP layer drafts for each step, 0 to 3, or "auto": faster, and
-            no token changes. 0: none.
+        path: directory of a checkpoint; None: the embedded demo model.
         progress: called with (bytes read, bytes in all) while weights load.
 
+    The other arguments are the options of the engine; docs/options.md describes them.
+
     Raises:
-        CheckpointError: the checkpoint is not there, broken or not of this model.
-        ResourceError: the device is not there or too small.
+        CheckpointError: the checkpoint is missing, broken or of another model.
+        ResourceError: the device is missing or too small.
         FinwhaleError: an option is out of range.
     """
 
@@ -72,14 +56,16 @@ class LLM:
         self,
         path: str | Path | None = None,
         *,
-        load_format: LoadFormat = "auto",
+        progress: Progress | None = None,
         device: str | None = None,
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
         wo_a_input: WoAInput = "fp8",
+        load_format: LoadFormat = "auto",
         reference: bool = False,
         batch_invariant: bool = False,
         enforce_eager: bool = False,
+        graph_sizes: tuple[int, ...] | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
@@ -88,33 +74,15 @@ class LLM:
         enable_prefix_caching: bool = True,
         compile: bool = False,
         cache_dir: str | Path | None = None,
-        watchdog_seconds: float | None = None,
         draft_tokens: DraftTokens = 0,
-        progress: Progress | None = None,
+        watchdog_seconds: float | None = None,
     ) -> None:
-        config = EngineConfig(
-            device=device,
-            dtype=dtype,
-            activations=activations,
-            wo_a_input=wo_a_input,
-            reference=reference,
-            batch_invariant=batch_invariant,
-            enforce_eager=enforce_eager,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            gpu_memory_utilization=gpu_memory_utilization,
-            cache_memory_bytes=cache_memory_bytes,
-            enable_prefix_caching=enable_prefix_caching,
-            compile=compile,
-            cache_dir=None if cache_dir is None else str(cache_dir),
-            watchdog_seconds=watchdog_seconds,
-            draft_tokens=draft_tokens,
-        )
-        self._directory = directory = Path(path) if path is not None else DEMO_PATH
-        model_config, source = _open(directory, load_format, device, progress)
-        self.tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
-        self.engine = Engine(config, model_config, source, self.tokenizer)
+        # tests/unit/test_options.py compares the signature with EngineConfig.
+        given = locals() | {"cache_dir": None if cache_dir is None else str(cache_dir)}
+        config = EngineConfig(**{one.name: given[one.name] for one in fields(EngineConfig)})
+        self._directory = DEMO_PATH if path is None else Path(path)
+        self.engine = open_engine(config, path, progress)
+        self.tokenizer = self.engine.tokenizer
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
 
@@ -123,19 +91,18 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; one result a prompt, in order.
+        """Continues each prompt. Returns one result for each prompt, in order.
 
         Args:
-            prompts: texts, or lists of token ids; one prompt alone may stand without a list.
-                A text begins with the model's beginning-of-sequence token; token ids are taken
-                as they are.
-            sampling_params: one for all, or one for each prompt.
+            prompts: texts or lists of token ids; a single prompt needs no list around it. The
+                model's beginning-of-sequence token is put before a text, but not before token ids.
+            sampling_params: one for all prompts, or a list with one for each.
 
-        A prompt that cannot be served (empty, too long, an id outside the vocabulary) has its
-        `error` set and finish reason "error"; the others finish.
+        If a prompt cannot be served (it is empty, too long, or has an id outside the vocabulary),
+        its result has an `error` and the finish reason "error". The other prompts are served.
 
         Raises:
-            RequestError: as many sampling_params as prompts were not given.
+            RequestError: the number of sampling_params is not the number of prompts.
         """
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
@@ -151,20 +118,20 @@ class LLM:
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[RequestOutput]:
-        """Answer each conversation; one result a conversation, in order.
+        """Answers each conversation. Returns one result for each conversation, in order.
 
         Args:
             messages: one conversation (a list of {"role": ..., "content": ...}) or several.
-            sampling_params: one for all, or one for each conversation.
+            sampling_params: one for all conversations, or a list with one for each.
             thinking: let the model think before it answers.
             tools: function tools as in OpenAI's Chat Completions.
 
-        Each output's `message` holds the answer parsed into content, reasoning_content and
-        tool_calls. Stop strings count in the answer, not in the reasoning. A conversation that is
-        malformed or too long has its `error` set, as in `generate`.
+        Each output's `message` is the answer, parsed into content, reasoning_content and
+        tool_calls. Stop strings end the answer, not the reasoning. If a conversation is malformed
+        or too long, its result has an `error`, as in `generate`.
 
         Raises:
-            RequestError: `messages` is neither form, or the checkpoint has no tokenizer.
+            RequestError: `messages` has neither form, or the checkpoint has no tokenizer.
         """
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
@@ -188,7 +155,7 @@ class LLM:
             for output in result.outputs:
                 if prompt is None or output.finish_reason == "error":
                     continue
-                # A stop token is no part of the answer; a stop string the parser finds itself.
+                # A stop token is no part of the answer. The parser finds a stop string itself.
                 stopped = isinstance(output.stop_reason, int)
                 parser = template.parser(prompt, stop=tuple(one.stop))
                 parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
@@ -197,7 +164,7 @@ class LLM:
         return results
 
     def chat_template(self) -> ChatTemplate:
-        """The checkpoint's chat format. Raises RequestError where there is no tokenizer."""
+        """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
         if self.tokenizer is None:
             raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
         if self._template is None:
@@ -208,7 +175,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Continue one prompt; yields its result, the same object, after each new token.
+        """Continues one prompt. Yields its result, always the same object, after each new token.
 
         Raises:
             RequestError: the prompt cannot be served.
@@ -219,7 +186,7 @@ class LLM:
         try:
             while not finished:
                 self.engine.step()
-                # Other streams and batches may have stepped too, even to this one's end.
+                # Another thread's stream or batch may have stepped this request to its end.
                 finished = result.finished
                 made = sum(len(output.token_ids) for output in result.outputs)
                 if made > shown or finished:
@@ -229,7 +196,7 @@ class LLM:
             self.engine.abort(result.request_id)
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text prompt: beginning of sequence, then the text."""
+        """The token ids of a text prompt, which begin with the beginning-of-sequence token."""
         if self.tokenizer is None:
             raise RequestError(
                 "a text prompt needs a tokenizer, and this checkpoint has no tokenizer.json: give "
@@ -246,7 +213,7 @@ class LLM:
         text: str | None,
         stop_after: int | None = None,
     ) -> RequestOutput:
-        """Hand a prompt to the engine. Raises RequestError."""
+        """Adds a prompt to the engine. Raises RequestError."""
         token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
         return self.engine.add_request(str(next(self._ids)), token_ids, params, text, stop_after)
 
@@ -257,7 +224,7 @@ class LLM:
         text: str | None = None,
         stop_after: int | None = None,
     ) -> RequestOutput:
-        """The same, but a prompt that cannot be served gives a finished result with its error."""
+        """`_begin`, but a prompt that cannot be served gives a finished result with an error."""
         text = prompt if isinstance(prompt, str) else text
         try:
             return self._begin(prompt, params, text, stop_after)
@@ -272,7 +239,7 @@ class LLM:
         return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
 
     def _run(self, beginning: Iterable[RequestOutput]) -> list[RequestOutput]:
-        """Begin the requests and run them to their ends; whatever happens, none is left behind."""
+        """Begins the requests and runs them to their ends. An exception aborts all of them."""
         results: list[RequestOutput] = []
         try:
             results.extend(beginning)
@@ -284,30 +251,43 @@ class LLM:
         return results
 
 
-def _open(
-    directory: Path, load_format: LoadFormat, device: str | None, progress: Progress | None
+def open_engine(
+    config: EngineConfig, path: str | Path | None = None, progress: Progress | None = None
+) -> Engine:
+    """An engine with the weights and the tokenizer of a checkpoint; `LLM` says more.
+
+    Raises:
+        CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
+    """
+    directory = DEMO_PATH if path is None else Path(path)
+    model_config, weights = _open_weights(config, directory, progress)
+    tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
+    return Engine(config, model_config, weights, tokenizer)
+
+
+def _open_weights(
+    config: EngineConfig, directory: Path, progress: Progress | None
 ) -> tuple[ModelConfig, WeightStream]:
     """The configuration of a checkpoint and the source of its weights."""
-    if load_format not in ("auto", "dummy"):
-        raise FinwhaleError(f'load_format must be "auto" or "dummy", got {load_format!r}')
-    if load_format == "dummy":
-        config = parse_config(read_config(directory))
-        specs = architecture_of(config).weight_specs(config)
-        return config, DummySource(specs, choose_device(device)[1], progress=progress)
+    device = choose_device(config.device)[1]
+    if config.load_format == "dummy":
+        model_config = parse_config(read_config(directory))
+        specs = architecture_of(model_config).weight_specs(model_config)
+        return model_config, DummySource(specs, device, progress=progress)
     checkpoint = Checkpoint.open(directory)
-    config = parse_config(checkpoint.config)
-    architecture = architecture_of(config)
-    return config, WeightSource(
+    model_config = parse_config(checkpoint.config)
+    architecture = architecture_of(model_config)
+    return model_config, WeightSource(
         checkpoint,
-        architecture.weight_specs(config),
-        ignored=architecture.ignored_prefixes(config),
-        device=choose_device(device)[1],
+        architecture.weight_specs(model_config),
+        ignored=architecture.ignored_prefixes(model_config),
+        device=device,
         progress=progress,
     )
 
 
 def has_tokenizer(directory: Path) -> bool:
-    """Whether a checkpoint's directory holds a tokenizer.json."""
+    """Whether a checkpoint's directory has a tokenizer.json."""
     return (directory / "tokenizer.json").exists()
 
 

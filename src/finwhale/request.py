@@ -1,4 +1,4 @@
-"""What a caller asks for and what it gets back. Plain data: no torch."""
+"""A request's parameters and its results. Plain data: no torch."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,18 +6,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from finwhale.errors import RequestError
+from finwhale.options import option
 
 FinishReason = Literal["stop", "length", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """What an output must match; `chat.grammar` makes them.
+    """A grammar that an output must match; `chat.grammar` makes them.
 
     Attributes:
-        grammar: a grammar as the grammar engine reads it (llguidance: Lark or its JSON form).
-        after: the token after which the grammar begins, such as the end of the reasoning; until
-            it has come, everything is allowed. None: the grammar holds from the first token.
+        grammar: the grammar as llguidance reads it: Lark, or llguidance's JSON form.
+        after: the token after which the grammar begins, such as the end of the reasoning; every
+            token is allowed before it. None: the grammar begins with the first token.
     """
 
     grammar: str
@@ -26,46 +27,64 @@ class Guide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose the next token, and when to stop.
+    """How to choose the next token, and when to stop."""
 
-    Attributes:
-        n: continuations of the prompt.
-        max_tokens: tokens to generate at most; None: until the context is full.
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most likely tokens whose probability reaches top_p.
-        min_p: drop tokens less likely than min_p times the most likely one.
-        repetition_penalty: divides (or multiplies, where negative) the logits of tokens that
-            stand in the prompt or the output; 1 is none (Keskar et al. 2019).
-        presence_penalty: subtracted from the logits of tokens that stand in the output.
-        frequency_penalty: subtracted once for each time that a token stands in the output.
-        stop: strings at which to stop; the text returned ends before them.
-        stop_token_ids: token ids at which to stop, besides the model's end of sequence.
-        ignore_eos: go on past the model's end of sequence.
-        seed: makes a request's draws the same whatever else is in the batch; None: a fresh one.
-        logprobs: for each generated token, the log-probabilities of this many most likely
-            tokens beside its own; None: none at all.
-        logit_bias: token id to what is added to its logit, -100 to 100, after the penalties and
-            before temperature.
-        guide: a grammar that the output must match; None: any text.
-    """
-
-    n: int = 1
-    max_tokens: int | None = 128
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    logit_bias: Mapping[int, float] | None = None
-    guide: Guide | None = None
+    n: int = option(1, "number of continuations of the prompt")
+    max_tokens: int | None = option(
+        128, "maximum number of tokens to generate", unset="until the context is full", metavar="N"
+    )
+    temperature: float = option(
+        1.0, "sampling temperature; 0 always takes the most likely token", metavar="T"
+    )
+    top_k: int = option(0, "keep the K most likely tokens; 0 or -1 keeps all", metavar="K")
+    top_p: float = option(
+        1.0,
+        "keep the smallest set of most likely tokens whose total probability reaches P",
+        metavar="P",
+    )
+    min_p: float = option(
+        0.0, "drop tokens less likely than P times the most likely token", metavar="P"
+    )
+    # Keskar et al. 2019: https://arxiv.org/abs/1909.05858
+    repetition_penalty: float = option(
+        1.0,
+        "make tokens of the prompt and the output less likely: divide their logits by R, or "
+        "multiply negative ones; 1 changes nothing",
+        metavar="R",
+    )
+    presence_penalty: float = option(
+        0.0, "subtract R from the logits of tokens that the output contains", metavar="R"
+    )
+    frequency_penalty: float = option(
+        0.0, "subtract R from a token's logit for each time the output contains it", metavar="R"
+    )
+    stop: str | Sequence[str] = option(
+        (), "stop before this text; the output does not contain it", metavar="TEXT"
+    )
+    stop_token_ids: Sequence[int] = option(
+        (), "token ids at which to stop, besides the model's end of sequence"
+    )
+    ignore_eos: bool = option(False, "continue past the model's end of sequence")
+    seed: int | None = option(
+        None,
+        "make the draws reproducible, whatever else is in the batch",
+        unset="a fresh seed",
+        metavar="N",
+    )
+    logprobs: int | None = option(
+        None,
+        "return each generated token's log-probability and those of this many most likely tokens",
+        unset="none",
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None,
+        "values, -100 to 100, to add to the logits of token ids, after the penalties and before "
+        "the temperature",
+        unset="none",
+    )
+    guide: Guide | None = option(
+        None, "a grammar that the output must match (chat.grammar)", unset="any text"
+    )
 
     def __post_init__(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -135,8 +154,8 @@ class Logprob:
     """One token's log-probability under the model, before temperature and filters.
 
     Attributes:
-        logprob: natural logarithm of the probability.
-        rank: 1 for the most likely token.
+        logprob: the natural logarithm of the probability.
+        rank: the token's place by probability; 1 is the most likely token.
         decoded_token: the token's text.
     """
 
@@ -150,14 +169,15 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     Attributes:
-        index: which of the n continuations.
-        text: without the stop string and without special tokens.
-        token_ids: every generated token, the one that stopped it included.
-        finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens or the
-            context is full), "error", or None while it is running.
-        stop_reason: the stop string or stop token id that was met, if any.
-        logprobs: one dict a generated token, token id to Logprob; None unless asked for.
-        message: for a chat, the answer parsed: role, content, reasoning_content, tool_calls.
+        index: which of the n continuations it is.
+        text: the generated text, without the stop string and without special tokens.
+        token_ids: every generated token, including the token that ended the output.
+        finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
+            or the context is full), "error", or None while the request runs.
+        stop_reason: the stop string or stop token id that ended the output, if any.
+        logprobs: one dict for each generated token, from token id to Logprob; None unless the
+            request asked for them.
+        message: the parsed answer of a chat: role, content, reasoning_content, tool_calls.
     """
 
     index: int
@@ -171,17 +191,16 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt.
+    """The result of one prompt.
 
     Attributes:
-        request_id: unique in the process.
-        prompt: the text, or None where token ids were given.
-        prompt_token_ids: what the model read.
+        request_id: a name that is unique in the process.
+        prompt: the prompt's text; None if the caller gave token ids.
+        prompt_token_ids: the prompt's token ids.
         outputs: n continuations.
-        finished: nothing more will come.
-        error: why the request failed, one line; None where it did not.
-        num_cached_tokens: tokens of the prompt that were not read again, because the state of an
-            earlier request with the same beginning was still there.
+        finished: whether the request has ended.
+        error: why the request failed, in one line; None if it did not.
+        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
     """
 
     request_id: str

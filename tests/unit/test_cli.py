@@ -2,16 +2,17 @@
 
 import argparse
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import finwhale
-from finwhale.cli.engine_options import add_engine_options, engine_options
 from finwhale.cli.main import COMMANDS, main
+from finwhale.cli.options import add_engine_options, engine_config
+from finwhale.config import EngineConfig
 
 Capture = pytest.CaptureFixture[str]
 
@@ -95,21 +96,21 @@ def test_inspect_of_an_incomplete_checkpoint(
 # --- Options --------------------------------------------------------------------------------------
 
 
-def test_where_compiled_kernels_are_kept() -> None:
-    def options(*args: str, **environment: str) -> dict[str, Any]:
+def test_where_compiled_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(*args: str, **environment: str) -> EngineConfig:
         parser = argparse.ArgumentParser()
-        add_engine_options(parser)
-        return engine_options(parser.parse_args(args), environment)
+        add_engine_options(parser, watchdog_seconds=60.0)
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return engine_config(parser.parse_args(args))
 
-    assert options("--cache-dir", "/somewhere")["cache_dir"] == "/somewhere"
-    assert options(XDG_CACHE_HOME="/x")["cache_dir"] == "/x/finwhale"
-    assert options()["cache_dir"] == str(Path.home() / ".cache" / "finwhale")
-    assert options("--max-num-seqs", "3") | {"cache_dir": ""} == {
-        "max_num_seqs": 3,
-        "cache_dir": "",
-        "watchdog_seconds": 60.0,
-        "wo_a_input": "fp8",
-    }
+    assert config("--cache-dir", "/somewhere").cache_dir == "/somewhere"
+    assert config(XDG_CACHE_HOME="/x").cache_dir == "/x/finwhale"
+    assert config().cache_dir == str(Path.home() / ".cache" / "finwhale")
+    assert replace(config("--max-num-seqs", "3"), cache_dir="") == EngineConfig(
+        max_num_seqs=3, cache_dir="", watchdog_seconds=60.0, wo_a_input="fp8"
+    )
 
 
 def test_what_no_engine_takes_is_told_before_a_server_starts(

@@ -10,7 +10,6 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,14 +17,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from finwhale.bench.record import RESULTS, append_record, stamp
+from finwhale.bench.arguments import add_sizes, new_parser
+from finwhale.bench.record import append_record, stamp
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.config import EngineConfig, add_wo_a_input
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.options import add_options
 from finwhale.testing.stepping import Stepper
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
@@ -175,22 +176,17 @@ def passes(result: dict[str, Any]) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench accuracy`: 0, or 1 where the table is worse than it may be."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench accuracy",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
-    parser.add_argument("--layers", type=int, default=4, help="cut the model to its first layers")
-    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
-    parser.add_argument("--tokens", type=int, default=2560, help="of the text")
-    parser.add_argument("--positions", type=int, default=512, help="whose logits are compared")
-    parser.add_argument("--decodes", type=int, default=16, help="last tokens read one by one")
-    add_wo_a_input(parser)
-    parser.add_argument("--verbose", action="store_true", help="say how long each table takes")
+    parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
+    add_sizes(parser, 4)
+    parser.add_argument("--tokens", type=int, default=2560, help="length of the text")
     parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/accuracy-h200.jsonl"
+        "--positions", type=int, default=512, help="number of positions whose logits are compared"
     )
+    parser.add_argument(
+        "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
+    )
+    add_options(parser, EngineConfig, ("device", "wo_a_input"))
+    parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
     args = parser.parse_args(argv)
     console = Console()
     if not console.is_terminal:

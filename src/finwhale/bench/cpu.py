@@ -19,7 +19,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.arguments import new_parser
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import Activations
@@ -342,23 +343,30 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench cpu`: 0, or 1 where the two engines chose different tokens."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench cpu",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("path", nargs="?", type=Path, help="a checkpoint; left out: the demo model")
-    parser.add_argument("--context", type=_count, default=300, help="tokens of a prompt")
-    parser.add_argument("--steps", type=_count, default=64, help="tokens to decode a round")
-    parser.add_argument("--rounds", type=_count, default=5, help="times to repeat everything")
-    parser.add_argument("--prefill", type=int, default=2048, help="tokens to prefill; 0: none")
-    parser.add_argument("--compile", action="store_true", help="the compiled mode's decode as well")
-    parser.add_argument("--batches", type=_count, nargs="+", default=list(BATCHES))
+    parser = new_parser("cpu", __doc__, "cpu.jsonl")
     parser.add_argument(
-        "--threads", type=_count, help="torch threads; left out: torch's own choice"
+        "path",
+        nargs="?",
+        type=Path,
+        metavar="PATH",
+        help="directory of a checkpoint (default: the demo model)",
+    )
+    parser.add_argument("--context", type=_count, default=300, help="length of a prompt")
+    parser.add_argument(
+        "--steps", type=_count, default=64, help="number of tokens to decode in each round"
+    )
+    parser.add_argument("--rounds", type=_count, default=5, help="number of rounds")
+    parser.add_argument(
+        "--prefill", type=int, default=2048, help="number of tokens to prefill; 0 skips it"
     )
     parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/cpu.jsonl"
+        "--compile", action="store_true", help="measure decode in the compiled mode too"
+    )
+    parser.add_argument(
+        "--batches", type=_count, nargs="+", default=list(BATCHES), help="batch sizes of decode"
+    )
+    parser.add_argument(
+        "--threads", type=_count, help="number of torch threads (default: torch's choice)"
     )
     args = parser.parse_args(argv)
     if args.steps < TURN:

@@ -23,18 +23,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.arguments import add_sizes, new_parser
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
+from finwhale.config import EngineConfig
 from finwhale.engine.rank.runner import choose_device
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import Ops, load_ops
+from finwhale.options import add_options
 
 
 def plain_read(checkpoint: Checkpoint, device: torch.device) -> None:
@@ -175,21 +178,15 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench load`."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench load",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
-    parser.add_argument("--layers", type=int, default=6, help="of the synthetic checkpoint")
-    parser.add_argument("--model", help="a checkpoint instead of a synthetic one")
-    parser.add_argument("--directory", help="where the synthetic one stays (default: nowhere)")
-    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--mapped", action="store_true", help="by memory-mapping as well")
+    parser = new_parser("load", __doc__, "load-h200.jsonl")
+    add_sizes(parser, 6)
+    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
     parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/load-h200.jsonl"
+        "--directory", metavar="DIR", help="keep the synthetic checkpoint here (default: delete it)"
     )
+    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions")
+    parser.add_argument("--mapped", action="store_true", help="measure memory-mapped loading too")
+    add_options(parser, EngineConfig, ("device",))
     args = parser.parse_args(argv)
     console = Console()
     if not console.is_terminal:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench import drafting
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.arguments import add_model_arguments, new_parser
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.bench.works import BF16_RATE, FP4_BYTES, FP8_RATE, READ_RATE
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig, add_wo_a_input
+from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.runner import choose_device
 from finwhale.errors import FinwhaleError
@@ -40,6 +40,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.models.protocol import WeightStream
+from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
 FP8_BLOCK_BYTES = 4 / 128**2
@@ -305,6 +306,10 @@ def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, floa
     console.print(table)
 
 
+# Options of the engine that follow from the shapes that are measured.
+SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
+
+
 def memory(engine: Engine) -> dict[str, float]:
     """GiB on the device: the cache's, all that torch holds, and the most it ever held."""
     gib = 2.0**30
@@ -313,15 +318,6 @@ def memory(engine: Engine) -> dict[str, float]:
         "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
     }
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `source` reads."""
-    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
-    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
-    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
-    parser.add_argument("--model", help="a checkpoint instead")
-    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
 
 
 def source(
@@ -378,16 +374,11 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     config, weights = source(args)
     start = time.perf_counter()
     engine = Engine(
-        EngineConfig(
-            device=args.device,
-            reference=args.reference,
-            batch_invariant=args.batch_invariant,
-            wo_a_input=args.wo_a_input,
-            enforce_eager=args.enforce_eager,
-            compile=args.compile,
+        read_options(
+            args,
+            EngineConfig,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(1, *(shape.batch for shape in shapes)),
-            max_num_batched_tokens=args.max_num_batched_tokens,
         ),
         config,
         weights,
@@ -430,16 +421,12 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     # Of every step all drafts may be right; behind them there are rows for the next ones.
     longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
     rows = drafting.measure(
-        EngineConfig(
-            device=args.device,
-            reference=args.reference,
-            batch_invariant=args.batch_invariant,
-            wo_a_input=args.wo_a_input,
-            enforce_eager=args.enforce_eager,
+        read_options(
+            args,
+            EngineConfig,
             max_model_len=min(longest, config.max_position_embeddings),
             max_num_seqs=max(args.batches),
             graph_sizes=tuple(sorted(set(args.batches))),
-            max_num_batched_tokens=args.max_num_batched_tokens,
         ),
         (config, weights),
         batches=args.batches,
@@ -461,53 +448,58 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _rate(text: str) -> float:
     rate = float(text)
     if not 0 <= rate <= 1:
-        raise argparse.ArgumentTypeError(f"a part, 0 to 1, is wanted, got {text!r}")
+        raise argparse.ArgumentTypeError(f"a fraction, 0 to 1, is wanted, got {text!r}")
     return rate
 
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench offline`."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench offline",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 8, 32, 128])
-    parser.add_argument("--context", type=int, default=1024, help="tokens before a decode step")
+    parser = new_parser("offline", __doc__, "offline-h200.jsonl")
+    add_model_arguments(parser, SET_HERE, max_num_batched_tokens=8192)
     parser.add_argument(
-        "--long-contexts", type=int, nargs="*", default=[65536], help="more decodes, of batch 1"
+        "--batches", type=int, nargs="*", default=[1, 8, 32, 128], help="batch sizes"
     )
-    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 32768])
-    parser.add_argument("--steps", type=int, default=30, help="steps to time")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--context", type=int, default=1024, help="number of tokens before a decode step"
+    )
+    parser.add_argument(
+        "--long-contexts",
+        type=int,
+        nargs="*",
+        default=[65536],
+        help="contexts of further decodes with batch size 1",
+    )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        nargs="*",
+        default=[2048, 8192, 32768],
+        help="lengths of prompts to prefill",
+    )
+    parser.add_argument("--steps", type=int, default=30, help="number of steps to time")
     parser.add_argument(
         "--draft-tokens",
         type=int,
         choices=range(MAX_DRAFT_TOKENS + 1),
         default=0,
-        help="measure decoding with so many drafts beside decoding without, and nothing else",
+        help="compare decoding with this many drafts with plain decoding, and measure nothing else",
     )
     parser.add_argument(
         "--accept",
         type=_rate,
         nargs="*",
         metavar="R",
-        help="force such parts of the drafts to be right (default: those that are)",
+        help="force these fractions of the drafts to be right (default: the model's own)",
     )
-    parser.add_argument("--reference", action="store_true", help="the references' table")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="the same bits whatever the batch"
+        "--kernels",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print the N slowest kernels of each shape",
     )
-    add_wo_a_input(parser)
-    parser.add_argument("--enforce-eager", action="store_true", help="no captured graphs")
-    parser.add_argument("--compile", action="store_true", help="decoder layers ahead of time")
     parser.add_argument(
-        "--kernels", type=int, default=0, metavar="N", help="show each shape's N slowest kernels"
-    )
-    parser.add_argument("--verbose", action="store_true", help="print each result at once")
-    parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/offline-h200.jsonl"
+        "--verbose", action="store_true", help="print each result as soon as it is known"
     )
     args = parser.parse_args(argv)
     if args.accept and not args.draft_tokens:

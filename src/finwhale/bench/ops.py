@@ -7,17 +7,16 @@ implementation must move over the measured bandwidth, and its operations over th
 and bit for bit whatever else is in the batch.
 """
 
-import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from finwhale.bench.arguments import new_parser
 from finwhale.bench.packing import (
     ACTIVATIONS,
     far_pages,
@@ -29,7 +28,7 @@ from finwhale.bench.packing import (
     ready,
     to_device,
 )
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.bench.works import (
     CONFIGS,
     HIDDEN_TOLERANCE,
@@ -493,27 +492,28 @@ def _show(operator: str, verdict: Verdict) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench ops`: 0, or 1 where a check failed."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench ops",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    parser = new_parser("ops", __doc__, "ops.jsonl")
+    parser.add_argument("--config", choices=CONFIGS, default="flash", help="sizes of this model")
+    parser.add_argument(
+        "--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels"
     )
-    parser.add_argument("--config", choices=CONFIGS, default="flash", help="whose sizes")
-    parser.add_argument("--table", choices=PLATFORMS, default="nvidia", help="whose kernels")
     parser.add_argument(
         "--batches",
         type=int,
         nargs="+",
         default=list(BATCHES),
-        help=f"tokens: up to {MAX_DECODE} decodes of one each, more are one prompt",
+        help=f"numbers of tokens: up to {MAX_DECODE}, that many decodes; beyond it, one prompt",
     )
-    parser.add_argument("--context", type=int, default=8192, help="tokens that decodes have read")
-    parser.add_argument("--operators", nargs="+", default=[], help="these only")
-    parser.add_argument("--check", action="store_true", help="compare instead of timing")
     parser.add_argument(
-        "--batch-invariant", action="store_true", help="the table whose bits are a token's own"
+        "--context", type=int, default=8192, help="number of tokens before a decode"
     )
-    parser.add_argument("--out", type=Path, help=f"JSONL to append to, as {RESULTS}/ops.jsonl")
+    parser.add_argument("--operators", nargs="+", default=[], help="measure these only")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the references instead of timing"
+    )
+    parser.add_argument(
+        "--batch-invariant", action="store_true", help="use the batch-invariant operators"
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise FinwhaleError("bench ops measures a GPU, and torch sees none")
@@ -538,9 +538,9 @@ def main(argv: Sequence[str]) -> int:
         "read_bytes_per_s": READ_RATE,
         "results": lines,
     }
-    if args.out:
-        append_record(args.out, record)
-        print(f"recorded in {args.out}")
+    if args.record:
+        append_record(args.record, record)
+        print(f"recorded in {args.record}")
     return 0
 
 

@@ -11,7 +11,6 @@ import argparse
 import gc
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.arguments import new_parser
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -149,17 +149,10 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench overhead`: 0, or 1 where a median is above what a step may cost."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench overhead",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a prompt")
-    parser.add_argument("--steps", type=int, default=400, help="steps to time")
-    parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/overhead.jsonl"
-    )
+    parser = new_parser("overhead", __doc__, "overhead.jsonl")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
+    parser.add_argument("--context", type=int, default=1024, help="length of a prompt")
+    parser.add_argument("--steps", type=int, default=400, help="number of steps to time")
     args = parser.parse_args(argv)
     console = Console()
     table = Table(title="host time of a decode step, microseconds", title_justify="left")

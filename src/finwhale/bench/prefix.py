@@ -4,18 +4,17 @@ The scheduler alone, with the pages of DeepSeek-V4-Flash and no model: a prompt 
 same one comes again and is planned up to its first step.
 """
 
-import argparse
 import gc
 import random
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.bench.record import RESULTS, append_record, stamp, summary
+from finwhale.bench.arguments import new_parser
+from finwhale.bench.record import append_record, stamp, summary
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
@@ -92,16 +91,11 @@ def _sequence(key: str, prompt: list[int]) -> RunningSequence:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench prefix`: 0, or 1 where a token costs more than it may."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench prefix",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(LENGTHS))
-    parser.add_argument("--repeats", type=int, default=15)
+    parser = new_parser("prefix", __doc__, "prefix.jsonl")
     parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/prefix.jsonl"
+        "--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts"
     )
+    parser.add_argument("--repeats", type=int, default=15, help="number of repetitions")
     args = parser.parse_args(argv)
     console = Console()
     table = Table(title="a prompt that was read before, nanoseconds a token", title_justify="left")

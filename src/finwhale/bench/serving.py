@@ -333,25 +333,75 @@ def _parser() -> argparse.ArgumentParser:
         prog="finwhale bench serving",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="A key is taken from OPENAI_API_KEY.",
+        epilog="The API key is read from OPENAI_API_KEY.",
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="the endpoint (default: %(default)s)")
-    add("--model", required=True, help="what the endpoint calls the model")
-    add("--chat", action="store_true", help="/v1/chat/completions, words instead of token ids")
-    add("--num-requests", type=int, default=256, metavar="N", help="(default: %(default)s)")
-    add("--request-rate", type=float, default=math.inf, metavar="R", help="a second (default: inf)")
-    add("--concurrency", type=int, metavar="N", help="under way at most (default: no bound)")
-    add("--input-tokens", type=_span, default=(1024, 1024), metavar="N[:M]", help="(default: 1024)")
-    add("--output-tokens", type=_span, default=(256, 256), metavar="N[:M]", help="(default: 256)")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="of the input (default: 0)")
-    add("--max-token-id", type=int, default=4000, metavar="N", help="(default: %(default)s)")
-    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let answers end")
-    add("--temperature", type=float, default=0.0, help="(default: 0)")
-    add("--seed", type=int, default=0, help="of prompts and arrivals (default: 0)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the endpoint (default: %(default)s)")
+    add("--model", required=True, help="the endpoint's name of the model")
+    add(
+        "--chat",
+        action="store_true",
+        help="use /v1/chat/completions, with words instead of token ids",
+    )
+    add(
+        "--num-requests",
+        type=int,
+        default=256,
+        metavar="N",
+        help="number of requests (default: 256)",
+    )
+    add(
+        "--request-rate",
+        type=float,
+        default=math.inf,
+        metavar="R",
+        help="requests per second, at random times (default: all at once)",
+    )
+    add(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="maximum number of requests at once (default: no limit)",
+    )
+    add(
+        "--input-tokens",
+        type=_span,
+        default=(1024, 1024),
+        metavar="N[:M]",
+        help="length of a prompt, or a range of lengths (default: 1024)",
+    )
+    add(
+        "--output-tokens",
+        type=_span,
+        default=(256, 256),
+        metavar="N[:M]",
+        help="length of an output, or a range of lengths (default: 256)",
+    )
+    add(
+        "--shared-prefix",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of tokens with which all prompts begin (default: 0)",
+    )
+    add(
+        "--max-token-id",
+        type=int,
+        default=4000,
+        metavar="N",
+        help="largest token id in a prompt (default: %(default)s)",
+    )
+    add(
+        "--no-ignore-eos",
+        dest="ignore_eos",
+        action="store_false",
+        help="let the model end its output",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    add("--seed", type=int, default=0, help="seed of prompts and arrival times (default: 0)")
     add(
         "--record", type=Path, nargs="?", const=RESULTS / "serving.jsonl", metavar="FILE",
-        help="append a record (default file: %(const)s)",
+        help="append the results to this JSONL file (without FILE: %(const)s)",
     )  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="draw the run (.png or .svg; needs matplotlib)")
+    add("--plot", type=Path, metavar="FILE", help="plot the run (.png or .svg; needs matplotlib)")
     return parser

@@ -14,19 +14,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.offline import source
-from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
+from finwhale.bench.record import append_record, percentile, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_start
+from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured
@@ -40,12 +41,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         args = argparse.Namespace(**vars(args) | {"model": DEMO_PATH})
     config, weights = source(args)
     engine = Engine(
-        EngineConfig(
-            device=args.device,
+        read_options(
+            args,
+            EngineConfig,
             max_model_len=min(args.max_model_len, config.max_position_embeddings),
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
-            cache_dir=args.cache_dir,
         ),
         config,
         weights,
@@ -202,28 +201,24 @@ def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench start`."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench start",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("--config", choices=("flash", "pro"), default="flash", help="whose sizes")
-    parser.add_argument("--layers", type=int, help="cut the model to its first layers")
-    parser.add_argument("--dummy", action="store_true", help="random weights, made on the device")
-    parser.add_argument("--model", help="a checkpoint (default: the demo model)")
-    parser.add_argument("--device", help='"cuda", "cuda:N" or "cpu"')
-    parser.add_argument("--max-model-len", type=int, default=65536)
-    parser.add_argument("--max-num-seqs", type=int, default=64)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
-    parser.add_argument("--requests", type=int, default=100, help="timed ones, and later as many")
-    parser.add_argument("--prompt-tokens", type=int, default=200, help="of a timed request")
-    parser.add_argument("--longest-prompt", type=int, default=8192, help="of the others")
-    parser.add_argument("--warm", type=int, default=2, help="warm starts after the cold one")
-    parser.add_argument("--cache-dir", help="a filled cache: then no start is cold")
-    parser.add_argument("--one", action="store_true", help="one start in this process, as JSON")
-    parser.add_argument("--verbose", action="store_true", help="print each start at once")
+    parser = new_parser("start", __doc__, "start-h200.jsonl")
+    parser.epilog = "With --cache-dir, the cache is not empty and every start counts as warm."
+    add_model_arguments(parser, (), max_model_len=65536)
     parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/start-h200.jsonl"
+        "--requests", type=int, default=100, help="number of timed requests, first and later"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=200, help="length of a timed prompt")
+    parser.add_argument(
+        "--longest-prompt", type=int, default=8192, help="length of the longest other prompt"
+    )
+    parser.add_argument(
+        "--warm", type=int, default=2, help="number of warm starts after the cold one"
+    )
+    parser.add_argument(
+        "--one", action="store_true", help="start once in this process and print JSON"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="print each result as soon as it is known"
     )
     args = parser.parse_args(argv)
     if args.one:

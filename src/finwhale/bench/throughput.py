@@ -6,24 +6,24 @@ that are aborted in their midst. The times between tokens are those of the load 
 step's tokens to those of the next in which the same request has any.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from finwhale.bench.offline import add_model_arguments, memory, source
-from finwhale.bench.record import RESULTS, append_record, percentile, stamp, summary
-from finwhale.config import EngineConfig, add_wo_a_input
+from finwhale.bench.arguments import add_model_arguments, new_parser
+from finwhale.bench.offline import memory, source
+from finwhale.bench.record import append_record, percentile, stamp, summary
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.start_times import freeze_heap
+from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
 
 # Steps between two intruders of a kind, and the tokens that each of them generates.
@@ -151,27 +151,20 @@ def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench throughput`."""
-    parser = argparse.ArgumentParser(
-        prog="finwhale bench throughput",
-        description=(__doc__ or "").split("\n\n", 1)[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add_model_arguments(parser)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each request")
-    parser.add_argument("--output-tokens", type=int, default=256, help="of each request")
-    parser.add_argument("--max-num-seqs", type=int, default=128, help="requests at a time")
-    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, help="of one step")
-    add_wo_a_input(parser)
+    parser = new_parser("throughput", __doc__, "throughput-h200.jsonl")
+    add_model_arguments(parser, ["max_model_len"], max_num_seqs=128)
+    parser.add_argument("--requests", type=int, default=256, help="number of requests")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of each prompt")
+    parser.add_argument("--output-tokens", type=int, default=256, help="length of each output")
     parser.add_argument(
-        "--long-prompt", type=int, default=65536, help="tokens of the long prompts between; 0: none"
-    )
-    parser.add_argument(
-        "--record", type=Path, help=f"JSONL to append to, such as {RESULTS}/throughput-h200.jsonl"
+        "--long-prompt",
+        type=int,
+        default=65536,
+        help="length of the long prompts among the others; 0 runs no other requests",
     )
     args = parser.parse_args(argv)
     if args.output_tokens < 2:
-        parser.error("--output-tokens: at least two, to have a time between them")
+        parser.error("--output-tokens must be at least 2: the time between tokens is measured")
     console = Console()
     if not console.is_terminal:
         console.width = 120
@@ -180,12 +173,8 @@ def main(argv: Sequence[str]) -> int:
     longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * INTRUDER_TOKENS
     start = time.perf_counter()
     engine = Engine(
-        EngineConfig(
-            device=args.device,
-            wo_a_input=args.wo_a_input,
-            max_model_len=min(longest, config.max_position_embeddings),
-            max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=args.max_num_batched_tokens,
+        read_options(
+            args, EngineConfig, max_model_len=min(longest, config.max_position_embeddings)
         ),
         config,
         weights,

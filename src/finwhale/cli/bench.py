@@ -1,31 +1,32 @@
-"""`finwhale bench`: measurements."""
+"""`finwhale bench`: run a benchmark."""
 
 import argparse
 import importlib
 from collections.abc import Sequence
 
 BENCHMARKS = {
-    "cpu": "decode and prefill beside transformers, same weights, same run (needs the test extra)",
-    "accuracy": "a platform's table beside the references: logits and choices",
-    "overhead": "what the host does in a step, over a stub of the model",
-    "offline": "whole steps of the engine, decode and prefill, beside their floors",
-    "throughput": "requests through the engine: tokens a second, and what others do to the wait",
-    "start": "from a process's beginning to its first token, cold and warm; the first requests",
-    "load": "a checkpoint's files to weights in place, beside a plain read of them",
-    "serving": "load on an OpenAI endpoint: waiting and throughput (needs the bench extra)",
-    "prefix": "finding the beginning of a prompt that was read before: host time a token",
-    "ops": "Triton kernels beside their references, on a GPU",
+    "cpu": "compare decode and prefill with transformers, same weights and run (test extra)",
+    "accuracy": "compare the logits of a platform's operators with those of the references",
+    "overhead": "measure the host's work in a step, with a stub for the model",
+    "offline": "measure whole engine steps, decode and prefill, and their floors",
+    "throughput": "measure tokens per second of many requests, and the effect of other requests",
+    "start": "measure cold and warm starts: from process start to the first token",
+    "load": "measure loading a checkpoint, and compare it with a plain read of its files",
+    "serving": "load-test any OpenAI-compatible endpoint: latency and throughput (bench extra)",
+    "prefix": "measure the host's time to find a cached prefix",
+    "ops": "measure operators on a GPU, or compare them with their references",
 }
 
 
 def run(argv: Sequence[str]) -> int:
-    listing = "\n".join(f"  {name}  {text}" for name, text in BENCHMARKS.items())
+    width = max(map(len, BENCHMARKS))
+    listing = "\n".join(f"  {name:{width}}  {text}" for name, text in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="finwhale bench",
-        description="Measure and print a table; with the option for it, append a record.",
-        epilog=f"what:\n{listing}\n\n`finwhale bench WHAT --help` says more.",
+        description="Run a benchmark and print a table; --record appends the results to a file.",
+        epilog=f"benchmarks:\n{listing}\n\n`finwhale bench NAME --help` lists its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("what", choices=BENCHMARKS, metavar="WHAT")
+    parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     args = parser.parse_args(argv[:1])
-    return int(importlib.import_module(f"finwhale.bench.{args.what}").main(argv[1:]))
+    return int(importlib.import_module(f"finwhale.bench.{args.name}").main(argv[1:]))

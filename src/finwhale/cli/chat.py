@@ -1,4 +1,4 @@
-"""`finwhale chat`: a multi-turn conversation in the terminal."""
+"""`finwhale chat`: a conversation of several turns in the terminal."""
 
 import argparse
 import sys
@@ -13,9 +13,9 @@ from finwhale.cli.options import (
     add_model_options,
     add_sampling_options,
     load_model,
-    sampling_params,
 )
 from finwhale.errors import RequestError
+from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
 HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) leaves."
@@ -23,7 +23,7 @@ HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) l
 
 def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
-    params = sampling_params(args)
+    params = read_options(args, SamplingParams)
     conversation = Conversation(load_model(args), params, args.system, args.think)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The messages so far, and how to get the next one."""
+    """The messages so far, and the model that writes the next one."""
 
     def __init__(
         self, llm: "finwhale.LLM", params: SamplingParams, system: str | None, thinking: bool
@@ -68,13 +68,13 @@ class Conversation:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything but the system message."""
+        """Forgets everything but the system message."""
         self.messages: list[dict[str, Any]] = []
         if self.system is not None:
             self.messages.append({"role": "system", "content": self.system})
 
     def answer(self, text: str, out: TextIO) -> None:
-        """Stream the answer to `text`; a failed or interrupted turn leaves no trace."""
+        """Streams the answer to `text`. A failed or interrupted turn is not kept."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self.template.render(messages, ChatOptions(thinking=self.thinking))
         parser = self.template.parser(prompt)
@@ -97,7 +97,7 @@ class Conversation:
                 if result.error is not None:
                     raise RequestError(result.error)
         except KeyboardInterrupt:
-            out.write(f"{PLAIN if out.isatty() else ''}\n(interrupted; not kept)\n")
+            out.write(f"{PLAIN if out.isatty() else ''}\n(interrupted; this turn is not kept)\n")
             return
         out.write((PLAIN if reasoning and out.isatty() else "") + "\n")
         self.messages = [*messages, parser.message()]
@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale chat", description="Talk to the model in the terminal.", epilog=HELP
     )
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
-    parser.add_argument("--think", action="store_true", help="let the model think before answers")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--think", action="store_true", help="let the model think before answering")
     add_sampling_options(parser, max_tokens=512)
     add_model_options(parser)
     return parser

@@ -1,4 +1,4 @@
-"""`finwhale generate`: continue a text, streaming."""
+"""`finwhale generate`: continue a text and stream it."""
 
 import argparse
 import sys
@@ -11,9 +11,10 @@ from finwhale.cli.options import (
     add_model_options,
     add_sampling_options,
     load_model,
-    sampling_params,
 )
 from finwhale.errors import RequestError
+from finwhale.options import read_options
+from finwhale.request import SamplingParams
 
 
 def run(argv: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def run(argv: Sequence[str]) -> int:
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
-    params = sampling_params(args, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+    params = read_options(args, SamplingParams)
     llm = load_model(args)
     if sys.stdout.isatty():
         sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
@@ -60,16 +61,12 @@ def _read_stdin() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale generate",
-        description="Continue PROMPT and stream the text to stdout (a terminal shows the prompt "
-        "before it).",
+        description="Continue PROMPT and stream the text to stdout. A terminal shows the prompt "
+        "before it.",
         epilog='example: finwhale generate "Once upon a time" --max-tokens 200 --seed 1',
     )
     parser.add_argument("prompt", metavar="PROMPT", help='the text to continue; "-" reads stdin')
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop before TEXT (repeatable)"
-    )
-    parser.add_argument("--ignore-eos", action="store_true", help="go on past the model's own end")
     parser.add_argument("--stats", action="store_true", help="print the speed to stderr at the end")
-    add_sampling_options(parser, max_tokens=128)
+    add_sampling_options(parser, "stop", "ignore_eos", max_tokens=128)
     add_model_options(parser)
     return parser

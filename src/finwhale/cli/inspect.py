@@ -1,4 +1,4 @@
-"""`finwhale inspect`: what a checkpoint is, what it needs, and what is wrong with it."""
+"""`finwhale inspect`: describe a checkpoint and find what is wrong with it."""
 
 import argparse
 import math
@@ -13,6 +13,7 @@ from rich.table import Table
 
 from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
+from finwhale.cli.options import add_path
 from finwhale.demo import DEMO_PATH
 from finwhale.models.protocol import Architecture, CacheGroup, ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
@@ -23,7 +24,7 @@ SHOWN = 10
 
 
 def run(argv: Sequence[str]) -> int:
-    """0 if the checkpoint can be loaded, 1 if something is missing, unexpected or misshapen."""
+    """Returns 0 if the checkpoint can be loaded, 1 if tensors are missing or wrong."""
     args = _parser().parse_args(argv)
     console = Console()
     checkpoint = Checkpoint.open(Path(args.path) if args.path else DEMO_PATH)
@@ -72,7 +73,7 @@ def _tensor_table(checkpoint: Checkpoint, architecture: Architecture) -> Table:
         entry[0] += 1
         entry[1] += info.num_bytes
     table = _table("tensors", "part", "dtype", "tensors", "bytes", numbers=2)
-    # In order of first appearance, a part's dtypes together.
+    # Parts in order of first appearance, with the dtypes of one part together.
     parts = list(dict.fromkeys(part for part, _ in groups))
     for (part, dtype), (count, num_bytes) in sorted(
         groups.items(), key=lambda item: parts.index(item[0][0])
@@ -90,7 +91,7 @@ def _tensor_table(checkpoint: Checkpoint, architecture: Architecture) -> Table:
 
 
 def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
-    """As values in two dtypes, and packed in FP8 and FP4, as on a Hopper GPU."""
+    """Memory with values in two dtypes, and packed in FP8 and FP4 as on a Hopper GPU."""
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
     values = load_ops(Platform.cpu(), reference=True)
@@ -111,7 +112,7 @@ def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
 
     per_token = [sum(token_bytes(g, *form) for g in groups if g.keep is None) for form in forms]
     table.add_row("cache, each token", *map(_size, per_token))
-    # What a sequence holds besides: the tokens that a group keeps, at most.
+    # A sequence also holds up to as many tokens as each of the other groups keeps.
     state = [sum(sum(g.keep) * token_bytes(g, *form) for g in groups if g.keep) for form in forms]
     table.add_row("cache, each sequence", *map(_size, state))
     full = [per * config.max_position_embeddings for per in per_token]
@@ -152,11 +153,9 @@ def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale inspect",
-        description="Say what a checkpoint is: its configuration, tensors and bytes, the memory "
-        "that it needs, and what is missing or unexpected. Reads headers only.",
+        description="Show a checkpoint's configuration, its tensors and their sizes, the memory "
+        "that it needs, and which tensors are missing or unexpected. Only headers are read.",
     )
-    parser.add_argument(
-        "path", nargs="?", metavar="PATH", help="directory of a checkpoint (default: the demo's)"
-    )
+    add_path(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")
     return parser

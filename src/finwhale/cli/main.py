@@ -1,4 +1,4 @@
-"""`finwhale`: finds the command and turns a user's mistake into one line."""
+"""`finwhale`: run a command, and print a user's mistake as one line."""
 
 import argparse
 import importlib
@@ -13,22 +13,22 @@ from finwhale.errors import FinwhaleError
 COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
-    "serve": "answer OpenAI's and Anthropic's protocols over HTTP",
-    "warmup": "build and keep all kernels that serving a checkpoint needs",
-    "inspect": "say what a checkpoint is, and what it needs",
-    "ops": "list the operators in use on this machine",
-    "bench": "measure",
+    "serve": "serve the OpenAI and Anthropic protocols over HTTP",
+    "warmup": "compile and keep all kernels that serving a checkpoint needs",
+    "inspect": "describe a checkpoint and the memory that it needs",
+    "ops": "list the operator implementations in use on this machine",
+    "bench": "run a benchmark",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0, 1 for a user's mistake, 130 when interrupted."""
+    """Runs a command. Returns the exit code: 0, 1 for a user's mistake, 130 when interrupted."""
     args = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not args or args[0] not in COMMANDS:
         parser.parse_args(args or ["--help"])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal or pipe of a narrow encoding shows "?" for what it cannot.
+        # A terminal or pipe with a narrow encoding shows "?" for characters that it lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
         return int(importlib.import_module(f"finwhale.cli.{args[0]}").run(args[1:]))
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone; nothing more can be written, not even at exit.
+        # The reader has closed the pipe, so that a flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
@@ -49,8 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     listing = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="finwhale",
-        description="Run DeepSeek-V4. Without a model's path, the embedded demo model runs.",
-        epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` says more.",
+        description="Run DeepSeek-V4. Without the path of a checkpoint, the demo model runs.",
+        epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` lists the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND")

@@ -1,4 +1,4 @@
-"""`finwhale ops`: the operator table in use."""
+"""`finwhale ops`: print the operator table in use."""
 
 import argparse
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="finwhale ops", description="List which implementation each operator has."
+        prog="finwhale ops", description="List the implementation of each operator."
     )
     parser.add_argument(
-        "--platform", choices=PLATFORMS, help="show this table instead of the machine's own"
+        "--platform", choices=PLATFORMS, help="show this platform's table instead of this machine's"
     )
     return parser

@@ -1,48 +1,87 @@
-"""How a server behaves. Frozen, self-checking."""
+"""The options of a server, from which `finwhale serve` and docs/options.md derive theirs."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from finwhale.errors import FinwhaleError
+from finwhale.options import check_types, option
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Limits and manners of one server.
+    """How one server behaves, and its limits."""
 
-    Attributes:
-        model_names: what clients may call the model; the first is what answers say.
-        host, port: where it listens; port 0: any free one.
-        api_keys: keys of which a request must carry one; none: no key is asked for.
-        cors_origins: web origins whose pages may call the server; none: CORS is off.
-        default_thinking: whether a chat request that does not say thinks.
-        max_body_bytes: of one request.
-        max_prompt_tokens: of one prompt; None: what the model's context holds.
-        max_choices: continuations that one request may ask for, prompts times n.
-        max_queue: sequences that may wait beyond those the engine runs at once; past it: 429.
-        max_concurrency: HTTP requests at once; past it: 429.
-        retry_after_s: what clients are told to wait by a 429, and while the model loads.
-        request_timeout_s: for a whole request, the check of its grammar and its stream included.
-        drain_timeout_s: for requests in flight when the server is told to stop.
-        log_prompts: write the bodies of requests to the log.
-    """
-
-    model_names: tuple[str, ...]
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    default_thinking: bool = True
-    max_body_bytes: int = 32 << 20
-    max_prompt_tokens: int | None = None
-    max_choices: int = 128
-    max_queue: int = 512
-    max_concurrency: int = 2048
-    retry_after_s: int = 1
-    request_timeout_s: float = 3600.0
-    drain_timeout_s: float = 60.0
-    log_prompts: bool = False
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes any free port")
+    # The first name stands in the answers.
+    model_names: tuple[str, ...] = option(
+        (),
+        "name by which clients call the model",
+        unset="the name of the checkpoint's directory; finwhale-demo",
+        metavar="NAME",
+        flag="--model-name",
+    )
+    default_thinking: bool = option(
+        True,
+        "whether a chat request thinks if it does not say",
+        unset="yes; no with the demo model",
+        flag="--thinking",
+    )
+    # `finwhale serve` reads the keys from the files and from its environment.
+    api_keys: tuple[str, ...] = option(
+        (),
+        "file of API keys, one on each line; a request must carry one of the keys",
+        unset="no key is needed",
+        metavar="FILE",
+        flag="--api-key-file",
+    )
+    cors_origins: tuple[str, ...] = option(
+        (),
+        "web origin whose pages may call the server",
+        unset="none",
+        metavar="ORIGIN",
+        flag="--cors-origin",
+    )
+    max_body_bytes: int = option(32 << 20, "maximum size of a request's body", metavar="N")
+    max_prompt_tokens: int | None = option(
+        None, "maximum number of tokens of a prompt", unset="the model's context", metavar="N"
+    )
+    max_choices: int = option(
+        128, "maximum number of continuations in one request: its prompts times n", metavar="N"
+    )
+    max_queue: int = option(
+        512,
+        "maximum number of sequences that wait beyond those that run; a request beyond it gets 429",
+        metavar="N",
+    )
+    max_concurrency: int = option(
+        2048, "maximum number of HTTP requests at once; a request beyond it gets 429", metavar="N"
+    )
+    retry_after_s: int = option(
+        1,
+        "time that an answer of 429, or of 503 while the model loads, tells clients to wait",
+        metavar="SECONDS",
+        flag="--retry-after",
+    )
+    request_timeout_s: float = option(
+        3600.0,
+        "time limit for a request, including the check of its grammar and its stream",
+        metavar="SECONDS",
+        flag="--request-timeout",
+    )
+    drain_timeout_s: float = option(
+        60.0,
+        "time limit for running requests when the server is told to stop",
+        metavar="SECONDS",
+        flag="--drain-timeout",
+    )
+    log_level: LogLevel = option("info", "least severe level of messages to log")
+    log_prompts: bool = option(False, "write the bodies of requests to the log")
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not self.model_names or not all(self.model_names):
             raise FinwhaleError("a server needs at least one name of the model, not empty")
         if not 0 <= self.port <= 65535:
@@ -51,18 +90,15 @@ class ServerConfig:
             raise FinwhaleError("an API key must be at least 8 ASCII characters")
         if self.max_queue < 0:
             raise FinwhaleError(f"max_queue must be at least 0, got {self.max_queue}")
-        for name in _ABOVE_ZERO:
+        for name in (
+            "max_body_bytes",
+            "max_prompt_tokens",
+            "max_choices",
+            "max_concurrency",
+            "retry_after_s",
+            "request_timeout_s",
+            "drain_timeout_s",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise FinwhaleError(f"{name} must be above 0, got {value}")
-
-
-_ABOVE_ZERO = (
-    "max_body_bytes",
-    "max_prompt_tokens",
-    "max_choices",
-    "max_concurrency",
-    "retry_after_s",
-    "request_timeout_s",
-    "drain_timeout_s",
-)

@@ -1,21 +1,19 @@
-"""The engine's process: what it loads."""
+"""What the engine's process loads."""
 
 import logging
-from collections.abc import Mapping
-from typing import Any
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
-from finwhale.llm import LLM
+from finwhale.llm import open_engine
 from finwhale.server import logs
 
 
-def load_engine(path: str | None, log_level: str, options: Mapping[str, Any]) -> Engine:
-    """A model's engine, in the process that will run it.
+def load_engine(path: str | None, log_level: str, config: EngineConfig) -> Engine:
+    """Opens an engine in the process that will run it, and logs the progress.
 
     Args:
-        path: a checkpoint's directory; None: the demo model.
-        options: keyword arguments of `LLM`.
+        path: directory of a checkpoint; None: the demo model.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
@@ -30,12 +28,12 @@ def load_engine(path: str | None, log_level: str, options: Mapping[str, Any]) ->
             tenth = done * 10 // total
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
-    engine = LLM(path, progress=progress, **options).engine
+    engine = open_engine(config, path, progress)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)
     return engine
 
 
 def warm(tokenizer: Tokenizer) -> None:
-    """Makes what the first request would otherwise wait for."""
+    """Builds what the tokenizer builds lazily, so that the first request does not wait for it."""
     _ = tokenizer.guidance, tokenizer.recipe, tokenizer.words_but_end

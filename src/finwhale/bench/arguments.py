@@ -1,0 +1,67 @@
+"""Command-line arguments that several benchmarks share."""
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from finwhale.bench.record import RESULTS
+from finwhale.config import EngineConfig
+from finwhale.options import add_options, options_of
+
+
+def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
+    """A parser with --record.
+
+    Args:
+        name: of the benchmark.
+        doc: the docstring of its module; the first paragraph is the description.
+        record: file in the folder of results, for the help text.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"finwhale bench {name}",
+        description=(doc or "").split("\n\n", 1)[0],
+        formatter_class=_Formatter,
+    )
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help=f"append the results to this JSONL file, for example {RESULTS / record}",
+    )
+    return parser
+
+
+def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
+    """Adds --config and --layers."""
+    parser.add_argument(
+        "--config", choices=("flash", "pro"), default="flash", help="sizes of this model"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=layers, metavar="N", help="use only the first N layers"
+    )
+
+
+def add_model_arguments(
+    parser: argparse.ArgumentParser, without: Collection[str], **defaults: Any
+) -> None:
+    """Adds what `offline.source` reads, and the options of the engine.
+
+    Args:
+        without: options that the benchmark sets itself.
+        defaults: default values that differ for this benchmark.
+    """
+    add_sizes(parser)
+    parser.add_argument("--dummy", action="store_true", help="make random weights on the device")
+    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
+    names = {one.name for one in options_of(EngineConfig)} - {"load_format", *without}
+    add_options(parser.add_argument_group("engine"), EngineConfig, names, **defaults)
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds default values where the help text has none."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or "(default: " in (action.help or ""):
+            return action.help
+        return super()._get_help_string(action)

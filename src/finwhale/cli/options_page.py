@@ -1,0 +1,76 @@
+"""Writes docs/options.md: `python -m finwhale.cli.options_page > docs/options.md`."""
+
+from collections.abc import Callable
+
+from finwhale.cli.options import SAMPLING
+from finwhale.config import EngineConfig
+from finwhale.options import Option, options_of
+from finwhale.request import SamplingParams
+from finwhale.server.config import ServerConfig
+
+PAGE = """# Options
+
+`python -m finwhale.cli.options_page > docs/options.md` writes this page from the declarations of the options.
+
+## Engine
+
+The commands `serve`, `warmup`, `generate` and `chat` have these options, and `LLM` has the arguments.
+The default of `--watchdog-seconds` is 60 for `serve` and `warmup`, that of `--max-num-seqs` is 1 for `generate` and `chat`.
+
+| command line | Python | meaning |
+|---|---|---|
+{engine}
+
+## Server
+
+`finwhale serve` also has these options.
+
+| command line | default | meaning |
+|---|---|---|
+{server}
+
+## Sampling
+
+These are the arguments of `SamplingParams`. `generate` and `chat` have options for {sampling_options}; they sample
+with temperature 0.7 and top_p 0.95 by default. `generate` also has `--stop` and `--ignore-eos`.
+
+| Python | meaning |
+|---|---|
+{sampling}
+"""  # noqa: E501
+
+
+def options_page() -> str:
+    """The whole page."""
+    return PAGE.format(
+        engine=_rows(EngineConfig, _flag, _argument, _meaning),
+        server=_rows(ServerConfig, _flag, _default, _meaning),
+        sampling=_rows(SamplingParams, _argument, _meaning),
+        sampling_options=", ".join(f"`--{name.replace('_', '-')}`" for name in SAMPLING),
+    )
+
+
+def _rows(config: type, *cells: Callable[[Option], str]) -> str:
+    rows = ([cell(one).replace("|", "\\|") for cell in cells] for one in options_of(config))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _flag(one: Option) -> str:
+    value = one.metavar or "|".join(one.words)
+    return f"`{one.flag} {value}`" if value else f"`{one.flag}`"
+
+
+def _argument(one: Option) -> str:
+    return f"`{one.name}={one.default!r}`"
+
+
+def _default(one: Option) -> str:
+    return one.unset or ("off" if one.kind is bool else f"{one.default}")
+
+
+def _meaning(one: Option) -> str:
+    return f"{one.help} (None: {one.unset})" if one.unset and one.optional else one.help
+
+
+if __name__ == "__main__":
+    print(options_page(), end="")

@@ -1,0 +1,170 @@
+"""Options: each is declared once, as a dataclass field with help text.
+
+`add_options` turns the fields into command-line arguments, and `read_options` turns the parsed
+arguments into the dataclass. `cli/options_page.py` writes docs/options.md from the same fields.
+"""
+
+import argparse
+import types
+import typing
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+from finwhale.errors import FinwhaleError
+
+T = TypeVar("T")
+
+
+def option(
+    default: T,
+    help: str,
+    *,
+    unset: str | None = None,
+    metavar: str | None = None,
+    flag: str | None = None,
+) -> T:
+    """A dataclass field that is an option.
+
+    Args:
+        help: what the option does, in one line.
+        unset: what the default stands for, if it is None or empty.
+        metavar: the name of the value in `--help`; None: argparse chooses it.
+        flag: the command-line flag; None: "--" and the name of the field. A flag that begins with
+            "--no-" sets a bool to False.
+    """
+    metadata = {"help": help, "unset": unset, "metavar": metavar, "flag": flag}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a dataclass.
+
+    Attributes:
+        flag: its command-line flag.
+        kind: the type of its value; None: the value is one of `words`.
+        words: words that the value may be.
+        optional: whether the value may be None.
+    """
+
+    name: str
+    flag: str
+    default: Any
+    help: str
+    unset: str | None
+    metavar: str | None
+    kind: Any
+    words: tuple[str, ...]
+    optional: bool
+
+    def argument(self, default: Any) -> dict[str, Any]:
+        """Keyword arguments of `ArgumentParser.add_argument`.
+
+        Args:
+            default: the default value for this command.
+        """
+        text = self.help
+        if default is None or default == ():
+            text += f" (default: {self.unset})" if self.unset else ""
+        elif self.kind is not bool:
+            text += " (default: %(default)s)"
+        found = {"dest": self.name, "default": default, "help": text}
+        if self.kind is bool:
+            switch = "store_true" if default is False else argparse.BooleanOptionalAction
+            return {**found, "action": "store_false" if self.flag.startswith("--no-") else switch}
+        if self.kind is None:
+            return {**found, "choices": self.words}
+        found["metavar"] = self.metavar
+        if self.kind in (tuple[str, ...], Sequence[str]):
+            return {**found, "default": None, "action": "append", "help": f"{text}; repeatable"}
+        if self.kind == tuple[int, ...]:
+            return {**found, "type": _integers}
+        return {**found, "type": partial(_word_or_number, self.words) if self.words else self.kind}
+
+
+def options_of(config: type) -> list[Option]:
+    """The options that a dataclass declares, in order."""
+    hints = typing.get_type_hints(config)
+    found = []
+    for declared in fields(config):
+        if "help" not in declared.metadata:
+            continue
+        given, hint = dict(declared.metadata), hints[declared.name]
+        given["flag"] = given["flag"] or "--" + declared.name.replace("_", "-")
+        union = get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = get_args(hint) if union else (hint,)
+        given["optional"] = types.NoneType in kinds
+        literals = [kind for kind in kinds if get_origin(kind) is Literal]
+        given["words"] = tuple(word for literal in literals for word in get_args(literal))
+        kinds = tuple(kind for kind in kinds if kind not in (*literals, types.NoneType))
+        given["kind"] = kinds[-1] if kinds else None  # of `str | Sequence[str]` the sequence
+        found.append(Option(name=declared.name, default=declared.default, **given))
+    return found
+
+
+def add_options(
+    parser: argparse._ActionsContainer,
+    config: type,
+    names: Collection[str] | None = None,
+    **defaults: Any,
+) -> None:
+    """Adds command-line arguments for the options of a dataclass.
+
+    Args:
+        names: add these only; None: add all of them.
+        defaults: default values that differ for this command.
+    """
+    for one in options_of(config):
+        if names is None or one.name in names:
+            parser.add_argument(one.flag, **one.argument(defaults.get(one.name, one.default)))
+
+
+def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T:
+    """The dataclass that the arguments of `add_options` describe.
+
+    Args:
+        more: further fields; they replace what `args` holds.
+
+    Raises:
+        FinwhaleError: a value is out of range.
+    """
+    given = {one.name: getattr(args, one.name, None) for one in options_of(config)}
+    values = {name: value for name, value in given.items() if value is not None}
+    return config(**{**values, **more})
+
+
+def check_types(config: Any) -> None:
+    """Checks the options of a dataclass instance that are a bool, an integer or one of some words.
+
+    Raises:
+        FinwhaleError: a value has a wrong type.
+    """
+    for one in options_of(type(config)):
+        value, wanted = getattr(config, one.name), None
+        if value is None and one.optional:
+            continue
+        if one.kind is bool and not isinstance(value, bool):
+            wanted = "True or False"
+        elif one.kind is int and not one.words and type(value) is not int:
+            wanted = "an integer"
+        elif one.kind is None and value not in one.words:
+            wanted = " or ".join(f'"{word}"' for word in one.words)
+        if wanted is not None:
+            raise FinwhaleError(f"{one.name} must be {wanted}, got {value!r}")
+
+
+def _word_or_number(words: Sequence[str], text: str) -> str | int:
+    if text in words or text.isdecimal():
+        return text if text in words else int(text)
+    listed = " or ".join(f'"{word}"' for word in words)
+    raise argparse.ArgumentTypeError(f"a number or {listed} is wanted, got {text!r}")
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        message = f"integers separated by commas are wanted, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from None

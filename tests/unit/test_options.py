@@ -1,0 +1,162 @@
+"""Options are declared once: `LLM`, the commands and docs/options.md agree with that."""
+
+import inspect
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import finwhale
+from finwhale import LLM
+from finwhale.cli.main import main
+from finwhale.cli.options_page import options_page
+from finwhale.config import EngineConfig
+from finwhale.errors import FinwhaleError
+from finwhale.options import options_of
+from finwhale.request import SamplingParams
+from finwhale.server.config import ServerConfig
+
+Capture = pytest.CaptureFixture[str]
+PAGE = Path(finwhale.__file__).parents[2] / "docs" / "options.md"
+
+# A command line for each option, and its value. No value is the default of a command.
+EXAMPLES: dict[str, tuple[list[str], Any]] = {
+    "device": (["--device", "cpu"], "cpu"),
+    "dtype": (["--dtype", "bfloat16"], "bfloat16"),
+    "activations": (["--activations", "exact"], "exact"),
+    "wo_a_input": (["--wo-a-input", "bf16"], "bf16"),
+    "load_format": (["--load-format", "dummy"], "dummy"),
+    "reference": (["--reference"], True),
+    "batch_invariant": (["--batch-invariant"], True),
+    "enforce_eager": (["--enforce-eager"], True),
+    "graph_sizes": (["--max-num-seqs", "8", "--graph-sizes", "1,4"], (1, 4)),
+    "max_model_len": (["--max-model-len", "100"], 100),
+    "max_num_seqs": (["--max-num-seqs", "3"], 3),
+    "max_num_batched_tokens": (["--max-num-batched-tokens", "300"], 300),
+    "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
+    "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
+    "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "compile": (["--compile"], True),
+    "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
+    "draft_tokens": (["--draft-tokens", "auto"], "auto"),
+    "watchdog_seconds": (["--watchdog-seconds", "5"], 5.0),
+}
+COMMANDS = {
+    "serve": ["serve", "--port", "0"],
+    "warmup": ["warmup"],
+    "generate": ["generate", "hi"],
+    "chat": ["chat"],
+    "offline": ["bench", "offline", "--dummy", "--layers", "2"],
+    "throughput": ["bench", "throughput", "--dummy", "--layers", "2"],
+    "start": ["bench", "start", "--one"],
+}
+# Options that a benchmark sets itself; --dummy and --model choose where its weights come from.
+SET_BY = {
+    "offline": {"load_format", "max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens"},
+    "throughput": {"load_format", "max_model_len"},
+    "start": {"load_format"},
+}
+
+
+class OpenedError(Exception):
+    """An engine would have been opened."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+    """The configurations of the engines that would have been opened."""
+    found: list[EngineConfig] = []
+
+    def engine(config: EngineConfig, *others: object) -> None:
+        found.append(config)
+        raise OpenedError
+
+    def serve(config: ServerConfig, tokenizer: object, ladder: object, load: Any) -> int:
+        found.append(load.args[2])
+        raise OpenedError
+
+    for module in ("llm", "bench.offline", "bench.throughput", "bench.start"):
+        monkeypatch.setattr(f"finwhale.{module}.Engine", engine)
+    monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda level: None)
+    monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git
+    return found
+
+
+def test_every_engine_option_has_an_example() -> None:
+    assert list(EXAMPLES) == [one.name for one in options_of(EngineConfig)]
+    assert list(EXAMPLES) == [one.name for one in fields(EngineConfig)]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_reaches_every_engine_option(
+    command: str, opened: list[EngineConfig], capsys: Capture
+) -> None:
+    for name in EXAMPLES.keys() - SET_BY.get(command, set()):
+        arguments, value = EXAMPLES[name]
+        with pytest.raises(OpenedError):
+            main([*COMMANDS[command], *arguments])
+        assert getattr(opened[-1], name) == value, name
+
+
+def test_llm_has_every_engine_option(opened: list[EngineConfig]) -> None:
+    for name, (_, value) in EXAMPLES.items():
+        more = {"max_num_seqs": 8} if name == "graph_sizes" else {}
+        with pytest.raises(OpenedError):
+            LLM(**{**more, name: value})
+        assert opened[-1] == EngineConfig(**{**more, name: value})
+
+
+def test_the_signature_of_llm() -> None:
+    """It has the names, defaults and types of EngineConfig, in the same order."""
+    parameters = inspect.signature(LLM.__init__).parameters
+    assert list(parameters)[:3] == ["self", "path", "progress"]
+    given = {name: parameters[name].default for name in list(parameters)[3:]}
+    assert list(given.items()) == [(one.name, one.default) for one in fields(EngineConfig)]
+    wanted = typing.get_type_hints(EngineConfig) | {"cache_dir": str | Path | None}
+    found = typing.get_type_hints(LLM.__init__)
+    assert {name: found[name] for name in given} == wanted
+
+
+@pytest.mark.parametrize("config", [EngineConfig, ServerConfig, SamplingParams])
+def test_every_field_is_an_option_with_help(config: type) -> None:
+    options = options_of(config)
+    assert [one.name for one in options] == [one.name for one in fields(config)]
+    assert len({one.flag for one in options}) == len(options)
+    assert all(one.help and not one.help.endswith(".") for one in options)
+
+
+def test_the_documentation_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == options_page(), (
+        "run `python -m finwhale.cli.options_page > docs/options.md`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--graph-sizes", "1,x"], "integers separated by commas are wanted, got '1,x'"),
+        (["--draft-tokens", "-1"], "a number or \"auto\" is wanted, got '-1'"),
+        (["--dtype", "float16"], "invalid choice: 'float16'"),
+    ],
+)
+def test_a_value_that_cannot_be_read(arguments: list[str], wanted: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", *arguments])
+    assert wanted in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ({"reference": 1}, "reference must be True or False, got 1"),
+        ({"dtype": "float16"}, 'dtype must be "float32" or "bfloat16", got \'float16\''),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer, got True"),
+        ({"draft_tokens": 1.0}, 'draft_tokens must be 0 to 3 or "auto", got 1.0'),
+    ],
+)
+def test_a_value_of_a_wrong_type(options: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(FinwhaleError, match=f"^{wanted}$"):
+        EngineConfig(**options)
