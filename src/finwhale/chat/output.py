@@ -1,4 +1,4 @@
-"""What the model writes, split into reasoning, content and tool calls as it streams."""
+"""Splits the model's output into reasoning, content and tool calls while it streams."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.tokenizer import Tokenizer
 
-_FINISH = {
+FINISH_REASONS = {
     "stop": recipe.InferenceFinishReason.Stop,
     "length": recipe.InferenceFinishReason.Length,
 }
@@ -21,10 +21,10 @@ class OutputEvent:
     """A piece of the answer.
 
     Attributes:
-        kind: what it belongs to.
-        text: more reasoning or content; for a tool call, more of its arguments (JSON text).
-        tool_index: which tool call of the answer, from 0; None for other kinds.
-        tool_id, tool_name: set in the first event of a tool call.
+        kind: the part of the answer that it continues.
+        text: more reasoning or content; for a tool call, more of its arguments in JSON.
+        tool_index: the index of the tool call in the answer; None for other kinds.
+        tool_id, tool_name: the tool call's id and name, in its first event.
     """
 
     kind: Literal["reasoning", "content", "tool_call"]
@@ -35,10 +35,9 @@ class OutputEvent:
 
 
 class OutputParser:
-    """Parses one answer, fed in pieces that may be split anywhere.
+    """Parses one answer, which may come in any pieces.
 
-    Feed token ids where possible: then a control token counts and text that merely spells one
-    does not.
+    Feed token ids where possible: then only control tokens count, and not text that spells them.
     """
 
     def __init__(
@@ -47,10 +46,10 @@ class OutputParser:
         request: recipe.ConversationRequest,
         stop: Sequence[str] = (),
     ) -> None:
-        """Parses an answer to `request`, generated with `tokenizer`.
+        """A parser of one answer to `request`.
 
-        As in DeepSeek's protocol, `stop` strings end the content; in reasoning and in tool calls
-        they mean nothing.
+        As in DeepSeek's protocol, `stop` strings end the content. They mean nothing in reasoning
+        and in tool calls.
         """
         options = request.parsing_options
         options.stop_sequences = list(stop)
@@ -64,18 +63,17 @@ class OutputParser:
 
     @property
     def finished(self) -> bool:
-        """A stop string was met, or `finish` was called: nothing more is parsed."""
+        """Whether the answer has ended: it met a stop string, or `finish` was called."""
         return self._stream.finished
 
     def feed(self, piece: str | Sequence[int]) -> list[OutputEvent]:
-        """The events that more output (text or token ids) brings; may be none.
+        """The events of more output, text or token ids; there may be none.
 
-        Tokens flagged special, such as the end of sequence, are no part of an answer and are
-        passed over.
+        Special tokens such as the end of sequence are no part of an answer and are skipped.
         """
         if isinstance(piece, str):
             return self._push(recipe.InferenceChunk.text(piece))
-        # One by one: of a piece that ends inside a character, deepseek-recipe keeps all to itself.
+        # deepseek-recipe holds back a piece that ends inside a character, so pieces are tokens.
         return [
             event
             for token_id in piece
@@ -84,12 +82,12 @@ class OutputParser:
         ]
 
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
-        """Ends the answer and returns what was held back; `reason` is why generation ended."""
-        events = self._push(recipe.InferenceChunk.finish(_FINISH[reason]))
+        """Ends the answer and returns its last events; `reason` says why generation ended."""
+        events = self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
     def message(self) -> dict[str, Any]:
-        """The answer so far as an assistant message, fit to be added to the conversation."""
+        """The answer so far as an assistant message, which may be added to the conversation."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)

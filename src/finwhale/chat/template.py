@@ -1,35 +1,113 @@
-"""OpenAI-style messages to the model's prompt, through DeepSeek's own converter."""
+"""Conversations to the model's prompt, through DeepSeek's own converter.
 
+A conversation comes as a request of one of three chat protocols, or as OpenAI-style messages.
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
 from finwhale.chat.effort import EffortLadder, worded
 from finwhale.chat.output import OutputParser
-from finwhale.chat.protocols import convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
 
+ProtocolName = Literal["chat", "responses", "messages"]
+
+_MODEL = "DeepSeek-V4-Pro"  # deepseek-recipe's name for the format of V4, both Flash and Pro
+REQUEST_KINDS: dict[ProtocolName, Any] = {
+    "chat": recipe.ChatCompletionRequest,
+    "responses": recipe.ResponsesRequest,
+    "messages": recipe.MessagesRequest,
+}
 ChatMessages = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "latest_reminder", "assistant", "tool")
 _STRUCTURE = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """How a conversation is put to the model.
+@dataclass(frozen=True, slots=True)
+class ProtocolRequest:
+    """A converted request of one protocol.
 
     Attributes:
-        thinking: let the model reason before it answers.
-        reasoning_effort: "low", "high", "xhigh" or "max"; None: DeepSeek's default ("high").
-            Only with thinking. What each writes depends on the checkpoint: chat/effort.py.
+        request: the request as deepseek-recipe reads it.
+        echo: the settings that a Responses answer repeats; None for the other protocols.
+        namespaces: the namespace tools of a Responses request, from function name to (namespace,
+            name); None for the other protocols.
+    """
+
+    protocol: ProtocolName
+    request: recipe.ConversationRequest
+    echo: recipe.ResponsesEcho | None = None
+    namespaces: dict[str, tuple[str, str]] | None = None
+
+
+def convert(
+    protocol: ProtocolName,
+    body: Mapping[str, Any],
+    *,
+    default_thinking: bool,
+    echo_body: Mapping[str, Any] | None = None,
+) -> ProtocolRequest:
+    """Converts the body of a request (parsed JSON) to a conversation.
+
+    Args:
+        body: the body as the client sent it; its "model" is ignored.
+        default_thinking: whether the model thinks if the request does not say.
+        echo_body: the body whose settings a Responses answer repeats; None: `body`.
+
+    Raises:
+        RequestError: the body is not a valid request of the protocol.
+    """
+    options = recipe.ConversionOptions(default_thinking_mode=default_thinking)
+    try:
+        request = _parse(protocol, body)
+        if protocol == "responses":
+            namespaces = request.namespace_tool_map(options)
+            echo = _parse(protocol, echo_body or body).echo()
+            return ProtocolRequest(protocol, request.convert(options), echo, namespaces)
+        return ProtocolRequest(protocol, request.convert(options))
+    except recipe.ConversionError as error:
+        raise RequestError(str(error)) from error
+    # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
+    # is not of the protocol.
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"not a valid request: {error}") from error
+
+
+def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
+    if protocol == "chat" and isinstance(body.get("messages"), list):
+        body = {**body, "messages": [_with_known_role(message) for message in body["messages"]]}
+    text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
+    return REQUEST_KINDS[protocol](text)
+
+
+def _with_known_role(message: Any) -> Any:
+    """Turns a developer's message into a user's.
+
+    DeepSeek's encoder writes a developer's message as a turn of the user. deepseek-recipe does so
+    in Responses, but does not know the role in Chat Completions.
+    """
+    if isinstance(message, Mapping) and message.get("role") == "developer":
+        return {**message, "role": "user"}
+    return message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """How to ask the model for the next message.
+
+    Attributes:
+        thinking: let the model think before it answers.
+        reasoning_effort: "low", "high", "xhigh" or "max", only with thinking; None: DeepSeek's
+            default ("high"). chat/effort.py says what each level writes into the prompt.
         tools: function tools that the model may call, as in OpenAI's Chat Completions.
         tool_choice: "auto", "none", "required" or a named tool, as in Chat Completions.
-        continue_final: the last message, an assistant's, is the start of the answer, which the
-            model continues.
+        continue_final: continue the last message, which must be an assistant's, as the answer.
     """
 
     thinking: bool = True
@@ -48,12 +126,12 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation as the model reads it.
+    """The prompt of a conversation.
 
     Attributes:
-        token_ids: what the model reads.
-        text: the same as text; control tokens are spelled out, so it must not be encoded again.
-        request: deepseek-recipe's view of the conversation, from which output is parsed.
+        token_ids: the prompt.
+        text: the prompt as text. It spells out control tokens and must not be encoded again.
+        request: the conversation as deepseek-recipe reads it; the output parser needs it.
     """
 
     token_ids: list[int]
@@ -64,12 +142,12 @@ class ChatPrompt:
 class ChatTemplate:
     """Renders conversations for one checkpoint.
 
-    Only what the format itself puts into a prompt becomes control tokens; messages that spell a
-    control token remain text.
+    Only the format itself writes control tokens into a prompt. A message that spells a control
+    token remains text.
     """
 
     def __init__(self, tokenizer: Tokenizer, ladder: EffortLadder) -> None:
-        """A template of one tokenizer and one ladder of reasoning effort (`effort_ladder`).
+        """A template with a tokenizer and a ladder of reasoning effort (`effort_ladder`).
 
         Raises:
             CheckpointError: the vocabulary lacks a control token of the format.
@@ -89,10 +167,10 @@ class ChatTemplate:
         """The prompt that asks for the next assistant message.
 
         Args:
-            messages: dicts with "role" (see ROLES) and "content" (a string or parts of type
-                "text"; a latest_reminder's is a string); an assistant's may have
-                "reasoning_content" and "tool_calls", a tool's has "tool_call_id".
-            options: how to ask; None: the defaults.
+            messages: dicts with "role" (see ROLES) and "content": a string, or parts of type
+                "text" except in a latest_reminder. An assistant's message may have
+                "reasoning_content" and "tool_calls"; a tool's message has "tool_call_id".
+            options: None: the default options.
 
         Raises:
             RequestError: the messages or the options are not valid.
@@ -101,7 +179,7 @@ class ChatTemplate:
         return self.encode(_convert(messages, options or ChatOptions()))
 
     def encode(self, request: recipe.ConversationRequest) -> ChatPrompt:
-        """The prompt of a converted conversation (see `chat.protocols`).
+        """The prompt of a converted conversation.
 
         Raises:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
@@ -111,7 +189,7 @@ class ChatTemplate:
         return ChatPrompt(token_ids, rendered.prompt, request)
 
     def parser(self, prompt: ChatPrompt, stop: Sequence[str] = ()) -> OutputParser:
-        """A parser of one answer to `prompt`, whose content ends before a `stop` string."""
+        """A parser of one answer to `prompt`. The content ends before a `stop` string."""
         return OutputParser(self._tokenizer, prompt.request, stop)
 
     def _encode(self, text: str, special_ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -146,7 +224,7 @@ def _convert(messages: ChatMessages, options: ChatOptions) -> recipe.Conversatio
 
 
 def _check(messages: ChatMessages) -> None:
-    """Raises RequestError with the index of the message that is wrong."""
+    """Raises RequestError with the index of the wrong message."""
     if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
         raise RequestError(f"messages must be a list of dicts, got {type(messages).__name__}")
     if not messages:

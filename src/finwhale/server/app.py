@@ -1,4 +1,4 @@
-"""The HTTP application: which path does what, and how errors are told."""
+"""The HTTP application: its paths, and its answers to errors."""
 
 import asyncio
 import logging
@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 import finwhale
 from finwhale.chat.grammar_limits import GrammarError
+from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
-from finwhale.server import chat, completions, named_events, tokens
-from finwhale.server.conversation import prepare
+from finwhale.server import chat_answers, chat_requests, completions, tokens
+from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
     as_api_error,
@@ -29,6 +30,7 @@ from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import page_response
 from finwhale.server.schemas import (
+    Body,
     ChatBody,
     CompletionBody,
     CountTokensBody,
@@ -41,7 +43,6 @@ from finwhale.server.schemas import (
     ResponsesBody,
     TokenizeAnswer,
     TokenizeBody,
-    _Body,
 )
 from finwhale.server.sse import ClientGone, EventStream, event, unless_disconnected
 from finwhale.server.state import ServerState
@@ -52,19 +53,19 @@ T = TypeVar("T")
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"description": text, "content": {"application/json": {"schema": {"type": "object"}}}}
     for status, text in {
-        400: "the request is wrong",
+        400: "the request is not valid",
         401: "no valid API key",
         404: "no such model",
         413: "the body is too large",
         429: "the server is busy: see Retry-After",
         500: "the engine failed on this request",
-        503: "there is no engine",
-        504: "it took too long",
+        503: "the model is loading, or the engine has died",
+        504: "the request took too long",
     }.items()
 }
 _STREAMS: dict[int | str, dict[str, Any]] = _ERRORS | {
     200: {
-        "description": "the answer, or with stream its events",
+        "description": "the answer, or its events if the request streams",
         "content": {
             "application/json": {"schema": {"type": "object"}},
             "text/event-stream": {"schema": {"type": "string"}},
@@ -104,36 +105,31 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
         log = _begin(state, request, body)
         job = await _prepared(request, state, log, completions.prepare(state, body))
         if body.stream:
-            usage = _wants_usage(body)
-            return await _stream(request, state, completions.stream(state, job, log, usage))
+            return await _stream(request, state, completions.stream(state, job, log))
         return await _whole(request, completions.complete(state, job, log))
 
     @app.post("/v1/chat/completions", responses=_STREAMS, response_model=None)
     async def create_chat_completion(body: ChatBody, request: Request) -> Response:
-        log = _begin(state, request, body)
-        preparing = prepare(state, "chat", body, chat.new_id())
-        turn = await _prepared(request, state, log, preparing)
-        if body.stream:
-            return await _stream(request, state, chat.stream(state, turn, log, _wants_usage(body)))
-        return await _whole(request, chat.complete(state, turn, log))
+        return await _chat(state, "chat", body, request)
 
     @app.post("/v1/responses", responses=_STREAMS, response_model=None)
     async def create_response(body: ResponsesBody, request: Request) -> Response:
-        log = _begin(state, request, body)
-        preparing = prepare(state, "responses", body, named_events.new_id("resp"))
-        turn = await _prepared(request, state, log, preparing)
-        if body.stream:
-            return await _stream(request, state, named_events.stream(state, turn, log))
-        return await _whole(request, named_events.complete(state, turn, log))
+        return await _chat(state, "responses", body, request)
 
     @app.post("/v1/messages", responses=_STREAMS, response_model=None)
     async def create_message(body: MessagesBody, request: Request) -> Response:
-        log = _begin(state, request, body)
-        preparing = prepare(state, "messages", body, named_events.new_id("msg"))
-        turn = await _prepared(request, state, log, preparing)
-        if body.stream:
-            return await _stream(request, state, named_events.stream(state, turn, log))
-        return await _whole(request, named_events.complete(state, turn, log))
+        return await _chat(state, "messages", body, request)
+
+
+async def _chat(
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, request: Request
+) -> Response:
+    log = _begin(state, request, body)
+    preparing = chat_requests.prepare(state, protocol, body)
+    prepared = await _prepared(request, state, log, preparing)
+    if body.stream:
+        return await _stream(request, state, chat_answers.stream(state, prepared, log))
+    return await _whole(request, chat_answers.complete(state, prepared, log))
 
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
@@ -167,14 +163,14 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/health/live", responses={503: {"model": Health}})
     async def live() -> Response:
-        """Whether the process should be left to live: the engine has not died."""
+        """Whether the process is healthy: the engine has not died."""
         failure = state.client.failure
         health = Health(status="dead" if failure else "alive", reason=failure)
         return JSONResponse(health.model_dump(), 503 if failure else 200)
 
     @app.get("/health/ready", responses={503: {"model": Health}})
     async def ready() -> Response:
-        """Whether requests are wanted: the model is loaded, and the server is not stopping."""
+        """Whether the server accepts requests: the model is loaded and it is not stopping."""
         reason = state.client.failure
         if reason is None and state.draining:
             reason = "the server is stopping"
@@ -185,12 +181,12 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Metrics in Prometheus' text format."""
         return Response(state.metrics.text(), media_type=CONTENT_TYPE)
 
     @app.get("/live")
     async def live_numbers() -> dict[str, Any]:
-        """What the page at / draws."""
+        """The numbers that the page at / draws."""
         return state.metrics.live()
 
     @app.get("/", include_in_schema=False)
@@ -198,7 +194,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         return page_response()
 
 
-def _begin(state: ServerState, request: Request, body: _Body) -> RequestLog:
+def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
     check_depth(body.model_dump())
     if state.config.log_prompts:
         found = {"request_id": request.scope["state"]["request_id"]}
@@ -209,14 +205,10 @@ def _begin(state: ServerState, request: Request, body: _Body) -> RequestLog:
     return log
 
 
-def _wants_usage(body: CompletionBody | ChatBody) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage
-
-
 async def _prepared(
     request: Request, state: ServerState, log: RequestLog, preparing: Awaitable[T]
 ) -> T:
-    """A prepared request. Preparing ends when the client leaves or the request times out."""
+    """A prepared request. Preparation ends when the client leaves or the request times out."""
     async with asyncio.timeout(state.time_left_s(log)):
         return await unless_disconnected(request, preparing)
 
@@ -228,8 +220,8 @@ async def _whole(request: Request, work: Any) -> Response:
 async def _stream(
     request: Request, state: ServerState, source: AsyncGenerator[bytes, None]
 ) -> Response:
-    """The stream's response, once the engine has taken the request: until then, errors are
-    answers of their own."""
+    """The response of a stream, once the engine has accepted the request. An error before that is
+    an answer with its own status."""
     try:
         await unless_disconnected(request, anext(source))
     except BaseException:
@@ -241,7 +233,7 @@ async def _stream(
 async def _with_errors(
     source: AsyncGenerator[bytes, None], state: ServerState, anthropic: bool
 ) -> AsyncGenerator[bytes, None]:
-    """A stream that ends with an error event where its source fails."""
+    """The pieces of a stream; if the source fails, an error event is the last one."""
     try:
         async for piece in source:
             yield piece
@@ -254,7 +246,7 @@ async def _with_errors(
 
 
 def _told(error: Exception, state: ServerState) -> ApiError:
-    """What the client learns of an error; of an unexpected one only that there was one."""
+    """The error for the client. An unexpected error is logged, and the client learns no details."""
     told = as_api_error(error, state.config.retry_after_s)
     if told is None:
         logger.error("unexpected error", exc_info=error)
@@ -278,7 +270,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return error_response(told, request.url.path)
 
     async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it; the log line does
+        return Response(status_code=499)  # only for the log: the client has gone
 
     app.add_exception_handler(FinwhaleError, known)
     app.add_exception_handler(ApiError, known)
@@ -290,7 +282,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:
-    """The first thing that is wrong with a body, in one line."""
+    """The first error in a body, in one line."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"][1:])
     if first["type"] == "json_invalid":

@@ -1,4 +1,4 @@
-"""The server's side of the engine: requests in, their pieces out, on one asyncio loop."""
+"""The server's side of the pipe to the engine, on one asyncio loop."""
 
 import asyncio
 import itertools
@@ -35,19 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 class QueueFullError(FinwhaleError):
-    """More sequences wait than the server allows."""
+    """Too many sequences wait."""
 
 
 class Observer(Protocol):
-    """What wants to know of requests: the metrics."""
+    """Learns of each step; the metrics do."""
 
     def step(self, deltas: Sequence[Delta]) -> None: ...
 
 
 class Generation:
-    """One or more prompts on the engine: iterate over their deltas; `cancel` what is unwanted.
+    """One or more prompts on the engine. Iterate over it for the deltas; `cancel` ends it.
 
-    The continuations are numbered through: those of prompt p begin at p * n.
+    Continuations are numbered over all prompts: those of prompt p begin at p * n.
     """
 
     def __init__(self, client: "EngineClient", request_ids: list[str], n: int) -> None:
@@ -59,11 +59,11 @@ class Generation:
         self._unfinished = dict.fromkeys(request_ids, n)
 
     async def accepted(self) -> None:
-        """Waits until the engine has taken every prompt.
+        """Waits until the engine has accepted every prompt.
 
         Raises:
-            RequestError: it refuses one.
-            EngineDeadError: it is no more.
+            RequestError: the engine refuses a prompt.
+            EngineDeadError: the engine has died.
             TimeoutError: `expire` was called.
         """
         waiting = len(self._request_ids)
@@ -71,7 +71,7 @@ class Generation:
             event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Delta):  # of a prompt that was taken before the others
+            if isinstance(event, Delta):  # of a prompt that was accepted earlier
                 self._early.append(event)
             else:
                 waiting -= 1
@@ -87,12 +87,12 @@ class Generation:
             yield event
 
     def cancel(self) -> None:
-        """Ends what still runs; its pages go back before the engine's next step."""
+        """Ends what still runs. The engine frees its pages before the next step."""
         for request_id in self._request_ids:
             self._client._forget(request_id, abort=True)
 
     def expire(self) -> None:
-        """Raises TimeoutError in whoever waits for the next delta."""
+        """Raises TimeoutError where the next delta is awaited."""
         self._events.put_nowait(TimeoutError())
 
     def _put(self, event: Accepted | Delta | Exception) -> None:
@@ -101,23 +101,23 @@ class Generation:
 
 @dataclass(slots=True)
 class _Live:
-    """A request on the engine, and how many of its continuations still run."""
+    """A request on the engine, and the number of its continuations that still run."""
 
     generation: Generation
     num_sequences: int
 
 
 class EngineClient:
-    """Talks to one engine, in a process of its own or in a thread.
+    """Talks to one engine, which runs in its own process or in a thread.
 
     Attributes:
-        ready: what the engine said when its model was loaded; None before.
-        failure: why the engine is dead; None while it lives.
-        metrics: the engine's latest; None before it has begun.
+        ready: the engine's message that its model is loaded; None before.
+        failure: why the engine has died; None while it lives.
+        metrics: the engine's latest metrics; None before the first ones.
     """
 
     def __init__(self, connection: Connection, process: BaseProcess | None = None) -> None:
-        """`connection`: the server's end of the pipe; `process`: what runs the other end."""
+        """`connection`: the server's end of the pipe; `process`: the process at the other end."""
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
@@ -139,7 +139,7 @@ class EngineClient:
 
     @classmethod
     def spawn(cls, load: Callable[[], object]) -> "EngineClient":
-        """Starts a process with an engine that `load` (which can be pickled) makes there."""
+        """Starts a process and calls `load`, which must be picklable, there to open an engine."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(
@@ -155,14 +155,14 @@ class EngineClient:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences on the engine, waiting or running."""
+        """The number of sequences on the engine, waiting or running."""
         return self._num_sequences
 
     async def start(self) -> Ready:
         """Waits until the model is loaded.
 
         Raises:
-            EngineDeadError: it could not be.
+            EngineDeadError: the model could not be loaded.
         """
         self._loop = asyncio.get_running_loop()
         for thread in self._threads:
@@ -179,10 +179,10 @@ class EngineClient:
         stop_after: int | None = None,
         priority: int = 0,
     ) -> Generation:
-        """Hands prompts to the engine; `Generation.accepted` says whether it took them.
+        """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
         Raises:
-            EngineDeadError: there is no engine.
+            EngineDeadError: the engine is not ready or has died.
         """
         if not self.alive:
             raise EngineDeadError(self.failure or "the engine is not ready")
@@ -195,7 +195,7 @@ class EngineClient:
         return generation
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the engine's process; requests that still run fail."""
+        """Ends the engine's process. Requests that still run fail."""
         self._closing = True
         self._send(Stop())
         self._fail_all("the server is stopping")
@@ -205,7 +205,7 @@ class EngineClient:
             if process.is_alive():
                 process.kill()
                 await asyncio.to_thread(process.join)
-        # The engine's end closes when it has stopped, and with it these end.
+        # The engine closes its end of the pipe when it has stopped; that ends these threads.
         for thread in self._threads:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join, timeout_s)
@@ -215,7 +215,7 @@ class EngineClient:
         self._commands.put(command)
 
     def _write(self) -> None:
-        """The writer's thread: a full pipe must not hold up the loop."""
+        """The writer's thread: a full pipe must not block the loop."""
         while True:
             command = self._commands.get()
             try:
@@ -234,14 +234,14 @@ class EngineClient:
             self._send(Abort(request_id))
 
     def _read(self) -> None:
-        """The reader's thread: one wake-up of the loop for each report."""
+        """The reader's thread: each report wakes the loop once."""
         assert self._loop is not None
         report: Report
         while True:
             try:
                 report = self._connection.recv()
             except (EOFError, OSError):
-                report = Failed(self._epitaph())
+                report = Failed(self._cause_of_death())
             try:
                 self._loop.call_soon_threadsafe(self._take, report)
             except RuntimeError:  # the loop is closed
@@ -249,7 +249,7 @@ class EngineClient:
             if isinstance(report, Failed):
                 return
 
-    def _epitaph(self) -> str:
+    def _cause_of_death(self) -> str:
         if self._process is None:
             return "the engine has ended"
         self._process.join(1)

@@ -1,4 +1,4 @@
-"""/v1/completions: texts or token ids continued."""
+"""/v1/completions: continues texts or token ids."""
 
 import asyncio
 import json
@@ -10,34 +10,35 @@ from typing import Any
 
 from finwhale.errors import RequestError
 from finwhale.request import SamplingParams
+from finwhale.server.chat_requests import format_guide
 from finwhale.server.client import Generation
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
-from finwhale.server.sampling import as_stop, sampling_params
 from finwhale.server.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
-from finwhale.server.structured import completion_guide
 from finwhale.server.wire import Delta
 
-DEFAULT_MAX_TOKENS = 16  # the protocol's
+DEFAULT_MAX_TOKENS = 16  # as in OpenAI's protocol
 
 
 @dataclass(slots=True)
 class CompletionJob:
-    """A request ready to run.
+    """A request that is ready to run.
 
     Attributes:
-        prompts: token ids.
-        echoes: for each prompt the text that its answers begin with; "" without echo.
-        params: None: nothing is to be generated (max_tokens 0 with echo).
+        prompts: the token ids of each prompt.
+        echoes: the text with which the answers to each prompt begin; "" without echo.
+        params: None: generate nothing (max_tokens 0 with echo).
+        include_usage: whether a stream ends with a chunk of usage.
     """
 
     prompts: list[list[int]]
     echoes: list[str]
     params: SamplingParams | None
     n: int
-    priority: int = 0
+    priority: int
+    include_usage: bool
     answer_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
 
     def generating(
@@ -52,7 +53,7 @@ class CompletionJob:
 
 
 async def prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
-    """Checks and encodes. Raises RequestError, ApiError."""
+    """Checks a body and encodes its prompts. Raises RequestError, ApiError."""
     state.check_model(body.model)
     job = await asyncio.to_thread(_prepare, state, body)
     if job.params is not None:
@@ -77,14 +78,13 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     echoes = [state.need_tokenizer().decode(p) if body.echo else "" for p in prompts]
     params = None
     if max_tokens:
-        params = sampling_params(
-            body,
+        params = body.sampling_params(
             max_tokens=max_tokens,
-            stop=as_stop(body.stop),
+            stop=body.stop_strings(),
             logprobs=body.logprobs,
-            guide=completion_guide(body.response_format),
+            guide=format_guide(body.response_format),
         )
-    return CompletionJob(prompts, echoes, params, n, body.priority or 0)
+    return CompletionJob(prompts, echoes, params, n, body.priority or 0, body.wants_usage)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -110,7 +110,7 @@ def _encode(state: ServerState, prompt: str | list[int]) -> list[int]:
 
 
 async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> dict[str, Any]:
-    """The whole answer at once."""
+    """The response to a request that does not stream."""
     texts = [[job.echoes[i // job.n]] for i in range(len(job.prompts) * job.n)]
     reasons: list[str] = ["length"] * len(texts)
     tables = [_Logprobs() for _ in texts]
@@ -136,15 +136,16 @@ async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> d
 
 
 async def stream(
-    state: ServerState, job: CompletionJob, log: RequestLog, include_usage: bool
+    state: ServerState, job: CompletionJob, log: RequestLog
 ) -> AsyncGenerator[bytes, None]:
-    """The answer's events; the first item, empty, says that the engine has taken the request."""
+    """The events of an answer. The first item, empty, says that the engine has accepted the
+    request."""
     head = _head(state, job)
     tables = [_Logprobs() for _ in range(len(job.prompts) * job.n)]
 
     def chunk(index: int, text: str, reason: str | None, logprobs: Any = None) -> bytes:
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        usage = {"usage": None} if include_usage else {}
+        usage = {"usage": None} if job.include_usage else {}
         return event(json.dumps({**head, "choices": [choice], **usage}))
 
     if job.params is None:
@@ -162,7 +163,7 @@ async def stream(
                 tables[delta.index].add(delta)
                 logprobs = tables[delta.index].take(job.params)
                 yield chunk(delta.index, delta.text, delta.finish_reason, logprobs)
-    if include_usage:
+    if job.include_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))
     yield event("[DONE]")
 
@@ -192,7 +193,7 @@ def _usage(job: CompletionJob, log: RequestLog) -> dict[str, Any]:
 
 
 class _Logprobs:
-    """The protocol's table of one choice, as it grows."""
+    """The protocol's table of log-probabilities for one choice."""
 
     def __init__(self) -> None:
         self._offset = 0
@@ -202,7 +203,7 @@ class _Logprobs:
         self._new += zip(delta.token_ids, delta.logprobs or (), strict=False)
 
     def take(self, params: SamplingParams | None) -> dict[str, Any] | None:
-        """What was added since the last time; None where none are wanted."""
+        """The entries since the last call; None if the request wants no log-probabilities."""
         if params is None or params.logprobs is None:
             return None
         found: dict[str, Any] = {

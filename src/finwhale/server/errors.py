@@ -1,4 +1,4 @@
-"""Errors on the wire: each protocol's own object and status code."""
+"""Errors on the wire: each protocol's error object and status code."""
 
 import json
 from collections.abc import Mapping
@@ -36,9 +36,9 @@ class ApiError(Exception):
     Attributes:
         status: the HTTP status.
         message: one line for the client.
-        code: OpenAI's machine-readable word, or None.
-        param: the request's field that is wrong, or None.
-        headers: more headers of the answer.
+        code: OpenAI's machine-readable code, or None.
+        param: the field of the request that is wrong, or None.
+        headers: further headers of the answer.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
-    """What to tell a client of `error`; None: it is no error that clients are told of."""
+    """The error for the client; None: the client learns nothing about `error`."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -79,7 +79,7 @@ def is_anthropic(path: str) -> bool:
 
 
 def error_body(error: ApiError, *, anthropic: bool) -> dict[str, object]:
-    """The protocol's error object."""
+    """The error object of the protocol."""
     if anthropic:
         kind = _ANTHROPIC_TYPES.get(error.status)
         kind = kind or ("invalid_request_error" if error.status < 500 else "api_error")

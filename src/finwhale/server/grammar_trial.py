@@ -64,24 +64,25 @@ class Verdict:
     seconds: float
 
 
+_TOO_DEEP: tuple[Reason, str] = (
+    "crash",
+    "the grammar is nested too deeply for the grammar compiler: shorten chains of references "
+    "and rules",
+)
 _KILLED: dict[int, tuple[Reason, str]] = {
     signal.SIGPROF: (
         "time",
         f"the grammar is too expensive: compiling it takes more than {CPU_SECONDS:g} s of CPU "
         "time; use smaller numbers in multipleOf and in repetitions, or a smaller schema",
     ),
-    signal.SIGSEGV: (
-        "crash",
-        "the grammar is nested too deeply for the grammar compiler: shorten chains of references "
-        "and rules",
-    ),
+    signal.SIGSEGV: _TOO_DEEP,
+    signal.SIGBUS: _TOO_DEEP,
     signal.SIGABRT: (
         "memory",
         f"the grammar is too large: compiling it takes more than {MEMORY_BYTES >> 20} MiB of "
         "memory; use smaller numbers in multipleOf and in repetitions, or a smaller schema",
     ),
 }
-_KILLED[signal.SIGBUS] = _KILLED[signal.SIGSEGV]
 
 
 def main(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""What stands before the endpoints: keys, sizes, how many at once, request ids, log lines."""
+"""Checks before the endpoints (API keys, body size, concurrency); request ids and log lines."""
 
 import hashlib
 import hmac
@@ -14,11 +14,10 @@ from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
 
-# Open without a key: what says whether the server lives, and the page and description, which hold
-# nothing but themselves.
+# These paths need no key: health checks, and the page and the description, which hold no data.
 _OPEN = frozenset({"/", "/health/live", "/health/ready", "/openapi.json", "/docs"})
 STATIC_PATH = "/docs-files"
-# Answered however busy the server is.
+# These paths are answered however busy the server is.
 _ALWAYS = frozenset({"/", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
@@ -54,7 +53,7 @@ class Gate:
             if not body.exceeded:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
-                # Not what the application makes of a body that breaks off.
+                # The application sees only a body that breaks off; its answer is replaced.
                 told = error_response(_too_large(self._state.config.max_body_bytes), path)
                 await told(scope, receive, send_marked)
 
@@ -97,7 +96,7 @@ class Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = _digest(given)
-        # Every key is compared, each in constant time: how long it takes tells nothing.
+        # Compare every key, each in constant time, so that the time reveals nothing.
         return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
 
     def _report(self, scope: Scope, status: int, request_id: str, begin: float) -> None:
@@ -122,7 +121,7 @@ class Gate:
 
 
 class _LimitedBody:
-    """Passes a request's body on, up to a size: past it, `exceeded` is set and ApiError raised."""
+    """Passes a request's body on. Beyond a size, sets `exceeded` and raises ApiError."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
@@ -141,7 +140,7 @@ class _LimitedBody:
 
 
 def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"a body may have {max_bytes} bytes at most", code="body_too_large")
+    return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
 def _digest(text: str) -> bytes:
@@ -149,7 +148,7 @@ def _digest(text: str) -> bytes:
 
 
 def check_depth(value: object, limit: int = 64) -> None:
-    """Raises ApiError where parsed JSON is nested deeper than `limit`."""
+    """Raises ApiError if parsed JSON is nested deeper than `limit` levels."""
     level: list[object] = [value]
     for _ in range(limit):
         level = [
@@ -161,4 +160,4 @@ def check_depth(value: object, limit: int = 64) -> None:
         ]
         if not level:
             return
-    raise ApiError(400, f"the body is nested deeper than {limit}", code="too_deep")
+    raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object a line. Prompts and answers only where they are asked for."""
+"""Structured logs: one JSON object on each line, without prompts and answers by default."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON: time, level, logger, message, and whatever `extra` holds."""
+    """Formats a record as one line of JSON, with the fields of `extra`."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, object] = {
@@ -27,24 +27,25 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(level: str) -> None:
-    """Sends every logger's records to standard error in this form."""
+    """Writes the records of every logger to standard error as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Request lines are ours; the engine of the socket says little else at info.
+    # `server/limits.py` logs requests.
     logging.getLogger("uvicorn.access").disabled = True
 
 
 @dataclass(slots=True)
 class RequestLog:
-    """What is said of one request when it is over.
+    """What the log says about one request at its end.
 
     Attributes:
-        request_id: also the answer's x-request-id.
-        first_token_s, duration_s: since it came; None before.
-        finish: why each continuation ended, joined.
+        request_id: the answer's x-request-id.
+        begin, last_token: times of the request's arrival and of its latest token.
+        first_token_s: time from the arrival to the first token; None before the first token.
+        finish: the finish reason of each continuation that has ended.
     """
 
     request_id: str

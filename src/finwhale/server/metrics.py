@@ -1,4 +1,4 @@
-"""Counters and times of the server and its engine, for Prometheus and for the page."""
+"""Metrics of the server and its engine, for Prometheus and for the page."""
 
 import time
 from collections import deque
@@ -43,7 +43,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """One server's metrics, in a registry of their own."""
+    """The metrics of one server, in their own registry."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -57,7 +57,7 @@ class Metrics:
             registry=registry,
         )
         self._in_flight = Gauge(
-            "finwhale_requests_in_flight", "generating requests", registry=registry
+            "finwhale_requests_in_flight", "requests that are being answered", registry=registry
         )
         self._prompt = Counter(
             "finwhale_prompt_tokens", "tokens of accepted prompts", registry=registry
@@ -65,39 +65,39 @@ class Metrics:
         self._output = Counter("finwhale_output_tokens", "generated tokens", registry=registry)
         self._first = Histogram(
             "finwhale_time_to_first_token_seconds",
-            "from arrival",
+            "time from a request's arrival to its first token",
             buckets=SECONDS,
             registry=registry,
         )
         self._between = Histogram(
             "finwhale_time_per_output_token_seconds",
-            "between a request's tokens after its first",
+            "time between a request's tokens",
             buckets=SECONDS,
             registry=registry,
         )
         self._duration = Histogram(
             "finwhale_request_seconds",
-            "generating requests, whole",
+            "time from a request's arrival to its end",
             buckets=(*SECONDS, 300, 1800),
             registry=registry,
         )
         self._grammars = Counter(
             "finwhale_grammars",
-            "grammars of requests by result: passed (tried and accepted), known (tried before), "
-            "full (refused: the queue is full), busy, or the reason for which they are refused",
+            "requests' grammars by result: passed (tried and accepted), known (tried before), full "
+            "or busy (try again later), or the reason for the refusal",
             ["result"],
             registry=registry,
         )
         self._grammar_seconds = Histogram(
             "finwhale_grammar_trial_seconds",
-            "CPU time of trials of grammars",
+            "CPU time of a grammar's trial",
             buckets=SECONDS,
             registry=registry,
         )
         self._recent: deque[tuple[float, int]] = deque()
 
     def step(self, deltas: Sequence[Delta]) -> None:
-        """A step of the engine brought these."""
+        """Counts the tokens of a step."""
         count = sum(len(delta.token_ids) for delta in deltas)
         if count:
             self._output.inc(count)
@@ -109,7 +109,7 @@ class Metrics:
         self._prompt.inc(log.prompt_tokens)
 
     def delta(self, log: RequestLog, delta: Delta) -> None:
-        """A request's part of a step."""
+        """Counts a request's part of a step."""
         now = time.monotonic()
         if delta.token_ids:
             if log.first_token_s is None or log.last_token is None:
@@ -133,19 +133,19 @@ class Metrics:
         self._requests.labels(endpoint, str(status)).inc()
 
     def grammar(self, result: str) -> None:
-        """A request's grammar was accepted or refused."""
+        """Counts a request's grammar as accepted or refused."""
         self._grammars.labels(result).inc()
 
     def grammar_trial(self, seconds: float) -> None:
-        """A grammar was tried, in this much CPU time."""
+        """Counts a trial of a grammar, and its CPU time."""
         self._grammar_seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """What /metrics answers."""
+        """The answer of /metrics."""
         return generate_latest(self.registry)
 
     def live(self) -> dict[str, object]:
-        """What the page draws."""
+        """The numbers that the page draws."""
         self._trim()
         found: dict[str, object] = {
             "alive": self._client.alive,
@@ -189,27 +189,34 @@ class _EngineCollector(Collector):
         )
         engine = self._client.metrics
         if engine is not None:
-            yield from _counts(engine)
-            yield from _drafts(engine)
-            yield from _times(engine)
+            yield from engine_families(engine)
+
+
+def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
+    """The engine's metrics as Prometheus' metric families."""
+    yield from _counts(engine)
+    yield from _drafts(engine)
+    yield from _times(engine)
 
 
 def _counts(engine: EngineMetrics) -> Iterable[Metric]:
-    yield GaugeMetricFamily("finwhale_running", "sequences that have pages", value=engine.running)
-    yield GaugeMetricFamily("finwhale_waiting", "sequences in line", value=engine.waiting)
+    yield GaugeMetricFamily("finwhale_running", "running sequences", value=engine.running)
+    yield GaugeMetricFamily("finwhale_waiting", "waiting sequences", value=engine.waiting)
     yield GaugeMetricFamily(
-        "finwhale_idle_blocks", "blocks kept for later requests", value=engine.idle_blocks
+        "finwhale_idle_blocks",
+        "cached blocks that no running sequence uses",
+        value=engine.idle_blocks,
     )
-    pages = GaugeMetricFamily("finwhale_pages", "pages of state by kind", labels=["kind", "state"])
+    pages = GaugeMetricFamily("finwhale_pages", "cache pages by kind", labels=["kind", "state"])
     for kind, use in engine.pages.items():
         pages.add_metric([kind, "used"], use.used)
         pages.add_metric([kind, "free"], use.total - use.used)
     yield pages
     for name, text, value in (
-        ("steps", "forwards", engine.steps),
+        ("steps", "forward passes", engine.steps),
         ("prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
-        ("prefix_hit_tokens", "of them, those found instead of read", engine.cached_tokens),
-        ("preemptions", "sequences that gave their pages back", engine.preemptions),
+        ("prefix_hit_tokens", "prompt tokens found in the prefix cache", engine.cached_tokens),
+        ("preemptions", "sequences preempted to free their pages", engine.preemptions),
     ):
         yield CounterMetricFamily(f"finwhale_{name}", text, value=value)
     late = CounterMetricFamily(
@@ -228,37 +235,49 @@ def _counts(engine: EngineMetrics) -> Iterable[Metric]:
 
 def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
     yield GaugeMetricFamily(
-        "finwhale_draft_tokens", "drafts a sequence may have now", value=engine.draft_tokens
+        "finwhale_draft_tokens",
+        "number of drafts that a sequence may have now",
+        value=engine.draft_tokens,
     )
     for name, text, counts in (
         ("proposed", "drafts that were verified", engine.drafts_proposed),
-        ("accepted", "of them, those that became output", engine.drafts_accepted),
+        ("accepted", "drafts that became output", engine.drafts_accepted),
     ):
         family = CounterMetricFamily(f"finwhale_drafts_{name}", text, labels=["position"])
         for position, count in enumerate(counts, start=1):
             family.add_metric([str(position)], count)
         yield family
     yield CounterMetricFamily(
-        "finwhale_verifications", "of one sequence's drafts", value=engine.verifications
+        "finwhale_verifications",
+        "verifications, each of one sequence's drafts",
+        value=engine.verifications,
     )
     yield GaugeMetricFamily(
         "finwhale_draft_mean_accepted_length",
-        "tokens that a verification of drafts gave, since the start; 0: there was none",
+        "mean number of tokens from one verification; 0 without any",
         value=engine.mean_accepted_length,
     )
 
 
 def _times(engine: EngineMetrics) -> Iterable[Metric]:
     for name, text, found in (
-        ("time_to_first_token", "from the engine's having a request", engine.time_to_first_token),
-        ("time_between_tokens", "of one sequence", engine.time_between_tokens),
-        ("time_per_output_token", "the mean of a sequence", engine.time_per_output_token),
+        (
+            "time_to_first_token",
+            "time from the engine's receipt of a request",
+            engine.time_to_first_token,
+        ),
+        ("time_between_tokens", "time between tokens of one sequence", engine.time_between_tokens),
+        (
+            "time_per_output_token",
+            "mean time between tokens of one sequence",
+            engine.time_per_output_token,
+        ),
         (
             "time_of_verification",
-            "forward and choice where all decode",
+            "time of forward and sampling in decode steps",
             engine.time_of_verification,
         ),
-        ("time_of_draft", "the MTP layer in the same steps", engine.time_of_draft),
+        ("time_of_draft", "time of the MTP layer in decode steps", engine.time_of_draft),
     ):
         sums = list(accumulate(found.counts))
         bounds = [*map(str, found.bounds), "+Inf"]

@@ -1,11 +1,11 @@
-"""The page at /: one file, which asks nothing of any other host."""
+"""The page at /: one file, which loads nothing from other hosts."""
 
 from functools import cache
 from importlib import resources
 
 from starlette.responses import HTMLResponse, Response
 
-# Only what the file itself holds runs, and it talks to this server alone.
+# Only scripts in the file itself run, and they connect to this server alone.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "

@@ -1,4 +1,4 @@
-"""One server from start to end: the engine's process, the socket, signals, draining."""
+"""Runs a server: the engine's process, the socket, signals and draining."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-# After the engine's death health is answered for so long before the process ends.
+# After the engine's death, the server answers health checks for this long before it ends.
 DEATH_NOTICE_S = 2.0
 
 
@@ -31,20 +31,20 @@ def serve(
     ladder: EffortLadder,
     load: Callable[[], object],
 ) -> int:
-    """Serves until told to stop; returns the exit code: 0, or 1 where the engine died or requests
-    were cut off.
+    """Serves until a signal. Returns the exit code: 0, or 1 if the engine died or requests were cut
+    off.
 
     Args:
-        ladder: what the checkpoint's levels of reasoning effort are.
-        load: makes the engine, in a process of its own; it can be pickled.
+        ladder: the checkpoint's levels of reasoning effort.
+        load: opens the engine in another process; it must be picklable.
 
     Raises:
-        FinwhaleError: the address is not to be had, or the model does not load.
+        FinwhaleError: the server cannot listen on the address, or the model does not load.
     """
     listener = listen(config)
     client = EngineClient.spawn(load)
     if tokenizer is not None:
-        # What the first request would otherwise wait for, while the engine loads.
+        # Build these while the engine loads, so that the first request does not wait for them.
         _ = tokenizer.guidance, tokenizer.recipe
     return asyncio.run(_serve(ServerState(config, client, tokenizer, ladder), listener))
 
@@ -72,9 +72,9 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
         stopping = loop.create_task(stop.wait())
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            starting.result()  # raises where the model does not load
+            starting.result()  # raises if the model does not load
             host, port = listener.getsockname()[:2]
-            # Otherwise a full collection stops all streams for some tenths of a second.
+            # Without this, a full garbage collection stops all streams for tenths of a second.
             freeze_heap()
             phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
             logger.info("started", extra={"phases": table(phases)})
@@ -101,7 +101,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with signals left to us."""
+    """uvicorn without its handling of signals."""
 
     def __init__(self, state: ServerState) -> None:
         config = uvicorn.Config(

@@ -1,33 +1,49 @@
-"""Request bodies, field by field. What is not listed is refused, not dropped.
+"""The fields of request bodies. A field that is not listed is refused, not dropped.
 
-Fields marked "no effect" belong to hosted services (billing, storage, moderation); clients send
-them unasked, and nothing that they could change exists here.
+Fields marked "no effect" belong to hosted services (billing, storage, moderation). Clients send
+them without being asked to, and this server has nothing that they could change.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from finwhale.request import MAX_LOGPROBS
+from finwhale.errors import RequestError
+from finwhale.request import MAX_LOGPROBS, Guide, SamplingParams
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 Names = Annotated[list[str], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Json = dict[str, Any]
+# Fields that have the same name and meaning in SamplingParams.
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "stop_token_ids",
+    "ignore_eos",
+    "n",
+    "seed",
+)
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = Field(default=False, description="no effect")
 
 
-class _Sampling(_Body):
-    """What the three chat protocols and completions have in common, with our extensions."""
+class SamplingBody(Body):
+    """The fields that the three chat protocols and completions share, with our extensions."""
 
     model: Annotated[str, Field(max_length=512)]
     stream: bool | None = None
@@ -50,8 +66,35 @@ class _Sampling(_Body):
         default=None, description="extension: lower numbers are served first"
     )
 
+    def sampling_params(
+        self,
+        *,
+        max_tokens: int | None,
+        stop: tuple[str, ...] = (),
+        logprobs: int | None = None,
+        guide: Guide | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> SamplingParams:
+        """The sampling parameters that the body asks for.
 
-class _OpenAISampling(_Sampling):
+        Args:
+            defaults: values of fields that the client left out.
+
+        Raises:
+            RequestError: a value is out of range.
+        """
+        given = {name: getattr(self, name, None) for name in _SAME_NAMES}
+        return SamplingParams(
+            **{**(defaults or {}), **{k: v for k, v in given.items() if v is not None}},
+            max_tokens=max_tokens,
+            stop=stop,
+            logprobs=logprobs,
+            guide=guide,
+            logit_bias=self.bias_of_ids() if isinstance(self, OpenAIBody) else None,
+        )
+
+
+class OpenAIBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: str | Names | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
@@ -61,8 +104,27 @@ class _OpenAISampling(_Sampling):
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
-class CompletionBody(_OpenAISampling):
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stop strings. Raises RequestError if one is empty."""
+        several = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(several):
+            raise RequestError("stop strings must not be empty")
+        return several
+
+    def bias_of_ids(self) -> dict[int, float] | None:
+        """The logit bias by token id. Raises RequestError if a key is not a token id."""
+        for key in self.logit_bias or ():
+            if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+                raise RequestError(f"logit_bias must have token ids as keys, got {key[:40]!r}")
+        return None if self.logit_bias is None else {int(k): v for k, v in self.logit_bias.items()}
+
+
+class CompletionBody(OpenAIBody):
     prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -76,7 +138,7 @@ class CompletionBody(_OpenAISampling):
     )
 
 
-class ChatBody(_OpenAISampling):
+class ChatBody(OpenAIBody):
     messages: Annotated[list[Json], Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
@@ -103,7 +165,7 @@ class ChatBody(_OpenAISampling):
     prompt_cache_retention: str | None = Field(default=None, description="no effect")
 
 
-class ResponsesBody(_Sampling):
+class ResponsesBody(SamplingBody):
     input: Text | list[Json]
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
@@ -131,7 +193,7 @@ class ResponsesBody(_Sampling):
     client_metadata: Json | None = Field(default=None, description="no effect")
 
 
-class CountTokensBody(_Body):
+class CountTokensBody(Body):
     model: Annotated[str, Field(max_length=512)]
     messages: Annotated[list[Json], Field(min_length=1)]
     system: Text | list[Json] | None = None
@@ -141,7 +203,7 @@ class CountTokensBody(_Body):
     output_config: Json | None = None
 
 
-class MessagesBody(_Sampling):
+class MessagesBody(SamplingBody):
     messages: Annotated[list[Json], Field(min_length=1)]
     max_tokens: MaxTokens
     system: Text | list[Json] | None = None
@@ -155,7 +217,7 @@ class MessagesBody(_Sampling):
     service_tier: str | None = Field(default=None, description="no effect")
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     model: str | None = None
     prompt: Text | None = Field(default=None, description="text; or give messages")
     messages: Annotated[list[Json], Field(min_length=1)] | None = None
@@ -167,14 +229,10 @@ class TokenizeBody(_Body):
     return_token_strs: bool = False
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
     skip_special_tokens: bool = False
-
-
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="allow")
 
 
 class TokenizeAnswer(BaseModel):

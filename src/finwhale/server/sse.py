@@ -1,4 +1,4 @@
-"""Server-sent events, and ending work when the client has gone."""
+"""Server-sent events; work that ends when the client disconnects."""
 
 import asyncio
 import contextlib
@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 def event(data: str, name: str | None = None) -> bytes:
-    """One event; `data` has no line breaks (JSON has none)."""
+    """One event. `data` must have no line breaks; JSON has none."""
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {data}\n\n".encode()
 
 
 class EventStream(Response):
-    """A response of events as they come; its source is closed when the client goes."""
+    """A response that streams events. It closes its source when the client disconnects."""
 
     media_type = "text/event-stream"
 
@@ -55,10 +55,10 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`, which is cancelled when the client goes.
+    """Awaits `work`, and cancels it when the client disconnects.
 
     Raises:
-        ClientGone: it has gone.
+        ClientGone: the client has disconnected.
     """
     working = asyncio.ensure_future(work)
     try:
@@ -73,7 +73,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
 
 
 async def _or_disconnect(working: asyncio.Future[Any], receive: Receive) -> bool:
-    """Waits for `working` (True) or for the client to go (False)."""
+    """Waits until `working` is done (returns True) or the client disconnects (False)."""
     watching = asyncio.ensure_future(_disconnect(receive))
     try:
         await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)

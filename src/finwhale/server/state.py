@@ -1,4 +1,4 @@
-"""What the endpoints share: the model's names and tokenizer, the engine, the limits."""
+"""What the endpoints share: the model's names and tokenizer, the engine and the limits."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ from finwhale.server.wire import Ready
 
 
 class ServerState:
-    """One server: what it serves, with what, within which limits."""
+    """The state of one server."""
 
     def __init__(
         self,
@@ -55,15 +55,15 @@ class ServerState:
         raise ApiError(503, "the model is still loading", code="loading", headers=headers)
 
     def now(self) -> int:
-        """The time in seconds, as answers carry it."""
+        """The time in seconds, as answers state it."""
         return int(time.time())
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError (404) where clients do not know the model by `name`."""
+        """Raises ApiError (404) if `name` is not a name of the model."""
         if name not in self.config.model_names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; there is "
+                f"the model {name!r} does not exist here; available: "
                 f"{', '.join(self.config.model_names)}",
                 code="model_not_found",
                 param="model",
@@ -80,12 +80,12 @@ class ServerState:
         return self.template
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raises RequestError where a prompt can never be served."""
+        """Raises RequestError if a prompt is too long for this server."""
         ready = self.ready
         limit = self.config.max_prompt_tokens
         if limit is not None and len(token_ids) > limit:
             raise RequestError(
-                f"the prompt has {len(token_ids)} tokens; this server takes at most {limit}"
+                f"the prompt has {len(token_ids)} tokens; this server accepts at most {limit}"
             )
         if len(token_ids) >= ready.max_model_len:
             raise RequestError(
@@ -94,11 +94,11 @@ class ServerState:
             )
 
     def check_room(self, num_sequences: int) -> None:
-        """Whether the queue has room for a request.
+        """Checks that the queue has room for a request.
 
         Raises:
-            ApiError: it asks for more continuations than the server allows.
-            QueueFullError: not now.
+            ApiError: the request asks for more continuations than the server allows.
+            QueueFullError: the queue has no room now.
         """
         config = self.config
         if num_sequences > config.max_choices:
@@ -115,7 +115,7 @@ class ServerState:
             )
 
     def time_left_s(self, log: RequestLog) -> float:
-        """Until a request's time-out, which counts from its arrival."""
+        """The seconds until a request's time-out, which counts from its arrival."""
         return max(0.0, log.begin + self.config.request_timeout_s - time.monotonic())
 
     @asynccontextmanager
@@ -127,14 +127,14 @@ class ServerState:
         stop_after: int | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[Generation, None]:
-        """Runs a request on the engine; whatever happens, nothing of it is left there.
+        """Runs a request on the engine, and removes it from the engine at the end.
 
         Args:
-            prompts: checked ones.
+            prompts: prompts that `check_prompt` accepts.
 
         Raises:
-            RequestError, ApiError, QueueFullError, EngineDeadError: it is not taken.
-            TimeoutError: it takes longer than the server allows.
+            RequestError, ApiError, QueueFullError, EngineDeadError: the request is not accepted.
+            TimeoutError: the request takes longer than the server allows.
         """
         self.check_room(len(prompts) * params.n)
         log.prompt_tokens = sum(map(len, prompts))

@@ -1,9 +1,9 @@
-"""Token ids of texts and of conversations, and back."""
+"""/tokenize, /detokenize and /v1/messages/count_tokens."""
 
 import asyncio
 from typing import Any
 
-from finwhale.chat.protocols import convert
+from finwhale.chat.template import convert
 from finwhale.errors import RequestError
 from finwhale.server.schemas import (
     CountTokensBody,
@@ -57,7 +57,7 @@ async def detokenize(state: ServerState, body: DetokenizeBody) -> DetokenizeAnsw
 
 
 async def count(state: ServerState, body: CountTokensBody) -> int:
-    """The tokens of the prompt that /v1/messages would make. Raises RequestError, ApiError."""
+    """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
     state.check_model(body.model)
     fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
 

@@ -1,4 +1,4 @@
-"""What the server and the engine's process say to each other over one pipe: plain data."""
+"""Messages between the server and the engine's process, over one pipe: plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from finwhale.request import FinishReason, Logprob, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """Begin a request; the fields are those of `Engine.add_request`."""
+    """Starts a request; `Engine.add_request` describes the fields."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -22,12 +22,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
+    """Ends a request."""
+
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End the process."""
+    """Ends the process."""
 
 
 Command = Add | Abort | Stop
@@ -40,11 +42,11 @@ class Ready:
     """The model is loaded.
 
     Attributes:
-        max_model_len: tokens of prompt and output of one sequence at most.
-        max_num_seqs: sequences that run at once.
-        vocab_size: token ids are below it.
-        bos_token_id: what a text prompt begins with.
-        phases: seconds of each part of the start, from the process's beginning on.
+        max_model_len: maximum number of tokens of one sequence, prompt and output together.
+        max_num_seqs: maximum number of sequences that run at once.
+        vocab_size: every token id is below it.
+        bos_token_id: the token with which a text prompt begins.
+        phases: seconds of each phase of the start, from the start of the process.
     """
 
     max_model_len: int
@@ -56,11 +58,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
+    """The engine has accepted a request."""
+
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
+    """The engine has refused a request; `message` says why."""
+
     request_id: str
     message: str
 
@@ -70,11 +76,11 @@ class Delta:
     """What one step added to one continuation.
 
     Attributes:
-        index: which of the request's continuations.
-        token_ids, text, logprobs: what is new; logprobs None unless asked for.
+        index: the index of the continuation in its request.
+        token_ids, text, logprobs: what is new; logprobs is None unless the request asked for it.
         finish_reason, stop_reason: as in CompletionOutput.
-        cached_tokens: of the prompt, found in the prefix cache.
-        error: why the request failed; None where it did not.
+        cached_tokens: number of the prompt's tokens that were found in the prefix cache.
+        error: why the request failed; None if it did not.
     """
 
     request_id: str
@@ -90,7 +96,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step brought; `metrics` where they are due."""
+    """The result of one step, and now and then the engine's metrics."""
 
     deltas: list[Delta]
     metrics: EngineMetrics | None = None
@@ -98,7 +104,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The engine cannot go on; nothing follows."""
+    """The engine has failed and sends nothing more; `message` says why."""
 
     message: str
 

@@ -1,4 +1,4 @@
-"""The engine's side: takes commands from a pipe, steps, and reports what each step brought."""
+"""The engine's process: takes commands from a pipe, runs steps, and reports their results."""
 
 import contextlib
 import logging
@@ -34,8 +34,8 @@ METRICS_INTERVAL_S = 0.25
 
 
 def main(connection: Connection, load: Callable[[], Engine]) -> None:
-    """The engine's process: load the model, then serve until told to stop or left alone."""
-    # The server decides when this process ends: a terminal's Ctrl-C reaches both.
+    """Loads the model and serves until `Stop`, or until the server closes the pipe."""
+    # The server decides when this process ends. A terminal's Ctrl-C reaches both processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     began = time.monotonic()
@@ -65,9 +65,9 @@ class EngineLoop:
         self._last_metrics: EngineMetrics | None = None
 
     def run(self) -> None:
-        """Serves until `Stop` or until the other end is closed; the engine is then idle.
+        """Serves until `Stop`, or until the other end is closed; then aborts all requests.
 
-        An exception of the engine's is reported as `Failed` before it leaves here.
+        An exception of the engine is reported as `Failed` and raised again.
         """
         config = self._engine.model_config
         try:
@@ -83,7 +83,7 @@ class EngineLoop:
             while self._take_commands():
                 self._step()
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            logger.info("the server has gone")
+            logger.info("the server has closed the pipe")
         except Exception as error:
             known = isinstance(error, EngineDeadError)
             with contextlib.suppress(OSError):
@@ -97,10 +97,10 @@ class EngineLoop:
             self._connection.close()
 
     def _take_commands(self) -> bool:
-        """Carry out what has arrived, waiting for it where there is no other work."""
+        """Carries out the commands that have arrived. Waits for one if there is no other work."""
         timeout = 0.0 if self._engine.has_work else None
         if timeout is None and self._metrics_due and self._last_metrics != self._engine.metrics():
-            timeout = METRICS_INTERVAL_S  # the last change is still to be told
+            timeout = METRICS_INTERVAL_S  # the last change has not been sent yet
         if self._grammars is not None and self._grammars.busy:
             if timeout != 0:
                 wait([self._connection, self._grammars.done], timeout)
@@ -115,7 +115,7 @@ class EngineLoop:
         return True
 
     def _take_compiled(self, grammars: GrammarCompiler) -> None:
-        """Begin the requests whose grammars have been compiled."""
+        """Starts the requests whose grammars have been compiled."""
         for add, result in grammars.take():
             if isinstance(result, Matcher):
                 self._add(add, result)
@@ -183,7 +183,7 @@ class EngineLoop:
 
 
 class _Sent:
-    """How much of one continuation has been reported."""
+    """How much of one continuation has been sent."""
 
     __slots__ = ("_done", "_output", "_text", "_tokens")
 
@@ -194,7 +194,7 @@ class _Sent:
         self._done = False
 
     def delta(self, request: RequestOutput) -> Delta | None:
-        """What is new; None where nothing is."""
+        """What is new since the last call; None if nothing is."""
         output = self._output
         if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
             return None

@@ -1,0 +1,286 @@
+"""Answers in the three chat protocols: tokens from the engine become responses and events."""
+
+import codecs
+import json
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Literal
+
+import deepseek_recipe as recipe
+
+from finwhale.chat.output import FINISH_REASONS, dropped_ids
+from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.request import Logprob
+from finwhale.server.chat_requests import ChatRequest
+from finwhale.server.errors import ApiError
+from finwhale.server.logs import RequestLog
+from finwhale.server.sse import event
+from finwhale.server.state import ServerState
+from finwhale.server.wire import Delta
+
+# Each event is its name, or None if the protocol has no names, and its data in JSON.
+Events = list[tuple[str | None, str]]
+TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
+
+_RESPONSE_KINDS: dict[ProtocolName, Any] = {
+    "chat": recipe.ChatCompletionResponse,
+    "responses": recipe.ResponsesResponse,
+    "messages": recipe.MessagesResponse,
+}
+
+
+async def complete(state: ServerState, request: ChatRequest, log: RequestLog) -> dict[str, Any]:
+    """The response to a request that does not stream."""
+    answers = _Answers(state, request, log)
+    async for _ in answers.run():
+        pass
+    responses = [json.loads(stream.response()) for stream in answers.streams if stream is not None]
+    assert len(responses) == request.params.n
+    if request.converted.protocol != "chat":
+        whole: dict[str, Any] = responses[0]
+        return whole
+    usages = [response.pop("usage") for response in responses]
+    choices = []
+    for index, response in enumerate(responses):
+        choices.append(_numbered(response["choices"][0], index))
+        _name_reasoning(choices[-1]["message"])
+    return {**responses[0], "choices": choices, "usage": _sum(usages)}
+
+
+def stream(
+    state: ServerState, request: ChatRequest, log: RequestLog
+) -> AsyncGenerator[bytes, None]:
+    """The events of an answer. The first item, empty, says that the engine has accepted the
+    request."""
+    kind = _chat_events if request.converted.protocol == "chat" else _named_events
+    return kind(state, request, log)
+
+
+async def _named_events(
+    state: ServerState, request: ChatRequest, log: RequestLog
+) -> AsyncGenerator[bytes, None]:
+    async for index, events in _Answers(state, request, log).run():
+        if index < 0:
+            yield b""
+        for name, text in events:
+            yield event(text, name)
+
+
+async def _chat_events(
+    state: ServerState, request: ChatRequest, log: RequestLog
+) -> AsyncGenerator[bytes, None]:
+    usages = []
+    head: dict[str, Any] = {}
+    async for index, events in _Answers(state, request, log).run():
+        if index < 0:
+            yield b""
+        for _, text in events:
+            chunk = json.loads(text)
+            chunk["created"] = request.created
+            usage = chunk.pop("usage", None)
+            if usage is not None:
+                usages.append(usage)
+            for choice in chunk["choices"]:
+                _numbered(choice, index)
+                _name_reasoning(choice["delta"])
+            head = head or {k: v for k, v in chunk.items() if k != "choices"}
+            if request.include_usage:
+                chunk["usage"] = None
+            yield event(json.dumps(chunk))
+    if request.include_usage:
+        yield event(json.dumps({**head, "choices": [], "usage": _sum(usages)}))
+    yield event("[DONE]")
+
+
+def _numbered(choice: dict[str, Any], index: int) -> dict[str, Any]:
+    choice["index"] = index
+    for call in choice.get("message", {}).get("tool_calls") or ():
+        call.pop("index", None)  # only chunks of a stream have it
+    return choice
+
+
+def _name_reasoning(message: dict[str, Any]) -> None:
+    """Some clients read `reasoning_content` (DeepSeek's name), others `reasoning`."""
+    if "reasoning_content" in message:
+        message["reasoning"] = message["reasoning_content"]
+
+
+def _sum(usages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The usage of n answers to one prompt; the prompt is counted once."""
+    if not usages:
+        return None
+    total = dict(usages[0])
+    total["completion_tokens"] = sum(u["completion_tokens"] for u in usages)
+    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    details = [u.get("completion_tokens_details") for u in usages]
+    reasoning = [d["reasoning_tokens"] for d in details if d]
+    if reasoning:
+        total["completion_tokens_details"] = {"reasoning_tokens": sum(reasoning)}
+    return total
+
+
+class AnswerStream:
+    """One answer: turns token ids into the protocol's events and, at the end, the whole response.
+
+    Token ids may come in any pieces: the cuts between events differ, their contents do not.
+    """
+
+    def __init__(
+        self,
+        converted: ProtocolRequest,
+        tokenizer: Tokenizer,
+        *,
+        answer_id: str,
+        model: str,
+        created: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+    ) -> None:
+        kind = REQUEST_KINDS[converted.protocol]
+        generator = kind.chunk_generator(converted.request, answer_id, model)
+        if converted.echo is not None:
+            generator = generator.with_echo(converted.echo)
+        if converted.namespaces:
+            generator = generator.with_namespace_tool_map(converted.namespaces)
+        self._stream = recipe.StreamProcessor(
+            generator, converted.request.parsing_options, tokenizer.recipe
+        )
+        self._kind = _RESPONSE_KINDS[converted.protocol]
+        self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
+        self._tokenizer = tokenizer
+        self._dropped = dropped_ids(tokenizer)
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = 0  # number of tokens of a character that is not complete
+        self._usage = recipe.PromptUsage(
+            prompt_tokens=prompt_tokens, prompt_cache_hit_tokens=cached_tokens
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the answer has ended: it met a stop string, or `finish` was called."""
+        return self._stream.finished
+
+    def begin(self) -> Events:
+        """The events that open an answer."""
+        return self._push(recipe.InferenceChunk.ready(prompt_usage=self._usage))
+
+    def feed(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        unseen_last: bool = False,
+    ) -> Events:
+        """The events of more output; there may be none.
+
+        Args:
+            logprobs: for each token, its log-probability, and the most likely tokens with theirs.
+            unseen_last: whether the last token only counts, and is no part of the answer.
+        """
+        events: Events = []
+        last = len(token_ids) - 1
+        # deepseek-recipe holds back a piece that ends inside a character, so pieces are tokens.
+        for position, token_id in enumerate(token_ids):
+            if token_id in self._dropped or (unseen_last and position == last):
+                events += self._count(1)
+                continue
+            wanted = None if logprobs is None else [logprobs[position]]
+            events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
+            self._decoder.decode(self._tokenizer.token_bytes(token_id))
+            self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
+        return events
+
+    def _count(self, num_tokens: int) -> Events:
+        """Counts tokens that are no part of the answer. This may give an empty delta, so that the
+        numbers of events stay consecutive."""
+        return self._push(recipe.InferenceChunk.text("", token_count=num_tokens))
+
+    def finish(self, reason: Literal["stop", "length"]) -> Events:
+        """Ends the answer; `reason` says why generation ended."""
+        # The answer may end inside a character.
+        events = self._count(self._unfinished) if self._unfinished else []
+        events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
+        return events + self._take(self._stream.finish())
+
+    def response(self) -> str:
+        """The answer so far as the protocol's response object, in JSON."""
+        return str(self._response.to_json())
+
+    def _push(self, chunk: recipe.InferenceChunk) -> Events:
+        return [] if self._stream.finished else self._take(self._stream.push(chunk))
+
+    def _take(self, chunks: Sequence[Any]) -> Events:
+        events = []
+        for chunk in chunks:
+            events.append((self._kind.sse_event_name(chunk), chunk.to_json()))
+            self._response.accumulate(chunk)
+        return events
+
+
+class _Answers:
+    """The n answers to one request, which are parsed as they are generated."""
+
+    def __init__(self, state: ServerState, request: ChatRequest, log: RequestLog) -> None:
+        self._state = state
+        self._request = request
+        self._log = log
+        self.streams: list[AnswerStream | None] = [None] * request.params.n
+
+    async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
+        """Yields the index of an answer and its next events.
+
+        The first item, (-1, []), says that the engine has accepted the request.
+
+        Raises:
+            ApiError: the engine failed on the request; and what `ServerState.generating` raises.
+        """
+        request, state = self._request, self._state
+        async with state.generating(
+            [request.token_ids], request.params, self._log, request.stop_after, request.priority
+        ) as generation:
+            yield -1, []
+            async for delta in generation:
+                state.metrics.delta(self._log, delta)
+                if delta.error is not None:
+                    raise ApiError(500, delta.error, code="generation_failed")
+                yield delta.index, self._feed(delta)
+                # The parser may have met a stop string before the engine has ended the answer.
+                if all(stream is not None and stream.finished for stream in self.streams):
+                    return
+
+    def _feed(self, delta: Delta) -> Events:
+        stream = self.streams[delta.index]
+        events: Events = []
+        if stream is None:
+            stream = self.streams[delta.index] = self._new_stream(delta)
+            events += stream.begin()
+        if stream.finished:
+            return events
+        ids = delta.token_ids
+        # A stop token is no part of the answer.
+        stopped = delta.finish_reason == "stop" and isinstance(delta.stop_reason, int)
+        logprobs = None
+        if delta.logprobs is not None:
+            num_top = self._request.params.logprobs or 0
+            logprobs = [_pair(i, t, num_top) for i, t in zip(ids, delta.logprobs, strict=True)]
+        events += stream.feed(ids, logprobs, unseen_last=stopped)
+        if delta.finish_reason is not None:
+            events += stream.finish("length" if delta.finish_reason == "length" else "stop")
+        return events
+
+    def _new_stream(self, delta: Delta) -> AnswerStream:
+        return AnswerStream(
+            self._request.converted,
+            self._state.need_tokenizer(),
+            answer_id=self._request.answer_id,
+            model=self._state.model_name,
+            created=self._request.created,
+            prompt_tokens=len(self._request.token_ids),
+            cached_tokens=delta.cached_tokens,
+        )
+
+
+def _pair(
+    token_id: int, table: dict[int, Logprob], num_top: int
+) -> tuple[float, list[tuple[int, float]]]:
+    top = sorted(table.items(), key=lambda item: item[1].rank)[:num_top]
+    return table[token_id].logprob, [(i, entry.logprob) for i, entry in top]
