@@ -1,4 +1,4 @@
-"""Token ids to text as they come, for streaming."""
+"""Turns token ids into text while they are generated, for streaming."""
 
 from collections.abc import Iterable
 from encodings import utf_8
@@ -9,8 +9,8 @@ from finwhale.chat.tokenizer import Tokenizer
 class Detokenizer:
     """Turns a stream of token ids into text that is never revised.
 
-    A character whose bytes are spread over several tokens appears with its last byte. What all
-    calls return, joined, is `Tokenizer.decode` of all the ids. Cost: that of the token's bytes.
+    A character whose bytes are spread over several tokens appears with its last byte. The texts of
+    all calls, joined, are `Tokenizer.decode` of all ids. The cost is that of the tokens' bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
@@ -21,14 +21,14 @@ class Detokenizer:
         self._decoder = utf_8.IncrementalDecoder(errors="replace")
 
     def feed(self, token_ids: Iterable[int]) -> str:
-        """The text that these ids complete; may be empty."""
+        """The text that these ids complete; it may be empty."""
         token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
         return self._decoder.decode(
             b"".join([token_bytes(i) for i in token_ids if i not in skipped])
         )
 
     def next(self, token_id: int) -> str:
-        """`feed` of one id, quicker."""
+        """`feed` for one id, but faster."""
         text = self._ascii.get(token_id)
         if text is not None and not self._decoder.buffer:
             return text
@@ -38,5 +38,5 @@ class Detokenizer:
         return self.feed((token_id,))
 
     def finish(self) -> str:
-        """Ends the stream: U+FFFD where it ends inside a character, else nothing."""
+        """Ends the stream: U+FFFD if it ends inside a character, otherwise nothing."""
         return self._decoder.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""Reasoning effort: which words a checkpoint reads for each level of effort.
+"""Reasoning effort: the words that each level writes into the prompt of a checkpoint.
 
 A level of effort is a paragraph at the start of the prompt. The V4 checkpoints use the same
 paragraphs one level apart:
@@ -79,5 +79,5 @@ def _has_dspark_keys(config: Path) -> bool:
     try:
         raw = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # whoever loads the model says what is wrong with it
+        return False  # loading the model reports what is wrong
     return isinstance(raw, dict) and any(key.startswith("dspark_") for key in raw)

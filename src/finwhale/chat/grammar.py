@@ -1,9 +1,9 @@
-"""Structured output: which tokens may come next, by llguidance.
+"""Structured output: llguidance computes which tokens may come next.
 
-The cost of a mask is bounded twice. llguidance gives up on a mask that needs more than `_LIMITS`
-allow, which takes some tenths of a second at worst. A request's masks together may take
-MASK_BURST_SECONDS and MASK_SECONDS more for each mask, of CPU time; a matcher that exceeds this has
-an `error`, which ends its own request.
+Two limits bound the cost of masks. llguidance gives up on a mask that needs more than `_LIMITS`
+allow, which takes some tenths of a second at worst. All masks of a request may take
+MASK_BURST_SECONDS of CPU time, and MASK_SECONDS more for each mask. A matcher that exceeds this has
+an `error`, which ends its request alone.
 """
 
 import json
@@ -25,8 +25,8 @@ from finwhale.chat.grammar_limits import (
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Guide
 
-# Between the parts of a JSON text a space, or a line's end and an indent; never white space without
-# end, with which a model that is unsure likes to go on.
+# Between the parts of a JSON text, allow a space, or a line break and an indent. An unsure model
+# tends to continue unlimited white space.
 _JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": r"( |\n {0,16})?"}
 # Half and a fifth of llguidance's defaults: an object of 1,000 optional properties needs 11,000
 # items for its first mask, and a state of the lexer takes 1 to 2 KiB.
@@ -73,7 +73,7 @@ def tool_guide(grammar: str, after: int | None = None) -> Guide:
 
 
 class _Allowance:
-    """CPU time that the masks of one request may still take; all copies of its matcher share it."""
+    """The CPU time left for one request's masks; all copies of its matcher share it."""
 
     __slots__ = ("seconds",)
 
@@ -88,12 +88,12 @@ class _Allowance:
 
 
 class Matcher:
-    """Where one output stands in its grammar.
+    """The state of one output in its grammar.
 
-    Before `Guide.after` has come, everything is allowed but the end of the output.
+    Until the token `Guide.after`, every token is allowed but the end of sequence.
 
     Attributes:
-        error: why the grammar cannot be followed any more; None while it can.
+        error: why the output cannot follow the grammar any more; None while it can.
     """
 
     def __init__(self, tokenizer: Tokenizer, guide: Guide) -> None:
@@ -115,7 +115,7 @@ class Matcher:
             raise GrammarError("invalid", f"the grammar is not valid: {reason}")
 
     def copy(self) -> "Matcher":
-        """A matcher of its own at the same place, of the same request."""
+        """An independent matcher in the same state, for the same request."""
         other = object.__new__(Matcher)
         other.error, other._tokenizer, other._after = self.error, self._tokenizer, self._after
         other._allowance = self._allowance
@@ -123,7 +123,7 @@ class Matcher:
         return other
 
     def allow(self, words: Words) -> None:
-        """Writes which tokens may come next: none if there is an `error`.
+        """Writes which tokens may come next; none if there is an `error`.
 
         Args:
             words: [ceil(V/32)] int32, contiguous; token i is bit i % 32 of word i // 32. Tokens
@@ -151,7 +151,7 @@ class Matcher:
             words[:] = 0
 
     def accept(self, token_id: int) -> None:
-        """The output goes on with a token, one that `allow` allowed."""
+        """Continues the output with a token that `allow` allowed."""
         if self._after is not None:
             if token_id == self._after:
                 self._after = None

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for byte-level BPE tokenizers in the tokenizer.json format."""
+"""Turns text into token ids and back, with byte-level BPE tokenizers in tokenizer.json format."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -19,28 +19,26 @@ EOS = deepseek_recipe.SpecialToken.Eos.default_str()
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, in which text and control tokens are never confused.
+    """A checkpoint's tokenizer, which never confuses text with control tokens.
 
-    DeepSeek's tokenizer.json lists its control tokens (`<think>`, ...) as added
-    tokens, and the usual `encode` turns any text that spells one into that token. Here `encode`
-    uses a second copy without the added vocabulary, so that a user's text stays text, and
-    control tokens enter a prompt by id only.
+    DeepSeek's tokenizer.json lists control tokens (`<think>`, ...) as added tokens, and the usual
+    `encode` turns any text that spells one into that token. Here `encode` uses a second copy
+    without the added tokens: a user's text stays text, and control tokens enter a prompt by id.
 
     Attributes:
-        path: the tokenizer.json it was read from.
+        path: the tokenizer.json that was read.
         vocab_size: the highest token id plus one.
-        added_ids: id of every added (control) token, by its spelling.
-        special_ids: the added tokens that tokenizer.json flags "special": what decoding skips.
-        ascii_texts: texts of tokens that are neither special nor anything but ASCII, as far as a
-            Detokenizer has met them.
-        bos_id, eos_id: begin and end of sequence; None where the vocabulary has none.
+        added_ids: the id of every added (control) token, by its spelling.
+        special_ids: the added tokens that tokenizer.json flags as special; decoding skips them.
+        ascii_texts: a cache for Detokenizer: texts of tokens that are ASCII and not special.
+        bos_id, eos_id: beginning and end of sequence; None if the vocabulary has no such token.
     """
 
     def __init__(self, path: Path, spec: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Builds from parsed tokenizer.json and tokenizer_config.json; see `open`.
+        """Builds a tokenizer from the parsed tokenizer.json and tokenizer_config.json.
 
         Raises:
-            CheckpointError: it is not a byte-level BPE, or it cannot be built.
+            CheckpointError: the file is not a byte-level BPE, or is not valid.
         """
         self.path = path
         try:
@@ -57,8 +55,8 @@ class Tokenizer:
                 f"{path}: wanted a BPE model with a ByteLevel decoder, "
                 f"found {kinds[0]} with {kinds[1]}"
             )
-        # An added token may also stand in the model's vocabulary; without it there, no text can
-        # ever be merged into it.
+        # An added token may also be in the model's vocabulary. Remove it there, so that no text is
+        # ever merged into it.
         plain_vocab = {text: i for text, i in vocab.items() if text not in added}
         plain = {**spec, "added_tokens": [], "model": {**model, "vocab": plain_vocab}}
         self._plain = _build(plain, path)
@@ -72,7 +70,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, directory: str | Path) -> "Tokenizer":
-        """Reads `tokenizer.json` and, where there is one, `tokenizer_config.json`.
+        """Reads `tokenizer.json` and, if it exists, `tokenizer_config.json`.
 
         Raises:
             CheckpointError: tokenizer.json is missing, broken or not a byte-level BPE.
@@ -111,7 +109,7 @@ class Tokenizer:
         return self.added_ids[spelling]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; none where the id is outside the vocabulary."""
+        """The bytes of a token; none if the id is outside the vocabulary."""
         text = self._tokens.get(token_id, "")
         if token_id in self._added_texts:
             return text.encode()
@@ -121,7 +119,7 @@ class Tokenizer:
             return text.encode()
 
     def token_text(self, token_id: int) -> str:
-        """One token's text by itself, control tokens spelled out; U+FFFD for partial UTF-8."""
+        """The text of one token alone, with U+FFFD for partial UTF-8. Spells out control tokens."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def decode(self, token_ids: Iterable[int], skip_special: bool = True) -> str:
@@ -129,8 +127,8 @@ class Tokenizer:
 
         Args:
             token_ids: ids outside the vocabulary decode to nothing.
-            skip_special: leave out the tokens flagged special (begin and end of sequence, ...);
-                `<think>` and its kin are not flagged so in DeepSeek's tokenizer.
+            skip_special: leave out special tokens (beginning and end of sequence, ...). DeepSeek's
+                tokenizer does not flag `<think>` and similar tokens as special.
         """
         skipped = self.special_ids if skip_special else frozenset()
         parts = [self.token_bytes(i) for i in token_ids if i not in skipped]
@@ -142,7 +140,7 @@ class Tokenizer:
 
     @cached_property
     def recipe(self) -> deepseek_recipe.Tokenizer:
-        """deepseek-recipe's own tokenizer of the same file, which its output parser needs."""
+        """deepseek-recipe's tokenizer of the same file; its output parser needs it."""
         return deepseek_recipe.Tokenizer.from_str(json.dumps(self._spec))
 
     @cached_property
@@ -152,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def words_but_end(self) -> NDArray[np.int32]:
-        """Every token but the end of sequence, one bit each (see `chat.grammar`)."""
+        """One bit for each token, set for all but the end of sequence (see `chat.grammar`)."""
         bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
         bits[: self.vocab_size] = 1
         if self.eos_id is not None:
@@ -161,7 +159,7 @@ class Tokenizer:
 
 
 class _Vocabulary:
-    """A tokenizer as llguidance wants to be given it."""
+    """A tokenizer in the form that llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_id
@@ -177,7 +175,7 @@ class _Vocabulary:
 def _build(spec: Mapping[str, Any], path: Path) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
-    # The library raises bare Exception for everything that it finds wrong in a file.
+    # The library raises a bare Exception for every error in a file.
     except Exception as error:
         raise CheckpointError(f"{path} is not a usable tokenizer.json: {error}") from error
 
@@ -211,9 +209,9 @@ def _checked(text: str) -> str:
 
 
 def _byte_of_char() -> dict[int, int]:
-    """The byte-level alphabet (GPT-2's): which byte each of its 256 characters stands for.
+    """The byte of each of the 256 characters in the byte-level alphabet (GPT-2's).
 
-    Characters of Latin-1 outside the alphabet map past it, so that encoding them fails.
+    Latin-1 characters outside the alphabet map beyond Latin-1, so that encoding them fails.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     table = {i: 0x110000 - 1 for i in range(256) if i not in printable}

@@ -1,6 +1,6 @@
 """The grammar of tool calls in DeepSeek's markup, from the tools' JSON Schemas.
 
-A string parameter stands in the markup as it is, everything else as JSON:
+The markup has a string parameter as plain text, and any other as JSON:
 
     <DSML tool_calls>
     <DSML invoke name="weather">
@@ -9,7 +9,7 @@ A string parameter stands in the markup as it is, everything else as JSON:
     </DSML invoke>
     </DSML tool_calls>
 
-DSML is one control token. Parameters come in the order of the schema.
+DSML is one control token. The parameters are in the order of the schema.
 """
 
 import json
@@ -22,7 +22,7 @@ from finwhale.chat.grammar import json_lark
 from finwhale.chat.grammar_limits import check_chars, check_schema
 
 _ANY_VALUE = "/(?s:.*)<\\//"
-# Keywords of an object's schema that its properties alone do not express.
+# The properties of an object's schema do not express these keywords.
 _BEYOND_PROPERTIES = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties")
 
 
@@ -35,7 +35,7 @@ class ToolSignature:
 
 
 class ToolGrammar:
-    """Lark rules of the tool calls that an answer may hold."""
+    """Lark rules for the tool calls of an answer."""
 
     def __init__(self, tools: Sequence[ToolSignature], dsml: int, *, parallel: bool) -> None:
         """
@@ -64,7 +64,7 @@ class ToolGrammar:
         return self._grammar(f'start: "\\n\\n<" {self._dsml} block')
 
     def after_text(self) -> str:
-        """A grammar of answers of any text, with tool calls after it or without."""
+        """A grammar of answers of any text, which tool calls may follow."""
         return self._grammar(f"start: TEXT ({self._dsml} block)?", "TEXT: /(?s:.*)/")
 
     def instead_of(self, content: str) -> str:
@@ -76,7 +76,7 @@ class ToolGrammar:
         return "\n".join([*start, *self._rules])
 
     def _add(self, rule: str) -> None:
-        """Adds a rule, and stops at the limit: each parameter repeats its tool's definitions."""
+        """Adds a rule and checks the limit: each parameter repeats its tool's definitions."""
         self._chars += len(rule)
         check_chars(self._chars)
         self._rules.append(rule)
@@ -89,7 +89,7 @@ class ToolGrammar:
         self._add(f'{rule}: "<" {d} {opening} {parts} "</" {d} "invoke>\\n"')
 
     def _parameters(self, rule: str, schema: Mapping[str, Any]) -> Iterable[str]:
-        """The items of a tool's rule, one a parameter."""
+        """The items of a tool's rule, one for each parameter."""
         properties = schema.get("properties")
         beyond = any(key in schema for key in _BEYOND_PROPERTIES)
         if beyond or not isinstance(properties, Mapping):
@@ -136,7 +136,7 @@ def _inner(value: Any, definitions: Mapping[str, Any]) -> Mapping[str, Any] | bo
 
 
 def _kinds(schema: Mapping[str, Any] | bool) -> frozenset[str]:
-    """The JSON types that a value may have, as far as the schema says at its top."""
+    """The JSON types that a value may have, as far as the top of the schema says."""
     if isinstance(schema, bool):
         return _KINDS
     if "const" in schema or isinstance(schema.get("enum"), list):
@@ -168,7 +168,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _without_string(schema: Mapping[str, Any] | bool, kinds: frozenset[str]) -> Mapping[str, Any]:
-    """The schema for values that stand as JSON: all but strings."""
+    """The schema without strings, for values that the markup has as JSON."""
     if isinstance(schema, bool) or "string" not in kinds:
         return {} if isinstance(schema, bool) else schema
     if isinstance(schema.get("enum"), list):
@@ -181,7 +181,7 @@ def _without_string(schema: Mapping[str, Any] | bool, kinds: frozenset[str]) -> 
 
 
 def _string_terminal(schema: Mapping[str, Any] | bool) -> str:
-    """A terminal of a string value and the "</" that ends it."""
+    """A terminal for a string value and the "</" that ends it."""
     if isinstance(schema, bool):
         return _ANY_VALUE
     values = [schema["const"]] if "const" in schema else schema.get("enum")
@@ -198,7 +198,7 @@ def _string_terminal(schema: Mapping[str, Any] | bool) -> str:
 
 
 def _pattern_terminal(pattern: str) -> str:
-    """JSON Schema's patterns are searched for; here a whole value must match."""
+    """A terminal for a pattern. JSON Schema searches for it; here the whole value must match."""
     begin = "" if pattern.startswith("^") else "(?s:.*)"
     end = "" if re.search(r"(?<!\\)(\\\\)*\$$", pattern) else "(?s:.*)"
     body = pattern.removeprefix("^")
