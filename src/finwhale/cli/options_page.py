@@ -69,6 +69,8 @@ def _default(one: Option) -> str:
 
 
 def _meaning(one: Option) -> str:
+    if one.flag.startswith("--no-"):
+        return f"False: {one.help}"
     return f"{one.help} (None: {one.unset})" if one.unset and one.optional else one.help
 
 
