@@ -1,4 +1,4 @@
-"""A platform's table against the references on one model: logits, choices of tokens and entries.
+"""Compare the logits, tokens and selected entries of a platform's operators with the references.
 
 A model of real widths with random weights reads one random text: whole, in chunks, and its end
 token by token. The float32 references with as-trained rounding are the truth; the bfloat16

@@ -62,6 +62,6 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Adds default values where the help text has none."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or "(default: " in (action.help or ""):
+        if isinstance(action.default, bool | None) or "(default: " in (action.help or ""):
             return action.help
         return super()._get_help_string(action)

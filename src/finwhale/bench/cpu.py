@@ -1,4 +1,4 @@
-"""Decode and prefill on the CPU beside transformers' DeepSeek-V4: same weights, same run.
+"""Compare CPU decode and prefill with transformers' DeepSeek-V4: same weights, same run.
 
 Both read the same prompts, and the tokens that Finwhale chooses with exact activations must be
 those that transformers chooses. They take turns, a few steps each, so that whatever else the

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: files in the page cache to weights in place, beside a plain read of them.
+"""Measure loading a checkpoint from the page cache, and a plain read of the same files.
 
 The plain read moves the same files, as bytes, to the same device with as many threads and pinned
 memory and does nothing with them. Both are timed in turns. A synthetic checkpoint of random weights

@@ -1,4 +1,4 @@
-"""Full steps of the engine on one device: decode and prefill, host included, beside their floors.
+"""Measure whole engine steps on one device, decode and prefill, and their floors.
 
 Decode: `batch` requests with random prompts are read to `context` tokens, then whole engine steps
 are timed (schedule, inputs, forward, sampling, ids on the host) while all of them decode: from one

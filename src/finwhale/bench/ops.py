@@ -1,4 +1,4 @@
-"""Operators on a GPU: every kernel of a table beside its reference, at the model's sizes.
+"""Measure every kernel of a table on a GPU, and its reference, at the model's sizes.
 
 A time is that of one call in a captured graph whose calls take turns over inputs that together
 exceed L2; a reference's is that of calls one by one. The floor is the longer of the bytes that any

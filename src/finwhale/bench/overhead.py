@@ -1,4 +1,4 @@
-"""What the host does in a step of the engine: everything but the device's work.
+"""Measure the host's work in an engine step: everything but the work of the device.
 
 The engine runs one step ahead, as on a GPU, over a stub of the model: planning, pages, the inputs
 of a captured decode, sampling parameters, tokens to text, stop strings, counters. The stub answers

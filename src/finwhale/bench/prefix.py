@@ -1,4 +1,4 @@
-"""Finding a prompt's beginning again: host time of keys, lookup and adoption, by prompt length.
+"""Measure the host's time to find a cached prefix: keys, lookup and adoption of blocks.
 
 The scheduler alone, with the pages of DeepSeek-V4-Flash and no model: a prompt is read, then the
 same one comes again and is planned up to its first step.

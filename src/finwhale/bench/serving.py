@@ -1,8 +1,9 @@
-"""Load on an OpenAI endpoint, over HTTP: how long clients wait, how much they get.
+"""Load-test any OpenAI-compatible endpoint: latency and throughput.
 
-Requests stream. Time to first token (TTFT): from sending a request to its first piece. Time between
-tokens (ITL): between pieces that follow each other. Time per output token (TPOT): from the first
-piece to the last, over the tokens after the first. Tokens are counted by the server (usage).
+Requests stream. Time to first token (TTFT) is the time from sending a request to its first piece.
+Time between tokens (ITL) is the time between successive pieces. Time per output token (TPOT) is the
+time from the first piece to the last, divided by the number of tokens after the first. The server
+counts the tokens (usage).
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Starts: from a process's beginning to its first token, cold and warm, and the first requests.
+"""Measure cold and warm starts, from process start to the first token, and the first requests.
 
 Each start is a process of its own. Cold: its cache of compiled kernels is empty. Warm: it is what
 the process before left. After the first token come requests of every kind and length, two after

@@ -1,4 +1,4 @@
-"""Requests through the whole engine: tokens a second, and how long a token lets wait for the next.
+"""Measure tokens per second of many requests, and the time between tokens.
 
 All requests come at once, as many run as the engine takes. Then the same load again while others
 come: long prompts, prompts that begin like an earlier one (found instead of read), and requests
