@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import facts
 from deepseek_recipe import (
@@ -28,6 +28,7 @@ from stories import ANIMALS, NAMES, PEOPLE, THINGS, article, make_story
 from wordnet import Sense
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+Effort = Literal["low", "high", "xhigh", "max"]
 ENCODING = DeepseekV4Encoding()
 
 
@@ -44,7 +45,7 @@ class Chat:
     pairs: list[Pair]
     system: str | None = None
     thinking: bool = False
-    effort: str | None = None
+    effort: Effort | None = None
     tools: list[ToolDefinition] = field(default_factory=list)
 
 
@@ -54,7 +55,7 @@ def pick(rng: Random, text: str) -> str:
 
 
 def render_prompt(
-    messages: list[Message], thinking: bool, effort: str | None, tools: list[ToolDefinition]
+    messages: list[Message], thinking: bool, effort: Effort | None, tools: list[ToolDefinition]
 ) -> str:
     conversation = Conversation(
         messages, thinking_mode=thinking, reasoning_effort=effort, tools=tools
@@ -728,7 +729,8 @@ def shaped(rng: Random, pairs: list[Pair]) -> Chat:
     """Pairs as a chat: in a fifth of the cases with a system prompt, in a twelfth thinking."""
     system = rng.choice(SYSTEMS) if rng.random() < 0.2 else None
     thinking = rng.random() < 0.08
-    effort = rng.choice(["low", "low", "high"]) if thinking else None
+    levels: list[Effort] = ["low", "low", "high"]
+    effort = rng.choice(levels) if thinking else None
     return Chat(pairs=pairs, system=system, thinking=thinking, effort=effort)
 
 

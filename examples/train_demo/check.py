@@ -17,6 +17,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from layout import official_tensors
@@ -63,13 +64,14 @@ def check_oracle(num_tokens: int) -> float:
         }
         save_file(state, Path(folder, "model.safetensors"), metadata={"format": "pt"})
         Path(folder, "config.json").write_text(json.dumps(values))
-        oracle, info = DeepseekV4ForCausalLM.from_pretrained(
+        loaded: Any = DeepseekV4ForCausalLM.from_pretrained(
             folder,
             config=DeepseekV4Config.from_pretrained(folder),
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
         )
+    oracle, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"], info
     switches = Switches(torch.tensor(False), torch.tensor(True))
     with torch.no_grad():
@@ -77,7 +79,7 @@ def check_oracle(num_tokens: int) -> float:
         found = model.logits(
             model(Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32)), switches).hidden
         )
-    return ((found - wanted).abs().max() / wanted.abs().max()).item()
+    return float((found - wanted).abs().max() / wanted.abs().max())
 
 
 def check_sinkhorn() -> float:

@@ -23,7 +23,9 @@ from pathlib import Path
 from random import Random
 
 import chat
+import facts
 import numpy as np
+from stories import make_story
 from tokenizer import BOS, EOS, save_tokenizer, train_tokenizer
 from tokenizers import Tokenizer
 from wordnet import antonyms, load_senses
@@ -115,7 +117,7 @@ def conversations(raw: Path) -> Iterator[Document]:
     document is held out."""
     wordnet = raw / "wordnet/usr/share/wordnet"
     senses, opposites = load_senses(wordnet), antonyms(wordnet)
-    known = {word for pair in chat.facts.OPPOSITES for word in pair}
+    known = {word for pair in facts.OPPOSITES for word in pair}
     first = {a: b for a, b in reversed(opposites) if a not in known}
     passages = [d.text for d in prose(raw) if not d.held_out and len(d.text) > 11_000]
 
@@ -137,7 +139,7 @@ def conversations(raw: Path) -> Iterator[Document]:
         )
 
     def bare_story(rng: Random) -> str:
-        return f"{chat.BOS}{chat.make_story(rng).text}{chat.EOS}"
+        return f"{chat.BOS}{make_story(rng).text}{chat.EOS}"
 
     def shaped(make: Callable[[Random], list[chat.Pair]]) -> Callable[[Random], str]:
         return lambda rng: chat.render_chat(chat.shaped(rng, make(rng)))

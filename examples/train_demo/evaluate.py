@@ -100,7 +100,7 @@ def closed_questions(model: DemoModel, tokenizer: Tokenizer) -> dict[str, Any]:
         for (q, w), a in zip(CLOSED, found, strict=True)
     ]
     return {
-        "accuracy": round(sum(r["right"] for r in rows) / len(rows), 4),
+        "accuracy": round(sum(bool(r["right"]) for r in rows) / len(rows), 4),
         "count": len(rows),
         "answers": rows,
     }

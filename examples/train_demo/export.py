@@ -50,9 +50,9 @@ def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
         )
         if name.endswith(".scale"):
             continue
-        if value.dtype == torch.float8_e4m3fn:
+        if value.dtype == torch.float8_e4m3fn and scale is not None:
             value = dequantise_fp8_block(value, scale, torch.float32)
-        elif value.dtype == torch.int8:
+        elif value.dtype == torch.int8 and scale is not None:
             value = dequantise_fp4(value, scale, torch.float32)
         tensors[name] = value if value.dtype == torch.int64 else value.float()
     model = DemoModel(DemoConfig.load(folder / "config.json"), dtype)

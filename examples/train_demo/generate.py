@@ -58,4 +58,5 @@ def hidden_of(model: DemoModel, tokens: Tensor, switches: Switches) -> Tensor:
     """[B, T, D] after the last norm, of one document a row."""
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32))
     streams, _, _ = model.streams(batch, switches)
-    return model.norm(model.hc_head(streams))
+    hidden: Tensor = model.norm(model.hc_head(streams))
+    return hidden

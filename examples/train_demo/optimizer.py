@@ -25,7 +25,7 @@ def orthogonalise(gradient: Tensor) -> Tensor:
     """The nearest semi-orthogonal matrices, roughly, of gradient [N, out, in]: five
     Newton-Schulz steps in bf16."""
     a, b, c = NEWTON_SCHULZ
-    x = gradient.bfloat16()
+    x: Tensor = gradient.bfloat16()
     transposed = x.shape[-2] > x.shape[-1]
     x = x.mT if transposed else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -80,5 +80,6 @@ class Optimizer:
                 0.2 * max(shape[-2:]) ** 0.5
             )
             rate = self.muon_rate * factor
-            torch._foreach_mul_(parameters, 1 - rate * self.weight_decay)
-            torch._foreach_add_(parameters, list(update.unbind(0)), alpha=-rate)
+            tensors: list[Tensor] = list(parameters)
+            torch._foreach_mul_(tensors, 1 - rate * self.weight_decay)
+            torch._foreach_add_(tensors, list(update.unbind(0)), alpha=-rate)

@@ -10,6 +10,7 @@ token.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,16 @@ if importlib.util.find_spec("triton") is not None:
     import triton.language as tl
 
     @triton.jit
-    def _normalise(x, i, eps):
+    def _normalise(x: Any, i: Any, eps: Any) -> Any:
         """Step i of the iteration on x [N, 4, 4]: columns when i is even, rows when it is odd."""
         columns = x / (tl.sum(x, axis=1, keep_dims=True) + eps)
         rows = x / (tl.sum(x, axis=2, keep_dims=True) + eps)
         return tl.where(i % 2 == 0, columns, rows)
 
     @triton.jit
-    def _forward_kernel(x_ptr, y_ptr, num_tokens, num_steps, eps, BLOCK: tl.constexpr):
+    def _forward_kernel(
+        x_ptr: Any, y_ptr: Any, num_tokens: Any, num_steps: Any, eps: Any, BLOCK: tl.constexpr
+    ) -> None:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.arange(0, 4)
         offset = token[:, None, None] * 16 + j[None, :, None] * 4 + j[None, None, :]
@@ -37,7 +40,15 @@ if importlib.util.find_spec("triton") is not None:
         tl.store(y_ptr + offset, x, mask=inside)
 
     @triton.jit
-    def _backward_kernel(x_ptr, dy_ptr, dx_ptr, num_tokens, num_steps, eps, BLOCK: tl.constexpr):
+    def _backward_kernel(
+        x_ptr: Any,
+        dy_ptr: Any,
+        dx_ptr: Any,
+        num_tokens: Any,
+        num_steps: Any,
+        eps: Any,
+        BLOCK: tl.constexpr,
+    ) -> None:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.arange(0, 4)
         offset = token[:, None, None] * 16 + j[None, :, None] * 4 + j[None, None, :]
@@ -98,12 +109,12 @@ def _(x: Tensor, dy: Tensor, iters: int, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, int, float], output: Tensor) -> None:
     x, ctx.iters, ctx.eps = inputs
     ctx.save_for_backward(x)
 
 
-def _backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
     (x,) = ctx.saved_tensors
     return _sinkhorn_backward(x, dy, ctx.iters, ctx.eps), None, None
 
