@@ -41,9 +41,19 @@ long-page:
     command -v chromium || command -v chromium-browser
     pytest -n0 tests/server/test_page.py
 
-# Many clients of one server, some of them hostile. Needs a machine with nothing else to do.
+# Many clients of one server, some of them hostile.
 long-soak seconds="600":
-    python -m tests.server.soak --seconds {{ seconds }}
+    FINWHALE_SOAK_SECONDS={{ seconds }} pytest -n0 tests/server/test_soak.py
+
+# The same against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
+soak seconds="600":
+    #!/usr/bin/env bash
+    set -euo pipefail
+    mkdir -p build
+    finwhale serve --port 8765 --max-queue 24 2> build/soak-server.log & server=$!
+    trap 'kill $server; wait $server || true' EXIT
+    for _ in {1..100}; do curl --silent --fail http://127.0.0.1:8765/health/ready > /dev/null && break; sleep 1; done
+    python -m tests.server.soak --url http://127.0.0.1:8765 --seconds {{ seconds }} --pids $server
 
 # Every test that needs an NVIDIA GPU.
 gpu *args:
@@ -68,7 +78,7 @@ map:
 # Check and build a release into dist/; then tag and upload it by hand.
 release:
     test -z "$(git status --porcelain)" || { echo "commit or stash your changes first"; exit 1; }
-    grep -q "^## $(python -c 'import finwhale; print(finwhale.__version__)')$" CHANGELOG.md || { echo "CHANGELOG.md has no section for this version"; exit 1; }
+    version=$(python -c "import finwhale; print(finwhale.__version__)") && { grep -q "^## $version$" CHANGELOG.md || { echo "CHANGELOG.md lacks ## $version"; exit 1; }; }
     .ci/run
     rm -rf dist
     python -m build

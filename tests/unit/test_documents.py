@@ -1,0 +1,42 @@
+"""README and docs name what exists, and say nothing that belongs to the notes."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A path in backticks: `engine/plan/pages.py`, `docs/notes/`, `tests/ops/test_triton_*.py`.
+PATH = re.compile(r"`([\w.*-]+/[\w./*-]*|\w+\.(?:py|md|toml|jsonl))(?:::[^`]*)?`")
+PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
+# They look like paths of this repository and are none.
+OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_path_exists(document: Path) -> None:
+    for name in PATH.findall(document.read_text()):
+        if name in OTHERS:
+            continue
+        anywhere = "" if "/" in name else "**/"
+        assert any(True for place in PLACES for _ in place.glob(anywhere + name)), name
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commits_are_named_in_notes_alone(document: Path) -> None:
+    words = re.findall(r"\b[0-9a-f]{7,12}\b", document.read_text())
+    assert not [word for word in words if re.search(r"[a-f]", word) and re.search(r"\d", word)]
+
+
+def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:
+    """`just map` writes the counts."""
+    spec = importlib.util.spec_from_file_location("source_map", ROOT / "tools/source_map.py")
+    assert spec is not None and spec.loader is not None
+    source_map = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(source_map)
+    table = source_map.rows((ROOT / "README.md").read_text())
+    assert len(table) > 10
+    for (line, _, written), lines in zip(table, source_map.count(table), strict=True):
+        assert abs(written - lines) <= max(150, 0.2 * lines), f"{lines} lines now: {line}"
