@@ -77,9 +77,13 @@ map:
 
 # Check and build a release into dist/; then tag and upload it by hand.
 release:
-    test -z "$(git status --porcelain)" || { echo "commit or stash your changes first"; exit 1; }
-    version=$(python -c "import finwhale; print(finwhale.__version__)") && { grep -q "^## $version$" CHANGELOG.md || { echo "CHANGELOG.md lacks ## $version"; exit 1; }; }
+    #!/usr/bin/env bash
+    set -euo pipefail
+    fail() { echo "$1" >&2; exit 1; }
+    test -z "$(git status --porcelain)" || fail "commit or stash your changes first"
+    version=$(python -c "import finwhale; print(finwhale.__version__)")
+    grep -qx "## $version" CHANGELOG.md || fail "CHANGELOG.md has no section for $version"
     .ci/run
     rm -rf dist
     python -m build
-    python -m zipfile --list dist/*.whl | grep -q finwhale/demo/model.safetensors
+    python -m zipfile --list dist/*.whl | grep finwhale/demo/model.safetensors
