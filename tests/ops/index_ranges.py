@@ -272,8 +272,8 @@ class Ranges:
             programs = self.grid["xyz".index(text.split()[1])]
             return Range(programs, programs)
         if name == "tt.make_range":
-            found = dict(re.findall(r"(end|start) = (\d+)", text))
-            return Range(int(found["start"]), int(found["end"]) - 1)
+            bounds = dict(re.findall(r"(end|start) = (\d+)", text))
+            return Range(int(bounds["start"]), int(bounds["end"]) - 1)
         if name == "tt.histogram":
             return Range(0, elements(text))
         if name in ("arith.trunci", "tt.bitcast", "arith.extui") and len(values) == 1:

@@ -198,7 +198,7 @@ def test_logs_hold_no_prompts(server: RunningServer, caplog: pytest.LogCaptureFi
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(
             model=MODEL,
-            messages=[{"role": "zanzibar", "content": "zanzibar"}],  # type: ignore[list-item]
+            messages=[{"role": "zanzibar", "content": "zanzibar"}],  # type: ignore[list-item,misc]
         )
     ours = [record for record in caplog.records if record.name.startswith("finwhale")]
     assert {record.status for record in ours if record.message == "request"} == {200, 400}  # type: ignore[attr-defined]

@@ -151,7 +151,7 @@ def test_messages_tool_choice(server: RunningServer, choice: dict[str, Any]) -> 
     more = client.messages.create(
         model=MODEL, max_tokens=10, tools=tools,
         messages=[*QUESTION, {"role": "assistant", "content": made.content},
-                  {"role": "user", "content": [result]}],
+                  {"role": "user", "content": [result]}],  # type: ignore[misc]
     )  # fmt: skip
     assert more.usage.output_tokens > 0
 

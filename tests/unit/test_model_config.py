@@ -140,7 +140,8 @@ def test_transformers_reads_what_is_written() -> None:
     ]
     assert theirs.mlp_layer_types == ["hash_moe", "moe", "moe", "moe"]
     assert theirs.qk_rope_head_dim == 16
-    assert theirs.rope_parameters["compress"]["factor"] == 16
+    parameters: Any = theirs.rope_parameters
+    assert parameters["compress"]["factor"] == 16
 
 
 @pytest.mark.parametrize("changes", [{"dspark_num_stages": 3}, {}])

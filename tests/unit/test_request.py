@@ -12,7 +12,7 @@ from finwhale.request import SamplingParams
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("n", v) for v in (0, -1, 5000, 1.0, 1.5, True, None, "2", [])],
+        *[("n", v) for v in (0, -1, 5000, 1.0, 1.5, True, None, "2", list[int]())],
         *[("max_tokens", v) for v in (0, -1, 1.5, True, "8")],
         *[("temperature", v) for v in (-0.1, 101, math.nan, math.inf, None, "hot", True, 1j)],
         *[("top_k", v) for v in (-2, 1.5, 2**31, None, "5", False)],

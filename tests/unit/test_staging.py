@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 import weakref
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,8 +82,8 @@ def test_tensors_go_to_their_places(path: Path) -> None:
             places[scale_name] = torch.full((stored.scale.nbytes,), 0x55, dtype=torch.uint8)
     assert places
     given = dict.fromkeys(mapped, 0)
-    for spec, stored in source(path)._staged(places):
-        assert (stored is None) == (spec.name in places)
+    for spec, staged in source(path)._staged(places):
+        assert (staged is None) == (spec.name in places)
         given[spec.name] += 1
     assert set(given.values()) == {1}
     for name, stored in mapped.items():
@@ -236,6 +237,7 @@ def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
 def test_who_stops_early_leaves_no_thread(path: Path) -> None:
     before = threading.active_count()
     weights = source(path)._staged({})
-    next(iter(weights))
+    assert isinstance(weights, Generator)
+    next(weights)
     weights.close()
     assert threading.active_count() == before
