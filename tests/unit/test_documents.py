@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 # A path in backticks: `engine/plan/pages.py`, `docs/notes/`, `tests/ops/test_triton_*.py`.
 PATH = re.compile(r"`([\w.*-]+/[\w./*-]*|\w+\.(?:py|md|toml|jsonl))(?:::[^`]*)?`")
+# The last part of a name in backticks: `Engine.metrics()`, `LLM(draft_tokens=N)`.
+NAME = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`]*\))?`")
 PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
 # They look like paths of this repository and are none.
 OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream"}
@@ -22,6 +24,20 @@ def test_every_path_exists(document: Path) -> None:
             continue
         anywhere = "" if "/" in name else "**/"
         assert any(True for place in PLACES for _ in place.glob(anywhere + name)), name
+
+
+@pytest.fixture(scope="session")
+def code() -> str:
+    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("tests/**/*.py"), ROOT / "justfile"]
+    return "".join(path.read_text() for path in files)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_name_of_the_code_exists(document: Path, code: str) -> None:
+    """A name with an underscore, or one like BlockTable, in backticks."""
+    for name in NAME.findall(document.read_text()):
+        if "_" in name or re.search("[a-z][A-Z]", name):
+            assert name in code, name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
