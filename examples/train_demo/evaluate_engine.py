@@ -29,10 +29,11 @@ DOCUMENT_TOKENS = 1500  # longer documents are cut
 def sums(stepper: Stepper, text: list[int]) -> np.ndarray:
     """[4]: negative log-likelihood, tokens, agreeing drafts, drafts of one document."""
     runner = stepper.runner
-    layer = runner.model.mtp
+    layer = runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     (streams,) = stepper.step([(sequence, len(text) - 1)])
+    assert stepper.inputs is not None
     following = torch.tensor(text[1:])
     drafted = layer(stepper.inputs, streams, following, runner.cache, runner.segments)
     stepper.release(sequence)
