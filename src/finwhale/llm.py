@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class LLM:
     """A model and an engine in this process; threads may share it, forked processes may not.
 
-    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/host.py says why).
+    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/cpu_math.py says why).
 
     Args:
         path: directory of a checkpoint; None: the embedded demo model.

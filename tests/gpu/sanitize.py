@@ -20,7 +20,7 @@ from finwhale.bench import ops as bench
 from finwhale.bench.works import CONFIGS, Draw, Sizes, works
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import results
-from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import triton_order
 from finwhale.platform import Platform
 

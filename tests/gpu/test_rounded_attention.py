@@ -12,7 +12,7 @@ from finwhale.bench.packing import padded, ready
 from finwhale.bench.works import CONFIGS, Draw, works
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import Chunks
-from finwhale.ops.linear.quantise import quantise
+from finwhale.ops.linear.quantise_triton import quantise
 from finwhale.platform import Platform
 
 pytest.importorskip("deep_gemm", reason="without DeepGEMM attention rounds nothing")

@@ -8,7 +8,7 @@ import torch
 from finwhale.ops.sampling import SamplingBatch, ref
 from finwhale.ops.sampling.cases import CASES, Case, Row, batch
 
-kernels = pytest.importorskip("finwhale.ops.sampling.triton", exc_type=ImportError)
+kernels = pytest.importorskip("finwhale.ops.sampling.sample_triton", exc_type=ImportError)
 CHI_SQUARE_15 = 37.70  # upper 0.1% point of 15 degrees of freedom
 
 

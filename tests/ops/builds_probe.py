@@ -41,7 +41,7 @@ from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
 from finwhale.ops.builds.worker import NoDriver
 from finwhale.ops.moe import triton_experts, triton_order
-from finwhale.ops.norm.triton import rms_norm
+from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import cases as sampling
 from finwhale.platform import Platform
 
@@ -146,7 +146,11 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
             "target": {"backend": "cuda", "arch": 90, "warp_size": 32},
             "modules": [],
         }
-        unknown = {"module": "finwhale.ops.norm.triton", "name": "nothing", "specialization": "{}"}
+        unknown = {
+            "module": "finwhale.ops.norm.rms_norm_triton",
+            "name": "nothing",
+            "specialization": "{}",
+        }
         pool = Pool("finwhale.ops.builds.worker", first, 2)
         answers = pool.start([asdict(v) for v in variants] + [unknown])()
         Path(directory, "made").rename(Path(directory, "moved"))

@@ -20,7 +20,7 @@ def kernels(source: str) -> Iterator[ast.FunctionDef]:
 
 
 def kernel_names() -> set[str]:
-    """What is launched, such as "norm.triton._rms_norm_kernel"."""
+    """What is launched, such as "norm.rms_norm_triton._rms_norm_kernel"."""
     found = set()
     for path in SOURCES:
         module = ".".join(path.relative_to(OPS).with_suffix("").parts)

@@ -5,7 +5,7 @@ from functools import partial
 
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from finwhale.ops.attention import hopper
+from finwhale.ops.attention import sparse_attention_hopper as hopper
 
 from .sm90_compile import add_report
 

@@ -28,21 +28,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from finwhale.engine.rank.memory import every_choice
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
-from finwhale.ops.attention import triton as prepare
-from finwhale.ops.attention.triton_decode import sparse_attention as portable_attention
+from finwhale.ops.attention import prepare_qkv_triton as prepare
+from finwhale.ops.attention.sparse_attention_triton import sparse_attention as portable_attention
 from finwhale.ops.compressor import CompressorWeight, CompressPart, Rounding
-from finwhale.ops.compressor import triton as compressor
+from finwhale.ops.compressor import compress_triton as compressor
 from finwhale.ops.indexer import layout as keys_layout
-from finwhale.ops.indexer import triton as indexer
-from finwhale.ops.linear import LinearWeight, quantise
-from finwhale.ops.linear import triton as linear
+from finwhale.ops.indexer import select_entries_triton as indexer
+from finwhale.ops.linear import LinearWeight, quantise_triton
+from finwhale.ops.linear import linear_triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
-from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import triton as moe
-from finwhale.ops.norm import triton as norm
+from finwhale.ops.norm import rms_norm_triton as norm
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import triton as sampling
+from finwhale.ops.sampling import sample_triton as sampling
 
 from .index_ranges import Range, Ranges
 
@@ -282,7 +282,7 @@ def call_linear(D: int, A: int, Q: int, I: int, N: int) -> None:  # noqa: E741
     for rounded in (False, True):
         w = LinearWeight(meta(2624, D), rounded, out_dtype=torch.float32)
         linear.linear(meta(N, D), w)
-    quantise.swiglu_quantise(meta(N, 2 * I), 10.0)
+    quantise_triton.swiglu_quantise(meta(N, 2 * I), 10.0)
     if N <= 64:
         w = LinearWeight(meta(129280, D), out_dtype=torch.float32)
         linear.linear(meta(N, D), w)
@@ -341,7 +341,7 @@ def call_attention(
         meta(N, Q), f32(Q), meta(N, C), f32(C), rotary, 1e-6, True, tokens, pool, table
     )
     small = meta(1024, rows_layout.page_bytes(2, C, 64), dtype=torch.uint8)
-    values, scales = quantise.empty_quantised(N, A, C, False, pool)
+    values, scales = quantise_triton.empty_quantised(N, A, C, False, pool)
     for entries, *out in (
         (None, meta(N, A, C)),
         (None, values, scales.flatten(1)),

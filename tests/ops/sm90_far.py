@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
-from finwhale.ops.attention.hopper import sparse_attention
+from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 
 from . import sm90_compile as near
 from . import sm90_experts as experts

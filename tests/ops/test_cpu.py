@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops import Ops, compressor, host, load_ops, products
+from finwhale.ops import Ops, compressor, cpu_gemm, cpu_math, load_ops
 from finwhale.ops.attention import cases as attention_cases
 from finwhale.ops.case import (
     Args,
@@ -243,7 +243,7 @@ def entry_slots(table: PageTable, sequence: int, entries: range) -> Any:
 # Matrices of the demo model, [M,K].
 SHAPES = ((256, 256), (1024, 128), (3072, 128), (1040, 256), (4096, 256), (128, 512), (256, 128))
 NEEDS_HALF = pytest.mark.skipif(
-    not products._rows_are_independent(), reason="torch has no usable FBGEMM here"
+    not cpu_gemm._rows_are_independent(), reason="torch has no usable FBGEMM here"
 )
 
 
@@ -253,8 +253,8 @@ NEEDS_HALF = pytest.mark.skipif(
 def test_rows_of_a_packed_product_are_their_own(M: int, K: int, threads: int) -> None:
     draw = Draw()
     weight = draw.normal(M, K, scale=K**-0.5).bfloat16().float()
-    multiply, x = products.product(weight), draw.outliers(700, K)
-    assert isinstance(multiply, products._Half)
+    multiply, x = cpu_gemm.product(weight), draw.outliers(700, K)
+    assert isinstance(multiply, cpu_gemm._Half)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -273,21 +273,21 @@ def test_what_checkpoints_store_is_packed_without_loss() -> None:
     identity = torch.eye(64)
     e4m3 = draw.normal(32, 64).to(torch.float8_e4m3fn).float() * 2.0**-9
     for stored in (e4m3, draw.outliers(32, 64).bfloat16().float(), torch.full((32, 64), 2.0**-30)):
-        multiply = products.product(stored)
-        assert isinstance(multiply, products._Half)
+        multiply = cpu_gemm.product(stored)
+        assert isinstance(multiply, cpu_gemm._Half)
         assert torch.equal(multiply(identity), stored.T)
     for other in (draw.normal(32, 64), torch.cat((e4m3, e4m3 * 2.0**-60)), e4m3 * torch.nan):
-        assert isinstance(products.product(other), products._Rows)
+        assert isinstance(cpu_gemm.product(other), cpu_gemm._Rows)
 
 
 def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = Draw().normal(32, 64).bfloat16().float()
     for missing in (None, _fails, _depends_on_the_rows):
-        monkeypatch.setattr(products, "_MULTIPLY", missing)
-        products._rows_are_independent.cache_clear()
-        assert isinstance(products.product(weight.clone()), products._Rows)
+        monkeypatch.setattr(cpu_gemm, "_MULTIPLY", missing)
+        cpu_gemm._rows_are_independent.cache_clear()
+        assert isinstance(cpu_gemm.product(weight.clone()), cpu_gemm._Rows)
     monkeypatch.undo()
-    products._rows_are_independent.cache_clear()
+    cpu_gemm._rows_are_independent.cache_clear()
 
 
 def _by_the_stack(a: Any, b: Any, out: Any = None) -> Any:
@@ -303,12 +303,12 @@ def _by_the_rows(a: Any, b: Any) -> Any:
 def test_a_blas_that_breaks_the_promise_is_found(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any
 ) -> None:
-    assert host.blas_keeps_bits()
-    host.blas_keeps_bits.cache_clear()
+    assert cpu_math.blas_keeps_bits()
+    cpu_math.blas_keeps_bits.cache_clear()
     monkeypatch.setattr(np, name, wrong)
-    assert not host.blas_keeps_bits()
+    assert not cpu_math.blas_keeps_bits()
     monkeypatch.undo()
-    host.blas_keeps_bits.cache_clear()
+    cpu_math.blas_keeps_bits.cache_clear()
 
 
 def _is_small(case: OpCase) -> bool:
@@ -318,8 +318,8 @@ def _is_small(case: OpCase) -> bool:
 @pytest.mark.parametrize("case", [c for c in CASES[::3] if c.by_token and _is_small(c)], ids=str)
 def test_the_table_s_own_products(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither library keeps the promise: right values, and bits that are a token's own."""
-    monkeypatch.setattr(host, "blas_keeps_bits", lambda: False)
-    monkeypatch.setattr(products, "_rows_are_independent", lambda: False)
+    monkeypatch.setattr(cpu_math, "blas_keeps_bits", lambda: False)
+    monkeypatch.setattr(cpu_gemm, "_rows_are_independent", lambda: False)
     test_against_the_reference(case)
     test_a_token_s_bits_are_its_own(case)
 
@@ -372,8 +372,8 @@ def test_rows_split_over_threads_are_the_same_bits(monkeypatch: pytest.MonkeyPat
     for case in CASES:
         args = lay_out(CPU, case.args())
         whole = run(CPU, case, args)
-        monkeypatch.setattr(host, "PARALLEL_WORK", 1)
-        monkeypatch.setattr(host, "NUM_WORKERS", 3)
+        monkeypatch.setattr(cpu_math, "PARALLEL_WORK", 1)
+        monkeypatch.setattr(cpu_math, "NUM_WORKERS", 3)
         for one, other in zip(run(CPU, case, args), whole, strict=True):
             assert torch.equal(one, other), case
         monkeypatch.undo()
@@ -395,7 +395,7 @@ def test_e4m3_is_torch_s_at_every_value_and_boundary(group: int) -> None:
     tiles = torch.cat((torch.full((rows, 1), 448.0), grid.view(rows, group - 1)), 1)
     for exponent in (-20, -9, 0, 3, 60):
         x = tiles * 2.0**exponent
-        assert np.array_equal(host.round_e4m3(x.numpy(), group), round_e4m3(x, group).numpy())
+        assert np.array_equal(cpu_math.round_e4m3(x.numpy(), group), round_e4m3(x, group).numpy())
 
 
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 127, 128, 129, 300, 512])
@@ -403,14 +403,14 @@ def test_e4m3_of_random_rows(width: int) -> None:
     draw = Draw()
     for scale in (1e-30, 1e-6, 1e-4, 1.0, 1e5, 1e20):
         x = draw.outliers(40, width) * scale
-        assert np.array_equal(host.round_e4m3(x.numpy(), 128), round_e4m3(x, 128).numpy())
+        assert np.array_equal(cpu_math.round_e4m3(x.numpy(), 128), round_e4m3(x, 128).numpy())
         apart = torch.cat((x, x), 1)[:, 1 : 1 + width]
-        assert np.array_equal(host.round_e4m3(apart.numpy(), 64), round_e4m3(apart, 64).numpy())
+        assert np.array_equal(cpu_math.round_e4m3(apart.numpy(), 64), round_e4m3(apart, 64).numpy())
 
 
 @pytest.mark.parametrize(
     "function",
-    [np.exp, np.sqrt, np.reciprocal, lambda x: np.logaddexp(x, host.constant(0.0))],
+    [np.exp, np.sqrt, np.reciprocal, lambda x: np.logaddexp(x, cpu_math.constant(0.0))],
     ids=["exp", "sqrt", "reciprocal", "logaddexp"],
 )
 def test_functions_give_a_value_the_same_bits_wherever_it_lies(function: Any) -> None:
@@ -431,13 +431,13 @@ def test_functions_give_a_value_the_same_bits_wherever_it_lies(function: Any) ->
 @pytest.mark.parametrize("pairs", [2, 3, 5, 8, 9, 32])
 def test_rotations_give_a_row_the_same_bits_wherever_it_lies(pairs: int) -> None:
     draw = Draw()
-    x, turn = draw.normal(9, 2 * pairs).numpy(), host.turns(draw.rotation(9, 2 * pairs))
+    x, turn = draw.normal(9, 2 * pairs).numpy(), cpu_math.turns(draw.rotation(9, 2 * pairs))
     whole = x.copy()
-    host.rotate(whole, turn)
+    cpu_math.rotate(whole, turn)
     heads = np.repeat(np.concatenate((x, x), 1)[:, None], 3, 1)
-    host.rotate(heads, turn)
+    cpu_math.rotate(heads, turn)
     for row in range(9):
         one = x[row : row + 1].copy()
-        host.rotate(one, turn[row : row + 1].copy())
+        cpu_math.rotate(one, turn[row : row + 1].copy())
         assert np.array_equal(one[0], whole[row])
         assert np.array_equal(heads[row, 1, 2 * pairs :], whole[row])

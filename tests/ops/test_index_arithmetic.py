@@ -21,10 +21,10 @@ CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
 BOUNDED = {
     # The bins hold weights too; the number that is loaded here is one of tokens of a row.
-    ("sampling.triton_draw._draw_kernel", "list_ptr"),
+    ("sampling.draw_triton._draw_kernel", "list_ptr"),
     # Each level has fewer programs than the last, and no list more entries than that level's.
-    ("indexer.triton_topk._select_kernel", "candidates_ptr"),
-    ("indexer.triton_topk._select_kernel", "out_ptr"),
+    ("indexer.topk_triton._select_kernel", "candidates_ptr"),
+    ("indexer.topk_triton._select_kernel", "out_ptr"),
     # All experts together have no more pairs than a step.
     ("moe.triton_order._order_many_kernel", "order_ptr"),
     ("moe.triton_order._order_many_kernel", "blocks_ptr"),

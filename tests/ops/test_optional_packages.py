@@ -29,6 +29,7 @@ def _run(kind, weight, rows):
 def fp8_gemm_nt(x, w, out, **options): _run("gemm", w[0], len(out))
 def fp8_einsum(expression, x, w, out): _run("einsum", w[0], len(out))
 """
+TRITON = "finwhale.ops.linear.linear_triton"
 TABLE = """
 import logging, sys
 logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
@@ -68,7 +69,7 @@ def python(code: str, *paths: Path) -> list[str]:
 def test_a_working_package_is_used(tmp_path: Path) -> None:
     install(tmp_path, WORKING)
     (line,) = python(TABLE, tmp_path)
-    assert line == "(True, False, True) finwhale.ops.linear.deepgemm []"
+    assert line == "(True, False, True) finwhale.ops.linear.linear_deepgemm []"
 
 
 def test_an_old_one_is_not(tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_an_old_one_is_not(tmp_path: Path) -> None:
         "Triton kernels run instead of DeepGEMM's: tokenspeed-deepgemm 2.1.0 is too old, "
         "2.5 or later is wanted"
     )
-    assert line.startswith("(False, False, True) finwhale.ops.linear.triton ['DeepGEMM is not used")
+    assert line.startswith(f"(False, False, True) {TRITON} ['DeepGEMM is not used")
 
 
 @pytest.mark.parametrize("code", ["assert 1 > 2, 'no CUDA home'", "import nowhere_to_be_found"])
@@ -87,7 +88,7 @@ def test_one_that_fails_is_not(tmp_path: Path, code: str) -> None:
     warning, line = python(TABLE, tmp_path)
     assert "importing it failed, " in warning
     assert "no CUDA home" in warning or "nowhere_to_be_found" in warning
-    assert line.startswith("(True, False, True) finwhale.ops.linear.triton ['DeepGEMM is not used")
+    assert line.startswith(f"(True, False, True) {TRITON} ['DeepGEMM is not used")
 
 
 PRODUCTS = """
@@ -96,10 +97,10 @@ import torch
 from pathlib import Path
 import deep_gemm
 from finwhale.ops.builds.products import Products
-from finwhale.ops.linear import deepgemm
+from finwhale.ops.linear import linear_deepgemm as deepgemm
 from finwhale.ops.linear import LinearWeight
 deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
-from finwhale.ops.linear.quantise import empty_quantised
+from finwhale.ops.linear.quantise_triton import empty_quantised
 def deepgemm_empty(x, num_rows):
     y, s = empty_quantised(num_rows or len(x), 1, x.shape[-1], False, x)
     return y.squeeze(1), s.squeeze(1)

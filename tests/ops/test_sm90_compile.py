@@ -13,14 +13,14 @@ CALLS = [
     for module in (sm90_compile, sm90_attention, sm90_experts)
     for call in module.CALLS
 ]
-# Bytes of stack a thread: attention of many tokens on other GPUs than Hopper, where hopper.py runs;
-# the indexer's scores of a prefill; Gluon programs of many columns, outside their loops over tiles.
+# Bytes of stack a thread: portable attention of many tokens; the indexer's scores of a prefill;
+# Gluon programs of many columns, outside their loops over tiles.
 # The demo model's compressors reserve 8 bytes that no instruction uses.
 SPILLING = {
-    "compressor.triton._compress_kernel": 8,
-    "attention.triton_decode._attend_kernel": 256,
-    "indexer.triton._scores_kernel": 16,
-    "attention.hopper._attend_kernel": 32,
+    "compressor.compress_triton._compress_kernel": 8,
+    "attention.sparse_attention_triton._attend_kernel": 256,
+    "indexer.select_entries_triton._scores_kernel": 16,
+    "attention.sparse_attention_hopper._attend_kernel": 32,
     "moe.hopper_experts._gate_up_kernel": 64,
     "moe.hopper_experts._down_kernel": 64,
     "moe.hopper_one._one_gate_up_kernel": 64,

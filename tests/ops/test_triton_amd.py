@@ -19,7 +19,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
 from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
-from finwhale.ops.mhc import ref, unfused
+from finwhale.ops.mhc import mhc_unfused_triton, ref
 from finwhale.ops.paging import PageTable
 from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
@@ -108,7 +108,7 @@ def test_the_table_is_complete_and_portable() -> None:
     slow = [name for name, where in ops.implementations() if ".ref." in where]
     assert set(slow) <= set(no_kernel)
     assert ops.capabilities.packed_cache and not ops.capabilities.side_streams
-    assert ops.mhc_post_pre is unfused.mhc_post_pre
+    assert ops.mhc_post_pre is mhc_unfused_triton.mhc_post_pre
     for package in ("deep_gemm", "cutlass", "cuda", "flash_mla", "pynvml", "tilelang"):
         assert package not in sys.modules, package
 
@@ -167,4 +167,5 @@ def test_mhc_in_two_steps(dtype: torch.dtype) -> None:
     inputs = Inputs()
     w = weight(inputs, 100)
     args = state(inputs, 3, 100, dtype)
-    assert_all_close(unfused.mhc_post_pre(*args, w, PARAMS), ref.mhc_post_pre(*args, w, PARAMS))
+    found = mhc_unfused_triton.mhc_post_pre(*args, w, PARAMS)
+    assert_all_close(found, ref.mhc_post_pre(*args, w, PARAMS))

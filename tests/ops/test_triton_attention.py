@@ -7,12 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.attention import Complete, Selected, Window, ref, triton_decode
-from finwhale.ops.attention import triton as kernels
+from finwhale.ops.attention import Complete, Selected, Window, ref, sparse_attention_triton
+from finwhale.ops.attention import prepare_qkv_triton as kernels
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.attention.triton_decode import AttendPlan, Problem, attend, sparse_attention
+from finwhale.ops.attention.sparse_attention_triton import (
+    AttendPlan,
+    Problem,
+    attend,
+    sparse_attention,
+)
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
-from finwhale.ops.linear.quantise import empty_quantised, quantise
+from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import scaled_e4m3
 
@@ -200,8 +205,8 @@ def test_rounding_by_whoever_writes_the_output(width: int, splits: int) -> None:
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_rounding_of_a_real_step(invariant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
-    monkeypatch.setattr(triton_decode, "INVARIANT_TOKENS", 3)
+    monkeypatch.setattr(sparse_attention_triton, "FIXED_KEYS", 64)
+    monkeypatch.setattr(sparse_attention_triton, "INVARIANT_TOKENS", 3)
     case = Case(DECODE, 4, 128, 64, 32, "complete")
     whole = case.found(invariant=invariant)
     check_rounded(case.found_rounded(invariant=invariant), whole)
@@ -238,8 +243,8 @@ def test_invariant_shares_give_a_token_its_own_bits(
     kind: Entries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a batch, alone, in slices, and in steps that could see more entries or none."""
-    monkeypatch.setattr(triton_decode, "FIXED_KEYS", 64)
-    monkeypatch.setattr(triton_decode, "INVARIANT_TOKENS", 3)
+    monkeypatch.setattr(sparse_attention_triton, "FIXED_KEYS", 64)
+    monkeypatch.setattr(sparse_attention_triton, "INVARIANT_TOKENS", 3)
     case = Case(DECODE, 4, 128, 64, 32, kind, 96)
     case.rotary = torch.cat((case.rotary, case.rotary))
     together = case.found(invariant=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw
 from finwhale.ops.compressor import CompressPart, Rounding, ref
-from finwhale.ops.compressor import triton as kernels
+from finwhale.ops.compressor import compress_triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
 from finwhale.ops.paging import PageTable, Tokens

@@ -7,14 +7,15 @@ unpacks keys, runs here in an emulator of its instructions.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from finwhale.ops.case import Args, Draw, OpCase
-from finwhale.ops.indexer import ref, triton_topk
-from finwhale.ops.indexer import triton as kernels
+from finwhale.ops.indexer import ref, topk_triton
+from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.cases import CASES
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
 from finwhale.ops.paging import PageTable, Tokens
@@ -28,9 +29,11 @@ WIDTHS = (32, 64, 128)
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are split between some programs, not between those that fill a GPU."""
+    one = partial(kernels.select_entries, num_multiprocessors=1)
+    monkeypatch.setattr(kernels, "select_entries", one)
     monkeypatch.setattr(kernels, "DECODE_PROGRAMS", 6)
     monkeypatch.setattr(kernels, "PREFILL_PROGRAMS", 6)
-    monkeypatch.setattr(triton_topk, "BLOCK", 512)
+    monkeypatch.setattr(topk_triton, "BLOCK", 512)
 
 
 def selected(args: Args) -> tuple[Tensor, Tensor]:
@@ -60,8 +63,8 @@ def test_shared_cases(case: OpCase) -> None:
 
 def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of few entries: whole ones, a last one of less than topk, rows of one chunk."""
-    monkeypatch.setattr(triton_topk, "BLOCK", 32)
-    monkeypatch.setattr(triton_topk, "MIN_BLOCK", 32)
+    monkeypatch.setattr(topk_triton, "BLOCK", 32)
+    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 32)
     cases = [c for c in CASES if c.args()[-1] and c.args()[0].shape[2] in WIDTHS]
     assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
 
@@ -80,7 +83,7 @@ def test_thresholds(kind: str) -> None:
     }[kind]
     tokens, table = one_row(4 * length)
     out = torch.full((1, topk), -7, dtype=torch.int32)
-    triton_topk.select_topk(scores, out, tokens, table, 0, topk, length, 4)
+    topk_triton.select_topk(scores, out, tokens, table, 0, topk, length, 4)
     best = (-(scores[0] + 0.0)).argsort(stable=True)[:topk].sort().values
     assert torch.equal(out[0].long(), best)
 

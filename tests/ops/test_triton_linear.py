@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear import LinearWeight, quantise
-from finwhale.ops.linear import triton as kernels
+from finwhale.ops.linear import LinearWeight, quantise_triton
+from finwhale.ops.linear import linear_triton as kernels
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
@@ -184,7 +184,7 @@ def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 256, 512)
     assert w.scale is not None
-    x, scale = quantise.quantise(inputs.outliers(70, 512, dtype=torch.bfloat16), num_rows=80)
+    x, scale = quantise_triton.quantise(inputs.outliers(70, 512, dtype=torch.bfloat16), num_rows=80)
     assert x.shape == (80, 512)
     found = kernels.unsplit((x[:5], scale[:5]), w.weight, w.scale, kernels.DEFAULT)
     assert torch.equal(
@@ -196,10 +196,10 @@ def test_unsplit_tiles_have_the_bits_of_tiles_of_many_tokens() -> None:
 @pytest.mark.parametrize("shape", [(0, 128), (1, 256), (5, 4224), (9, 3, 200)], ids=str)
 def test_quantise(shape: tuple[int, ...], token_major: bool) -> None:
     x = Inputs().outliers(*shape, dtype=torch.bfloat16)
-    y, scale = quantise.quantise(x, token_major)
+    y, scale = quantise_triton.quantise(x, token_major)
     wide = scale.repeat_interleave(128, -1)[..., : shape[-1]]
     assert torch.equal(y.float() * wide, round_e4m3(x, 128).float())
-    assert torch.equal(quantise.round_input(x), round_e4m3(x, 128))
+    assert torch.equal(quantise_triton.round_input(x), round_e4m3(x, 128))
     if token_major:
         assert scale.is_contiguous()
     else:
@@ -208,7 +208,7 @@ def test_quantise(shape: tuple[int, ...], token_major: bool) -> None:
 
 def test_swiglu_quantise() -> None:
     gate_up = 4 * Inputs().outliers(3, 768, dtype=torch.bfloat16)
-    y, scale = quantise.swiglu_quantise(gate_up, 10.0)
+    y, scale = quantise_triton.swiglu_quantise(gate_up, 10.0)
     gate, up = gate_up.float().chunk(2, -1)
     hidden = torch.nn.functional.silu(gate.clamp(max=10.0)) * up.clamp(-10.0, 10.0)
     found, wanted = (
@@ -232,7 +232,7 @@ def deepgemm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     stand_in = SimpleNamespace(set_pdl=lambda _: None, fp8_einsum=fp8_einsum)
     monkeypatch.setitem(sys.modules, "deep_gemm", stand_in)
-    name = "finwhale.ops.linear.deepgemm"
+    name = "finwhale.ops.linear.linear_deepgemm"
     # A real package may have been found before.
     monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module(name)
@@ -260,7 +260,7 @@ def test_an_input_rounded_before(num_tokens: int, own_bits: bool, deepgemm: Any)
     if num_tokens < (1 if own_bits else 2):
         assert scales is None and found.dtype == x.dtype
         return
-    values, wanted_scales = quantise.quantise(x)
+    values, wanted_scales = quantise_triton.quantise(x)
     found.copy_(values)
     scales.copy_(wanted_scales.flatten(1))
     wanted = table.grouped_linear(x, w)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight, ref
-from finwhale.ops.mhc import triton as kernels
+from finwhale.ops.mhc import mhc_triton as kernels
 
 from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 

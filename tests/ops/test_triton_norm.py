@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from finwhale.ops.norm import ref
-from finwhale.ops.norm import triton as kernels
+from finwhale.ops.norm import rms_norm_triton as kernels
 
 from .kernels_support import DTYPES, Inputs, assert_close
 

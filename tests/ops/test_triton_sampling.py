@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.sampling import Filters, SamplingBatch, cases, ref, triton_draw
-from finwhale.ops.sampling import triton as kernels
+from finwhale.ops.sampling import Filters, SamplingBatch, cases, draw_triton, ref
+from finwhale.ops.sampling import sample_triton as kernels
 from finwhale.ops.sampling.cases import GREEDY, Row
 
 from .kernels_support import Inputs
@@ -203,7 +203,7 @@ def test_the_lower_ids_of_those_at_the_end_of_top_p_stay() -> None:
 
 def test_top_p_is_of_what_top_k_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far less than what is in the bin in which top_k ends."""
-    monkeypatch.setattr(triton_draw, "BINS", 4)
+    monkeypatch.setattr(draw_triton, "BINS", 4)
     logits = -1 - torch.arange(1100.0)[None] * 1e-4
     logits[0, :100] = 0.0
     assert drawn(logits, Row(top_k=110, top_p=0.9, uniform=LAST)) == [93]
@@ -261,10 +261,10 @@ def test_a_row_depends_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (kernels, "PROGRAMS", 6),  # one a row
         (kernels, "BLOCK_V", 256),
-        (triton_draw, "BINS", 8),
-        (triton_draw, "TILE", 64),
-        (triton_draw, "WAYS", 2),
-        (triton_draw, "ROWS", 4),
+        (draw_triton, "BINS", 8),
+        (draw_triton, "TILE", 64),
+        (draw_triton, "WAYS", 2),
+        (draw_triton, "ROWS", 4),
     ):
         monkeypatch.setattr(module, name, value)
         assert drawn(logits, *case.rows) == together

@@ -13,7 +13,7 @@ import torch
 
 from finwhale import LLM
 from finwhale.config import Activations
-from finwhale.ops import host, products
+from finwhale.ops import cpu_gemm, cpu_math
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -56,8 +56,8 @@ def main() -> None:
             {
                 "kept": kept,
                 "openblas": blas,
-                "blas_keeps_bits": host.blas_keeps_bits(),
-                "fbgemm_keeps_bits": products._rows_are_independent(),
+                "blas_keeps_bits": cpu_math.blas_keeps_bits(),
+                "fbgemm_keeps_bits": cpu_gemm._rows_are_independent(),
                 "aten": torch.backends.cpu.get_cpu_capability(),
             }
         )

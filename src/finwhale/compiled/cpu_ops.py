@@ -90,7 +90,7 @@ def columns(w: ExpertWeight) -> ExpertWeight:
 
 def round_e4m3(x: Tensor, group: int) -> Tensor:
     """Like rounding.round_e4m3, for |x| < 2^100, except that a rounded zero is +0. For the method
-    see host.round_e4m3.
+    see cpu_math.round_e4m3.
     """
     width = x.shape[-1]
     rest = width % group

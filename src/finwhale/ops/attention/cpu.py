@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.ops import host
+from finwhale.ops import cpu_math
 from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.ref import visible_slots, write_rounded
-from finwhale.ops.host import F32, constant, view
+from finwhale.ops.cpu_math import F32, constant, view
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import window_slots, write_slots
 
@@ -36,19 +36,19 @@ def prepare_qkv(
     pool: Tensor,
     table: PageTable,
 ) -> Tensor:
-    turn = host.turns(tokens.rotation(rotary_LR))
-    row = host.rms_norm(kv_NC.numpy(), view(kv_norm_C), eps)
-    host.rotate(row, turn)
+    turn = cpu_math.turns(tokens.rotation(rotary_LR))
+    row = cpu_math.rms_norm(kv_NC.numpy(), view(kv_norm_C), eps)
+    cpu_math.rotate(row, turn)
     if round_nope:
         round_nope_part(row, 2 * turn.shape[1])
     view(pool)[view(write_slots(tokens, table))] = row
-    return torch.from_numpy(host.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), eps))
+    return torch.from_numpy(cpu_math.rms_norm(q_lora_NQ.numpy(), view(q_norm_Q), eps))
 
 
 def round_nope_part(row_NC: F32, rope_width: int) -> None:
     """Round the nope part of rows in place: E4M3, a scale for each 64 values."""
     nope = row_NC[:, :-rope_width]
-    nope[...] = host.round_e4m3(nope, NOPE_GROUP)
+    nope[...] = cpu_math.round_e4m3(nope, NOPE_GROUP)
 
 
 def sparse_attention(
@@ -68,10 +68,10 @@ def sparse_attention(
         sparse_attention(q_NAC, rotary_LR, eps, tokens, window, entries, sink_A, scale, whole_NAC)
         write_rounded(whole_NAC, out_NAC, scales_NS)
         return
-    turn = host.turns(tokens.rotation(rotary_LR))
+    turn = cpu_math.turns(tokens.rotation(rotary_LR))
     raw: F32 = q_NAC.numpy()
-    q = np.multiply(raw, host.inverse_rms(raw, eps))
-    host.rotate(q, turn)
+    q = np.multiply(raw, cpu_math.inverse_rms(raw, eps))
+    cpu_math.rotate(q, turn)
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
@@ -99,8 +99,8 @@ def sparse_attention(
     if num_tokens <= step:
         _attend(q, blocks, sink, out)
     else:
-        host.split_rows(num_tokens, 2 * num_keys * heads * width, run)
-    host.rotate(out, np.conjugate(turn))
+        cpu_math.split_rows(num_tokens, 2 * num_keys * heads * width, run)
+    cpu_math.rotate(out, np.conjugate(turn))
 
 
 def _split(slots_NK: Slots, starts: tuple[int, ...]) -> list[Slots]:
@@ -128,7 +128,7 @@ def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F
         rows_NKC = rows_PC.take(block_slots_NK, 0, mode="clip")
         start, end = end, end + rows_NKC.shape[1]
         part = weights_NAK[:, :, start:end]
-        host.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
+        cpu_math.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
         gathered.append((part, rows_NKC))
     missing_NK = np.less(slots_NK, 0)
     if missing_NK.any():
@@ -141,8 +141,8 @@ def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F
     np.exp(total, total)
     weight, rows_NKC = gathered[0]
     np.add(total, np.add.reduce(weight, -1), total)
-    host.matmul(weight, rows_NKC, out_NAC)
+    cpu_math.matmul(weight, rows_NKC, out_NAC)
     for weight, rows_NKC in gathered[1:]:
         np.add(total, np.add.reduce(weight, -1), total)
-        np.add(out_NAC, host.matmul(weight, rows_NKC), out_NAC)
+        np.add(out_NAC, cpu_math.matmul(weight, rows_NKC), out_NAC)
     np.divide(out_NAC, total[:, :, None], out_NAC)

@@ -32,7 +32,12 @@ logger = logging.getLogger(__name__)
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
 # Modules whose kernels take longest to compile: they go first.
-LONG = (".hopper", ".hopper_experts", ".triton_experts", ".triton_decode")
+LONG = (
+    ".sparse_attention_hopper",
+    ".sparse_attention_triton",
+    ".hopper_experts",
+    ".triton_experts",
+)
 
 
 class KernelBuilds:

@@ -5,7 +5,7 @@ each, and has no way to ask for it alone. On SM90 it chooses by the weight's sha
 blocks of rows there are, of 16 or 32 rows where there are no more, else of 64, 128 and 256: so all
 numbers of rows with the same number of blocks of 64 share a kernel.
 
-Its two products are wrapped in its own module, where `ops/linear/deepgemm.py` calls them.
+Its two products are wrapped in its own module, where `ops/linear/linear_deepgemm.py` calls them.
 """
 
 import os
@@ -21,9 +21,9 @@ import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear.deepgemm import MANY_TOKENS, rows_of
-from finwhale.ops.linear.quantise import empty_quantised
-from finwhale.ops.linear.triton import ROUNDED_TOKENS, SHORT_STEPS
+from finwhale.ops.linear.linear_deepgemm import MANY_TOKENS, rows_of
+from finwhale.ops.linear.linear_triton import ROUNDED_TOKENS, SHORT_STEPS
+from finwhale.ops.linear.quantise_triton import empty_quantised
 
 BLOCK_ROWS = 64
 K_GROUP = 128

@@ -4,10 +4,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.ops import host
+from finwhale.ops import cpu_math
 from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressPart
-from finwhale.ops.host import F32, I64, view
+from finwhale.ops.cpu_math import F32, I64, view
 from finwhale.ops.indexer.cpu import rotate_to_fp4
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import CompressStep, compress_step
@@ -66,7 +66,7 @@ def _entries(
     if step.history_slots.shape[0]:
         rows = np.concatenate((view(part.state_pool).take(view(step.history_slots), 0), rows))
     sources: I64 = view(step.entry_sources)
-    turn = host.turns(rotary_LR)[view(step.entry_positions)]
+    turn = cpu_math.turns(rotary_LR)[view(step.entry_positions)]
     ape, norm = view(part.weight.ape), view(part.weight.norm)
     entry = np.empty((sources.shape[0], norm.shape[0]), np.float32)
     block = max(1, MAX_GATHERED // (sources.shape[1] * rows.shape[1]))
@@ -74,8 +74,8 @@ def _entries(
         some = sources[start : start + block]
         gathered = rows.take(some, 0, mode="clip")
         entry[start : start + block] = _mix(gathered, some < 0, ape, part.weight.ratio)
-    entry = host.rms_norm(entry, norm, eps)
-    host.rotate(entry, turn)
+    entry = cpu_math.rms_norm(entry, norm, eps)
+    cpu_math.rotate(entry, turn)
     if part.rounding == "nope":
         round_nope_part(entry, 2 * turn.shape[1])
     elif part.rounding == "key":

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops import host
-from finwhale.ops.host import F32, I32, I64, view
+from finwhale.ops import cpu_math
+from finwhale.ops.cpu_math import F32, I32, I64, view
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
@@ -45,10 +45,10 @@ def select_entries(
     out = np.full((q_NIC.shape[0], width), -1, np.int32)
     if longest > topk:
         q: F32 = q_NIC.numpy().copy()
-        host.rotate(q, host.turns(tokens.rotation(rotary_LR)))
+        cpu_math.rotate(q, cpu_math.turns(tokens.rotation(rotary_LR)))
         if round_query:
             q = rotate_to_fp4(q)
-        weights = np.multiply(weights_NI.numpy(), host.constant(scale))
+        weights = np.multiply(weights_NI.numpy(), cpu_math.constant(scale))
     for some, sequences in token_groups(step.query_start):
         entries = max(step.max_entries[sequences])
         visible = num_entries[some]
@@ -72,18 +72,18 @@ def rotate_to_fp4(x_NIC: F32) -> F32:
     A token's product has one shape, so that its bits do not depend on N.
     """
     num_tokens, heads, width = x_NIC.shape
-    matrix, share = _signs(width), host.constant(width**-0.5)
+    matrix, share = _signs(width), cpu_math.constant(width**-0.5)
     out = np.empty(x_NIC.shape, np.float32)
     step = max(1, MAX_ROTATED // (heads * width))
 
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = out[start : min(start + step, tokens.stop)]
-            host.matmul(x_NIC[start : start + len(some)], matrix, out=some)
+            cpu_math.matmul(x_NIC[start : start + len(some)], matrix, out=some)
             np.multiply(some, share, some)
             round_fp4(some)
 
-    host.split_rows(num_tokens, heads * width * width, run)
+    cpu_math.split_rows(num_tokens, heads * width * width, run)
     return out
 
 
@@ -105,7 +105,7 @@ def round_fp4(x: F32) -> None:
     values = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
     magnitude = np.absolute(values)
     amax: F32 = np.maximum.reduce(magnitude, -1)[..., None]
-    np.maximum(amax, host.constant(MIN_FP4_AMAX), out=amax)
+    np.maximum(amax, cpu_math.constant(MIN_FP4_AMAX), out=amax)
     scale: I32 = amax.view(np.int32)
     np.add(scale, _UP, scale)
     np.bitwise_and(scale, _EXPONENT, scale)
@@ -136,14 +136,14 @@ def _select(
             scores = _scores(q_NIC[some], weights_NI[some], keys[of, :blocks])
             _top(scores, visible_N[some], slots_SE[of], out_NK[some])
 
-    host.split_rows(num_tokens, heads * num_entries * width, run)
+    cpu_math.split_rows(num_tokens, heads * num_entries * width, run)
 
 
 def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
     """[N, B * ENTRY_PAD], in products of one shape, so that no bit depends on B or N."""
-    relu = host.matmul(q_NIC[:, None], keys_NBCE)
-    np.maximum(relu, host.constant(0.0), out=relu)
-    scores: F32 = host.matmul(weights_NI[:, None, None], relu)
+    relu = cpu_math.matmul(q_NIC[:, None], keys_NBCE)
+    np.maximum(relu, cpu_math.constant(0.0), out=relu)
+    scores: F32 = cpu_math.matmul(weights_NI[:, None, None], relu)
     return scores.reshape(q_NIC.shape[0], -1)
 
 
@@ -172,7 +172,7 @@ def _best_by_partition(scores_NE: F32, topk: int) -> I64:
     """The same indices in any order, in less time a token but more a call."""
     # Adding 0 turns -0 into 0; flipping a negative float's lower bits makes its integer order
     # the float order. Below it the inverted index, so that equal scores go to the lowest.
-    np.add(scores_NE, host.constant(0.0), scores_NE)
+    np.add(scores_NE, cpu_math.constant(0.0), scores_NE)
     bits = scores_NE.view(np.int32).astype(np.int64)
     np.bitwise_xor(bits, 0x7FFFFFFF, out=bits, where=bits < 0)
     np.left_shift(bits, 32, bits)

@@ -1,7 +1,7 @@
 """Linear layers, the definition: values to a tolerance, on any device and in any dtype.
 
 It promises no bits: BLAS libraries order the terms of a sum by the number of rows. The CPU table
-promises bits (ops/products.py), and `batch_invariant` does on a GPU.
+promises bits (ops/cpu_gemm.py), and `batch_invariant` does on a GPU.
 """
 
 import torch

@@ -6,15 +6,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops import host
-from finwhale.ops.host import F32, F64, constant, view
+from finwhale.ops import cpu_math
+from finwhale.ops.cpu_math import F32, F64, constant, view
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 
 def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float) -> F32:
-    mixes_NM = host.matmul_rows(flat_NK, view(fn).T)
+    mixes_NM = cpu_math.matmul_rows(flat_NK, view(fn).T)
     rows, mixes = (flat_NK[0], mixes_NM[0]) if len(flat_NK) == 1 else (flat_NK, mixes_NM)
-    np.multiply(mixes, host.inverse_rms(rows, rms_eps), mixes)
+    np.multiply(mixes, cpu_math.inverse_rms(rows, rms_eps), mixes)
     np.multiply(mixes, view(scale), mixes)
     np.add(mixes, view(base), mixes)
     return mixes_NM
@@ -112,12 +112,12 @@ def _pre(residual_NHD: F32, w: MhcWeight, params: MhcParams) -> tuple[F32, F32, 
     mix_NHH = np.divide(res_NHH, np.add.reduce(res_NHH, -1)[..., None])
     np.add(mix_NHH, constant(params.eps), mix_NHH)
     res_NHH = sinkhorn(mix_NHH, params.num_iters, params.eps)
-    collapsed = host.matmul(pre_NH[:, None], residual_NHD)[:, 0]
-    return host.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
+    collapsed = cpu_math.matmul(pre_NH[:, None], residual_NHD)[:, 0]
+    return cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps), post_NH, res_NHH
 
 
 def _post(x_ND: F32, post_NH: F32, res_NHH: F32, residual_NHD: F32) -> F32:
-    mixed: F32 = host.matmul(res_NHH.swapaxes(1, 2), residual_NHD)
+    mixed: F32 = cpu_math.matmul(res_NHH.swapaxes(1, 2), residual_NHD)
     np.add(mixed, np.multiply(post_NH[:, :, None], x_ND[:, None]), mixed)
     return mixed
 
@@ -163,5 +163,5 @@ def hc_head(streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
     np.add(pre, constant(1.0), pre)
     np.reciprocal(pre, pre)
     np.add(pre, constant(params.eps), pre)
-    collapsed = host.matmul(pre[:, None], streams)[:, 0]
-    return torch.from_numpy(host.rms_norm(collapsed, view(w.norm), params.rms_eps))
+    collapsed = cpu_math.matmul(pre[:, None], streams)[:, 0]
+    return torch.from_numpy(cpu_math.rms_norm(collapsed, view(w.norm), params.rms_eps))

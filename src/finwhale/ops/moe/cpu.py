@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops import host
-from finwhale.ops.host import F32, I64, constant, view
+from finwhale.ops import cpu_math
+from finwhale.ops.cpu_gemm import Product, product, products
+from finwhale.ops.cpu_math import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.products import Product, product, products
 
 
 def prepare_experts(w: ExpertWeight) -> ExpertWeight:
@@ -24,7 +24,7 @@ def prepare_experts(w: ExpertWeight) -> ExpertWeight:
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> F32:
     """sqrt(softplus(x gate^T)); softplus(z) = log(e^0 + e^z)."""
-    scores = host.matmul_rows(x_ND.numpy(), view(gate_ED).T)
+    scores = cpu_math.matmul_rows(x_ND.numpy(), view(gate_ED).T)
     np.logaddexp(scores, constant(0.0), scores)
     np.sqrt(scores, scores)
     return scores
@@ -95,13 +95,13 @@ def _swiglu(
     if weights_P1 is not None:
         np.multiply(hidden, weights_P1, hidden)
     if w.round_input:
-        hidden = host.round_e4m3(hidden, ACTIVATION_GROUP)
+        hidden = cpu_math.round_e4m3(hidden, ACTIVATION_GROUP)
     return torch.from_numpy(hidden)
 
 
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     if w.round_input:
-        x_ND = torch.from_numpy(host.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
+        x_ND = torch.from_numpy(cpu_math.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
     return product(w.w2)(_swiglu(product(w.w13)(x_ND), w, limit))
 
 
@@ -119,7 +119,7 @@ def experts(
         join()
     x: F32 = x_ND.numpy()
     if w.round_input:
-        x = host.round_e4m3(x, ACTIVATION_GROUP)
+        x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)
     num_tokens, width = x.shape
     pairs = _Pairs(ids_NK.numpy())
     rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))

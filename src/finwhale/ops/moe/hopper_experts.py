@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import early_launch
-from finwhale.ops.launch.hopper import start_next, wait_for_last
+from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 
 
 @gluon.jit

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch import early_launch
-from finwhale.ops.launch.hopper import start_next, wait_for_last
+from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.moe.hopper_experts import barriers, decode, mma, ring, swiglu, weight_descriptors
 from finwhale.ops.moe.triton_fold import FoldedExperts
 from finwhale.ops.rounding import MIN_AMAX

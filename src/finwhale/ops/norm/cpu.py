@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from finwhale.ops import host
+from finwhale.ops import cpu_math
 
 
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    return torch.from_numpy(host.rms_norm(x_ND.numpy(), host.view(weight_D), eps))
+    return torch.from_numpy(cpu_math.rms_norm(x_ND.numpy(), cpu_math.view(weight_D), eps))

@@ -7,20 +7,20 @@ interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
 import torch
 
 from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.triton import prepare_qkv
-from finwhale.ops.attention.triton_decode import sparse_attention
-from finwhale.ops.compressor.triton import compress
-from finwhale.ops.indexer.triton import select_entries
+from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
+from finwhale.ops.attention.sparse_attention_triton import sparse_attention
+from finwhale.ops.compressor.compress_triton import compress
+from finwhale.ops.indexer.select_entries_triton import select_entries
+from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
 from finwhale.ops.linear.ref import grouped_input, prepare_linear
-from finwhale.ops.linear.triton import Options, grouped_linear, linear, swiglu_mlp
-from finwhale.ops.mhc.triton import hc_head, mhc_post, mhc_pre
-from finwhale.ops.mhc.unfused import mhc_post_pre
+from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_pre
+from finwhale.ops.mhc.mhc_unfused_triton import mhc_post_pre
 from finwhale.ops.moe.fold import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
-from finwhale.ops.norm.triton import rms_norm
-from finwhale.ops.sampling.triton import sample
+from finwhale.ops.norm.rms_norm_triton import rms_norm
+from finwhale.ops.sampling.sample_triton import sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
 from finwhale.platform import Platform
 

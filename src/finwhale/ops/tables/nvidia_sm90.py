@@ -10,19 +10,19 @@ from dataclasses import replace
 import torch
 
 from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.hopper import sparse_attention
-from finwhale.ops.attention.triton import prepare_qkv
-from finwhale.ops.compressor.triton import compress
-from finwhale.ops.indexer.triton import select_entries
+from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
+from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
+from finwhale.ops.compressor.compress_triton import compress
+from finwhale.ops.indexer.select_entries_triton import select_entries
+from finwhale.ops.linear import linear_triton as linear_triton
 from finwhale.ops.linear import ref as linear_ref
-from finwhale.ops.linear import triton as linear_triton
-from finwhale.ops.mhc import triton as mhc
+from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe.fold import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.triton import route_by_hash, route_by_score
 from finwhale.ops.moe.triton_experts import experts
-from finwhale.ops.norm.triton import rms_norm
-from finwhale.ops.sampling.triton import sample
+from finwhale.ops.norm.rms_norm_triton import rms_norm
+from finwhale.ops.sampling.sample_triton import sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind, optional
 from finwhale.platform import Platform
 

@@ -39,11 +39,11 @@ def has_deepgemm() -> bool:
 
 @cache
 def deepgemm() -> ModuleType | None:
-    """The linear layers by DeepGEMM (ops/linear/deepgemm.py), None where they cannot be had."""
+    """The module ops/linear/linear_deepgemm.py, or None if DeepGEMM cannot be used."""
     reason = why_no_deepgemm()
     if reason is None:
         try:
-            return importlib.import_module("finwhale.ops.linear.deepgemm")
+            return importlib.import_module("finwhale.ops.linear.linear_deepgemm")
         except Exception as error:  # a package that fails while it is imported may raise anything
             said = (str(error).strip() or "no reason given").splitlines()[0]
             reason = f"importing it failed, {type(error).__name__}: {said}"

@@ -9,7 +9,7 @@ that no row is both read and written.
 Bytes of a prefill token: 4 X of its projected row in each part; 8192 tokens of Flash at 4.39 TB/s
 take 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X 1024).
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
@@ -20,7 +20,7 @@ from finwhale.ops.attention import NOPE_GROUP
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
-from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
+from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 

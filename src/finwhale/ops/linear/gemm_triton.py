@@ -1,4 +1,4 @@
-"""The Triton kernels of the linear layers; `triton.py` says when each is taken, and launches them.
+"""The Triton kernels of the linear layers; `linear_triton.py` chooses and launches them.
 
 Legend: N tokens, K input width, M output width, G groups.
 """
@@ -7,7 +7,7 @@ Legend: N tokens, K input width, M output width, G groups.
 import triton
 import triton.language as tl
 
-from finwhale.ops.linear.quantise import clamped_swiglu, e4m3_scale, round_groups
+from finwhale.ops.linear.quantise_triton import clamped_swiglu, e4m3_scale, round_groups
 
 
 @triton.jit

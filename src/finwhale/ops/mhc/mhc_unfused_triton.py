@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.mhc.triton import mhc_post, mhc_pre
+from finwhale.ops.mhc.mhc_triton import mhc_post, mhc_pre
 
 
 def mhc_post_pre(

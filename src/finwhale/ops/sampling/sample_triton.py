@@ -4,13 +4,13 @@ What changes logits (penalties, bias, allowed tokens) is a kernel each, on a cop
 
 1. `_best_kernel`, over parts of the vocabulary: the largest logit and its lowest id, one integer;
    for the draw the smallest logit too.
-2. The draw (triton_draw.py), or where every row is greedy `_pick_kernel`, a row a program: the best
+2. The draw (draw_triton.py), or where every row is greedy `_pick_kernel`, a row a program: the best
    of the parts.
 
 Bytes of the greedy step: the logits once. At 4.39 TB/s, in microseconds for 1, 128, 256 rows of
 129280 float32 logits: 0.1, 15, 30.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch
 from finwhale.ops.sampling import ref as definition
-from finwhale.ops.sampling.triton_draw import MAX_PARTS, Parts, draw, finite, order
+from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, finite, order
 
 BLOCK_V = 1024
 BLOCK_N = 256

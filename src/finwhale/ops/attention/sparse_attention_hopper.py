@@ -1,7 +1,7 @@
 """Sparse attention over packed rows for Hopper's warpgroup MMA, in Gluon: heads of 512, rope 64.
 
-The algorithm, the numbering of keys and the plan are those of triton_decode.py (read it first), and
-so is the kernel that combines parts. What is explicit here is where things lie and when they run:
+Read sparse_attention_triton.py first: this kernel has the same algorithm, numbering of keys and
+plan, and uses the kernel there that combines parts. Here the code says where data lies, and when:
 
 - Four warps (the producers) find the rows, turn their bytes into bfloat16 and write them to one of
   two buffers [BLOCK_K,512] in shared memory, where they are read as K and as V; two warpgroups (the
@@ -28,8 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from finwhale.ops.attention import Complete, Selected, Window, triton_decode
-from finwhale.ops.attention.triton_decode import (
+from finwhale.ops.attention import Complete, Selected, Window, sparse_attention_triton
+from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     Problem,
     check_problem,
@@ -38,7 +38,7 @@ from finwhale.ops.attention.triton_decode import (
     max_keys,
     num_splits,
 )
-from finwhale.ops.launch.hopper import start_early
+from finwhale.ops.launch.early_launch_hopper import start_early
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
@@ -199,7 +199,7 @@ def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.
 
 @gluon.jit
 def _round_heads(x):
-    """x [H,512] bfloat16 -> (E4M3 of x / scale [H,512], scales [H,4]), as quantise.py rounds."""
+    """x [H,512] bfloat16 -> (E4M3 of x / scale [H,512], scales [H,4]); see quantise_triton."""
     grouped = gl.reshape(x.to(gl.float32), [x.shape[0], x.shape[1] // 128, 128])
     amax = gl.maximum(gl.max(gl.abs(grouped), axis=2), 1e-4)
     bits = (amax * (1.0 / 448.0)).to(gl.int32, bitcast=True)
@@ -543,7 +543,7 @@ def invariant_plan(p: Problem) -> AttendPlan:
 
 
 def attend(p: Problem, plan: AttendPlan) -> None:
-    """As triton_decode.attend, for heads of 512 with a rope of 64; block_k 32 or 64."""
+    """As sparse_attention_triton.attend, for heads of 512 with a rope of 64; block_k 32 or 64."""
     num_tokens, heads, _ = p.q.shape
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
@@ -583,7 +583,7 @@ def sparse_attention(
     *,
     invariant: bool = False,
 ) -> None:
-    """As triton_decode.sparse_attention, whose kernels run for sizes that `takes` refuses."""
+    """As in sparse_attention_triton, whose kernels run for sizes that `takes` refuses."""
     problem = Problem(
         q=q_NAC,
         rotary=rotary_LR,
@@ -604,4 +604,4 @@ def sparse_attention(
         if takes(part):
             attend(part, plan_for(part))
         else:
-            triton_decode.attend(part, triton_decode.plan_for(part))
+            sparse_attention_triton.attend(part, sparse_attention_triton.plan_for(part))

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from finwhale.ops.launch import launch_options
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
-from finwhale.ops.linear.kernels import row_kernel, sum_kernel, tile_kernel
-from finwhale.ops.linear.quantise import quantise, round_input
+from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
+from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200

@@ -1,6 +1,6 @@
 """Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others run our kernels.
 
-One token takes the kernel for one token of `triton.py`. More tokens are rounded by our kernel, in
+One token takes the kernel for one token of `linear_triton.py`. Our kernel rounds more tokens, in
 the layout that DeepGEMM reads. Up to ROUNDED_TOKENS, a K that is too short for DeepGEMM takes our
 tiles, unsplit, which give the same bits. So a token's bits depend neither on the other tokens nor,
 from 2 on, on their number. With `Options.invariant` one token is computed as two.
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
-from finwhale.ops.linear import triton as kernels
-from finwhale.ops.linear.quantise import empty_quantised, quantise, swiglu_quantise
+from finwhale.ops.linear import linear_triton as kernels
+from finwhale.ops.linear.linear_triton import DEFAULT, Options
+from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.linear.ref import grouped_input as unrounded_input
-from finwhale.ops.linear.triton import DEFAULT, Options
 from finwhale.ops.moe import ExpertWeight
 
 __all__ = ["grouped_input", "grouped_linear", "linear", "swiglu_mlp"]
@@ -126,7 +126,7 @@ def grouped_linear(
 def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
-    """As `triton.swiglu_mlp`; from 2 tokens on gate and up are rounded to bfloat16 in between."""
+    """As linear_triton.swiglu_mlp; from 2 tokens on gate and up are rounded to bfloat16."""
     num_tokens = x_ND.shape[0]
     if options.invariant and w.scale13 is not None and w.round_input:
         x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)

@@ -13,16 +13,16 @@ largest one.
 Work of a token that sees E entries: 2 I C E operations, 1.42 PFLOP/s in FP8; bytes: E (C/2 + C/32)
 of keys a sequence, 4.39 TB/s.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
-from finwhale.ops.indexer.triton_fp4 import round_to_scale, scale_exponent
-from finwhale.ops.indexer.triton_topk import select_topk
+from finwhale.ops.indexer.topk_triton import select_topk
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import FP4_GROUP
 

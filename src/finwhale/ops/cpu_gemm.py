@@ -7,7 +7,7 @@ A weight takes one of two ways, chosen when it is first used:
   which accumulates in float32: half the bytes to read, and eight rows for two or three times one.
   Its kernels, for 1 to 14 rows at a time, all add the terms of an output in order, which
   `_rows_are_independent` tries out before any is used.
-- Every other weight is one gemv a row, `host.matmul_rows`.
+- Every other weight is one gemv a row, `cpu_math.matmul_rows`.
 
 Legend: N rows, K input width, M output width, G matrices.
 """
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops import host
-from finwhale.ops.host import F32
+from finwhale.ops import cpu_math
+from finwhale.ops.cpu_math import F32
 
 # Deprecated since torch 1.11 and still in 2.13. Without them every weight takes the gemvs.
 _PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
@@ -51,7 +51,7 @@ class _Half:
         if self.scale is not None:
             x_NK = torch.from_numpy(x_NK.numpy() * self.scale)
         num_rows = x_NK.shape[0]
-        if num_rows > 0 and num_rows * self.numel < 2 * host.PARALLEL_WORK:
+        if num_rows > 0 and num_rows * self.numel < 2 * cpu_math.PARALLEL_WORK:
             product: Tensor = _MULTIPLY(x_NK, self.packed, None)
             return product
         out_NM = np.empty((num_rows, self.width), np.float32)
@@ -60,7 +60,7 @@ class _Half:
             if num_rows:
                 out_NM[rows] = _MULTIPLY(x_NK[rows], self.packed, None).numpy()
 
-        host.split_rows(num_rows, self.numel, run)
+        cpu_math.split_rows(num_rows, self.numel, run)
         return torch.from_numpy(out_NM)
 
 
@@ -71,7 +71,7 @@ class _Rows:
     matrix_KM: F32
 
     def __call__(self, x_NK: Tensor) -> Tensor:
-        return torch.from_numpy(host.matmul_rows(x_NK.numpy(), self.matrix_KM))
+        return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), self.matrix_KM))
 
 
 def product(weight_MK: Tensor) -> Product:
@@ -103,7 +103,7 @@ def _half(weight_MK: Tensor) -> Product | None:
         with np.errstate(over="ignore"):
             exact = np.array_equal(shifted.astype(np.float16), shifted)
         if exact:
-            scale = host.constant(2.0**-shift) if shift else None
+            scale = cpu_math.constant(2.0**-shift) if shift else None
             return _Half(_packed(torch.from_numpy(shifted)), weight.size, len(weight), scale)
     return None
 

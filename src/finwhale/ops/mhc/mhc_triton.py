@@ -30,8 +30,8 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
-from finwhale.ops.mhc.triton_gates import _block_input_kernel, _gates_kernel
-from finwhale.ops.mhc.triton_streams import (
+from finwhale.ops.mhc.gates_triton import _block_input_kernel, _gates_kernel
+from finwhale.ops.mhc.residual_streams_triton import (
     _planes_kernel,
     _streams_few_kernel,
     _streams_many_kernel,

@@ -37,7 +37,7 @@ from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.launch import launch_options
 from finwhale.ops.linear import ACTIVATION_GROUP
-from finwhale.ops.linear.quantise import e4m3_scale
+from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
@@ -65,7 +65,7 @@ def rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X
 
 @triton.jit
 def round_heads(x, H: tl.constexpr, X: tl.constexpr):
-    """x [H,X] in bfloat16 -> (E4M3 of x / scale [H,X], scales [H,X/128]), as quantise.py rounds."""
+    """x [H,X] in bfloat16 -> (E4M3 of x / scale [H,X], scales [H,X/128]); see quantise_triton."""
     grouped = tl.reshape(x.to(tl.bfloat16).to(tl.float32), [H, X // 128, 128])
     scale, inverse = e4m3_scale(tl.max(tl.abs(grouped), axis=2))
     return tl.reshape((grouped * inverse[:, :, None]).to(tl.float8e4nv), [H, X]), scale
