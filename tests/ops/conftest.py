@@ -19,7 +19,9 @@ Report = dict[str, Any]
 
 
 class Compile(Protocol):
-    def __call__(self, module: str, call: str, mode: str = "compile") -> list[Report]: ...
+    def __call__(
+        self, module: str, call: str, mode: str = "compile", arch: int = 90
+    ) -> list[Report]: ...
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +38,7 @@ def one_thread_in_the_interpreter(request: pytest.FixtureRequest) -> Iterator[No
 
 @pytest.fixture(scope="session")
 def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
-    """Run one of a module's CALLS in a process that compiles each launch for SM90.
+    """Run one of a module's CALLS in a process that compiles each launch for SM90, or for `arch`.
 
     Other modes name each launch's kernel ("names") or look at its indices ("indices").
 
@@ -61,8 +63,8 @@ def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     assert child.stdin and child.stdout
     requests, answers = child.stdin, child.stdout
 
-    def compile_call(module: str, call: str, mode: str = "compile") -> list[Report]:
-        requests.write(json.dumps([module, call, mode]) + "\n")
+    def compile_call(module: str, call: str, mode: str = "compile", arch: int = 90) -> list[Report]:
+        requests.write(json.dumps([module, call, mode, arch]) + "\n")
         requests.flush()
         line = answers.readline()
         assert line, f"the process that compiles ended with exit status {child.wait()}"

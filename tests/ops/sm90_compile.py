@@ -158,7 +158,7 @@ def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any
     if mode == "names":
         FOUND.append({"kernel": name})
         return
-    key = f"{name} {ast.signature} {ast.constants} {ast.attrs} {options}"
+    key = f"{TARGET.arch} {name} {ast.signature} {ast.constants} {ast.attrs} {options}"
     if key in DONE:
         FOUND.append(DONE[key])
         return

@@ -28,7 +28,7 @@ from finwhale.testing.tiny import random_weights, tiny_config, write_quantised_c
 from .kernels_support import DTYPES, Inputs, assert_all_close
 from .test_triton_mhc import PARAMS, state, weight
 
-AMD, NVIDIA = Platform("amd", "gfx942"), Platform("nvidia", "sm89")
+AMD, NVIDIA = Platform("amd", "gfx942"), Platform("nvidia", "sm100")
 # What the kernels take: whole groups of 128. A C4 and a C128 layer, and the MTP layer's window.
 CONFIG = tiny_config(0, quantised=True) | {
     "vocab_size": 200,

@@ -2,19 +2,22 @@
 
 import dataclasses
 import inspect
-from itertools import product
+import logging
+from dataclasses import replace
+from itertools import count, product
 
 import pytest
 
 from finwhale.cli.main import main
 from finwhale.errors import ResourceError
-from finwhale.ops import Capabilities, Ops, load_ops
+from finwhale.ops import Capabilities, Ops, load_ops, table_name
 from finwhale.platform import Platform
 
+NUMBERS = count(1000)
 NAMES = [field.name for field in dataclasses.fields(Ops) if field.name != "capabilities"]
 PLATFORMS = [
     Platform.cpu(),
-    *(Platform("nvidia", arch) for arch in ("sm80", "sm89", "sm90", "sm100", "sm120")),
+    *(Platform("nvidia", arch) for arch in ("sm80", "sm89", "sm90", "sm100", "sm120", "sm999")),
     *(Platform("amd", arch) for arch in ("gfx942", "gfx950")),
 ]
 
@@ -68,11 +71,11 @@ def test_an_unknown_platform_is_refused(platform: Platform) -> None:
     assert "sm80" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["cpu", "nvidia", "amd"])
+@pytest.mark.parametrize("name", ["cpu", "nvidia", "nvidia-sm100", "amd"])
 def test_the_command_line_prints_each_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", "--platform", name]) == 0
     out = capsys.readouterr().out
-    assert f"operators on {name}" in out
+    assert f"operators on {name.partition('-')[0]}" in out
     for operator in NAMES:
         assert f" {operator} " in out, operator
 
@@ -91,3 +94,60 @@ def test_batch_invariance_is_refused_where_nothing_promises_it(platform: Platfor
     else:
         with pytest.raises(ResourceError, match="batch_invariant needs"):
             load_ops(platform, batch_invariant=True)
+
+
+def warnings(platform: Platform, caplog: pytest.LogCaptureFixture, reference: bool = False) -> str:
+    """What choosing a platform's table logs, twice: its number of multiprocessors is a new one."""
+    platform = replace(platform, num_multiprocessors=next(NUMBERS))
+    with caplog.at_level(logging.WARNING, "finwhale.ops"):
+        assert load_ops(platform, reference) is load_ops(platform, reference)
+    return "\n".join(record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    "arch, name", [("sm90", "nvidia_sm90"), ("sm100", "nvidia"), ("sm103", "nvidia")]
+)
+def test_gpus_that_run_the_kernels(arch: str, name: str) -> None:
+    platform = Platform("nvidia", arch)
+    assert table_name(platform) == name
+    slow = {name for name, where in load_ops(platform).implementations() if ".ref." in where}
+    assert slow <= {"prepare_linear", "prepare_experts", "grouped_input"}
+
+
+def test_one_warning_where_the_kernels_were_not_measured(caplog: pytest.LogCaptureFixture) -> None:
+    wanted = "the Triton kernels run on sm100 without having been tested or measured there"
+    assert warnings(Platform("nvidia", "sm100"), caplog) == wanted
+
+
+@pytest.mark.parametrize(
+    "arch, reason",
+    [("sm80", "E4M3"), ("sm89", "shared memory"), ("sm120", "shared memory"), ("sm999", "checked")],
+)
+def test_one_warning_where_the_references_run(
+    arch: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform = Platform("nvidia", arch)
+    assert load_ops(platform) is load_ops(Platform.cpu(), reference=True)
+    (line,) = warnings(platform, caplog).splitlines()
+    assert f"slow reference operators run on {arch}: " in line and reason in line
+
+
+@pytest.mark.parametrize("platform", [Platform.cpu(), Platform("nvidia", "sm90")])
+def test_no_warning_where_a_table_was_measured(
+    platform: Platform, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "operators run" not in warnings(platform, caplog)
+    assert warnings(Platform("nvidia", "sm80"), caplog, reference=True) == ""
+
+
+def test_the_table_has_the_gpu_s_number_of_multiprocessors() -> None:
+    """And shows it beside the other options of its operators, where it is not an H200's."""
+    for arch in ("sm90", "sm100"):
+        ops = load_ops(Platform("nvidia", arch, 114))
+        shown = dict(ops.implementations())
+        assert "num_multiprocessors=114" in shown["linear"]
+        assert "num_multiprocessors=114" in shown["select_entries"]
+    invariant = load_ops(Platform("nvidia", "sm90"), batch_invariant=True)
+    shown = dict(invariant.implementations())
+    wanted = "attention.sparse_attention_hopper.sparse_attention(invariant=True)"
+    assert shown["sparse_attention"] == wanted

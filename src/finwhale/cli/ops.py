@@ -13,7 +13,7 @@ from finwhale.platform import Platform
 PLATFORMS = {
     "cpu": Platform.cpu(),
     "nvidia": Platform("nvidia", "sm90"),
-    "nvidia-sm89": Platform("nvidia", "sm89"),
+    "nvidia-sm100": Platform("nvidia", "sm100"),
     "amd": Platform("amd", "gfx942"),
 }
 

@@ -32,8 +32,20 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 TableName = Literal["cpu", "nvidia_sm90", "nvidia", "amd", "reference"]
-# NVIDIA GPUs beside sm90 for which the Triton kernels compile and fit (tests/ops/test_compile.py).
-PORTABLE_ARCHS = ("sm89", "sm100", "sm103", "sm120", "sm121")
+# NVIDIA GPUs beside sm90 for which the Triton kernels compile and fit, and the others with what
+# these lack (tests/ops/test_arch_compile.py).
+PORTABLE_ARCHS = ("sm100", "sm103")
+NO_E4M3 = "the Triton kernels need E4M3 arithmetic, which this GPU lacks"
+LITTLE_SHARED_MEMORY = "the Triton kernels need 226 KiB of shared memory a block, this GPU has 99"
+WHY_REFERENCE = {
+    "sm80": NO_E4M3,
+    "sm86": NO_E4M3,
+    "sm87": NO_E4M3,
+    "sm89": LITTLE_SHARED_MEMORY,
+    "sm120": LITTLE_SHARED_MEMORY,
+    "sm121": LITTLE_SHARED_MEMORY,
+}
+UNKNOWN_ARCH = "nobody has checked whether the Triton kernels run on this GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,14 +157,12 @@ def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool 
         )
     if name == "nvidia":
         logger.warning(
-            "the Triton kernels were not measured on %s, only on sm90: expect lower speed",
+            "the Triton kernels run on %s without having been tested or measured there",
             platform.arch,
         )
     elif name == "reference" and not reference:
-        logger.warning(
-            "the slow reference operators run: the Triton kernels do not compile for %s",
-            platform.arch,
-        )
+        reason = WHY_REFERENCE.get(platform.arch, UNKNOWN_ARCH)
+        logger.warning("the slow reference operators run on %s: %s", platform.arch, reason)
     match name:
         case "cpu":
             from finwhale.ops.tables.cpu import OPS
