@@ -55,4 +55,4 @@ def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:
     table = source_map.rows((ROOT / "README.md").read_text())
     assert len(table) > 10
     for (line, _, written), lines in zip(table, source_map.count(table), strict=True):
-        assert abs(written - lines) <= max(150, 0.2 * lines), f"{lines} lines now: {line}"
+        assert abs(written - lines) <= max(250, 0.25 * lines), f"{lines} lines now: {line}"
