@@ -214,8 +214,30 @@ class ModelConfig(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStart:
+    """Where the drafts of B sequences begin.
+
+    Attributes:
+        hidden: [B,..]: of each sequence's last verified token, what the head returned for it.
+        newest_ids: [B] int64: the token that follows it, which nobody has read yet.
+        tokens: the last verified tokens, one of each sequence. Position -1 is padding.
+        tables: the page tables of the B sequences, with pages for the drafts.
+    """
+
+    hidden: Tensor
+    newest_ids: Tensor
+    tokens: Tokens
+    tables: Mapping[str, PageTable]
+
+
 class DraftHead(Protocol):
-    """Layers that predict the token after the next, from the model's residual streams."""
+    """Layers that draft tokens from the model's residual streams.
+
+    A head keeps rows of its own in the cache, at the positions of the tokens that it reads. The
+    rows of wrong drafts are overwritten when the model reads their positions, before any token sees
+    them. Nothing here waits for the device, so the engine can capture both calls.
+    """
 
     def __call__(
         self,
@@ -225,14 +247,25 @@ class DraftHead(Protocol):
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """The residual streams [N,H,D] that predict the token after next_token_ids [N].
+        """Read the N tokens that the model has read; returns a row for each, to draft from.
 
-        streams_NHD: the model's, or for a further draft step the head's own.
+        Args:
+            streams_NHD: the model's residual streams of these tokens.
+            next_token_ids: [N] int64: the token that follows each of them.
+        """
+        ...
+
+    def draft(
+        self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
+    ) -> Sequence[Tensor]:
+        """The next `num_drafts` tokens after the newest one of each sequence: [B] int64 each.
+
+        They are ids of the vocabulary, even for padding.
         """
         ...
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """Logits [M,V] float32 of the head's residual streams."""
+        """Logits [M,V] float32 of rows that the head returned, for the draft of that number."""
         ...
 
 

@@ -1,10 +1,9 @@
-"""Decodes that draft, on the device from one to the next: verify, choose, draft, and again.
+"""Decode steps that verify and draft, each of which takes its input from the one before it.
 
-A step reads a token and K drafts of every sequence (`verify`); tokens are chosen after each of them
-(the sampler); the MTP layer reads the same tokens, counts how many drafts are right, and guesses K
-more from the last right one (`draft`). What the next step reads, and where it begins, stays on the
-device: it can be launched before the host knows any of it. Captured, each part is one graph for a
-batch size and a K; what varies lies in buffers.
+In a step the model reads a token and K drafts of every sequence (`verify`), the sampler chooses a
+token after each of them, and the draft head reads the same tokens and drafts K more after the last
+right draft (`draft`). The tokens and positions of the next step stay on the device, so the host can
+launch it before it knows them. On a GPU, each half is one captured graph for a batch size and a K.
 
 Legend: B sequences of a step (padded to a captured size), W = 1 + K, N = B * W tokens, H residual
 streams, D hidden, V vocabulary, R rows there are.
@@ -19,13 +18,19 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.drafter import guess
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache, Segments, StepInputs
+from finwhale.models.protocol import (
+    CacheGroup,
+    DraftStart,
+    Inline,
+    Model,
+    PagedCache,
+    Segments,
+    StepInputs,
+)
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import Sample
 
 # Tokens of a step that page tables have columns for at least: drafts, and those that may follow.
 ROOM = 32
@@ -39,10 +44,10 @@ def verification_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch size and a K with what their graphs read and give.
+    """The graphs of a batch size and a K, with the tensors that they read and write.
 
     Attributes:
-        inputs: of the model.
+        inputs: the model's.
         verifying, drafting: the graphs; None: nothing is captured.
         logits: [N,V] float32.
         streams: [N,H,D].
@@ -59,21 +64,20 @@ class Verifications:
     """Steps in which every sequence verifies K drafts and gets K more.
 
     Args:
-        drafts: the K that there are.
-        sizes: batch sizes, ascending; the last is the most that `fits`.
-        max_len: no sequence is longer, drafts included.
-        memory: what captured graphs share; None: every step is launched from the host.
+        drafts: the values of K.
+        sizes: batch sizes, ascending; `fits` refuses larger batches than the last.
+        max_len: the longest sequence, drafts included.
+        memory: memory that the captured graphs share; None: the host launches every kernel.
 
     Attributes:
-        ids: [B,W] int64: what the last step reads, its drafts behind the known tokens; None: the
-            last step was none of these.
+        ids: [B,W] int64: the known token and the drafts of the last step; None: the last step was
+            of another kind.
     """
 
     def __init__(
         self,
         model: Model,
         cache: PagedCache,
-        sample: Sample,
         groups: Items[CacheGroup],
         *,
         drafts: Items[int],
@@ -83,7 +87,7 @@ class Verifications:
         memory: GraphMemory | None = None,
     ) -> None:
         assert model.draft_head is not None
-        self._model, self._mtp, self._cache, self._sample = model, model.draft_head, cache, sample
+        self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
         self.sizes, self.drafts = list(sizes), sorted(drafts)
         rows, width = self.sizes[-1], 1 + self.drafts[-1]
@@ -93,8 +97,9 @@ class Verifications:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # What a step leaves of each row: its next tokens, and how much further it got than the
-        # host knew. The last row is nobody's: nothing is carried over to whoever is linked to it.
+        # For each row of the last step: its next tokens, and by how many tokens it is ahead of what
+        # the host knew. The last row belongs to no sequence: a row linked to it carries nothing
+        # over.
         self._carried, self._advanced = integers(rows + 1, width), integers(rows + 1)
         self._links = integers(rows).fill_(rows)
         self._sent_links: list[int] = []
@@ -114,11 +119,11 @@ class Verifications:
         return ids.view(-1, self._step.inputs.tokens.max_query)[: self._count]
 
     def forget(self) -> None:
-        """The next step is none of these."""
+        """The next step does not continue the last one."""
         self._step = None
 
     def fits(self, chunks: Items[Chunk]) -> bool:
-        """Whether these chunks are a step of these."""
+        """Whether these chunks make such a step."""
         count = len(chunks[0].drafts)
         return (
             len(chunks) <= self.sizes[-1]
@@ -138,7 +143,7 @@ class Verifications:
         self._static.fill(chunks, decode=False)
         self._link(chunks, size)
         if self._memory is None:
-            self._step = None  # its logits make room
+            self._step = None  # free its logits
             further = (width - 1) * chunks[0].floats
             max_len = min(self._max_len, further + max(c.end for c in chunks))
             inputs = self._inputs(size, width, max_len)
@@ -151,18 +156,18 @@ class Verifications:
 
     @torch.inference_mode()
     def further(self) -> Tensor:
-        """[count] int64: how much further each sequence of the step is than its chunk says."""
+        """[count] int64: how many tokens each sequence is ahead of its chunk."""
         return self._advanced.index_select(0, self._links[: self._count])
 
     @torch.inference_mode()
     def draft(self, chosen: Tensor) -> Tensor:
-        """Count the drafts that are right, and make the next ones.
+        """Count the right drafts, and make the next ones.
 
         Args:
             chosen: [count * W] int64: the tokens that were chosen from the logits.
 
         Returns:
-            [count, K] int64, the caller's own.
+            [count, K] int64, a copy.
         """
         step = self._step
         assert step is not None
@@ -197,13 +202,13 @@ class Verifications:
         )
 
     def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
-        """(logits, streams) of the step, from where the last one left off."""
+        """The step's logits and residual streams; it continues where the last step ended."""
         self._take_over(inputs)
         streams = self._model(inputs, self._cache, segments)
         return self._model.compute_logits(streams), streams
 
     def _take_over(self, inputs: StepInputs) -> None:
-        """Ids and positions as the host gave them, or as the last step left them."""
+        """Take ids and positions from the host, or from the last step where a row is linked."""
         width = inputs.tokens.max_query
         ids = inputs.token_ids.view(-1, width)
         links = self._links[: len(ids)]
@@ -218,7 +223,7 @@ class Verifications:
         inputs, width = step.inputs, step.inputs.tokens.max_query
         size = len(inputs.token_ids) // width
         chosen = self._chosen[: size * width]
-        streams = self._mtp(inputs, step.streams, chosen, self._cache, segments)
+        hidden = self._head(inputs, step.streams, chosen, self._cache, segments)
         right = chosen.view(size, width)[:, :-1] == inputs.token_ids.view(size, width)[:, 1:]
         accepted = right.cumprod(1).sum(1)
         last = self._ordinal[:size] * width + accepted
@@ -226,28 +231,24 @@ class Verifications:
         self._carried[:size, 0].copy_(chosen.index_select(0, last))
         if width == 1:
             return
-        streams = streams.index_select(0, last)
-        positions = inputs.tokens.positions.index_select(0, last)
-        ids = self._guess(streams, 0)
-        self._carried[:size, 1].copy_(ids)
-        for place in range(1, width - 1):
-            tokens = Tokens(
-                positions=torch.where(positions < 0, positions, positions + place),
+        start = DraftStart(
+            hidden=hidden.index_select(0, last),
+            newest_ids=self._carried[:size, 0],
+            tokens=Tokens(
+                positions=inputs.tokens.positions.index_select(0, last),
                 sequence=self._ordinal[:size],
                 query_start=self._ordinal[: size + 1],
                 max_len=self._max_len,
                 max_query=1,
-            )
-            one_each = replace(inputs, token_ids=ids, tokens=tokens)
-            streams = self._mtp(one_each, streams, ids, self._cache, segments)
-            ids = self._guess(streams, place)
-            self._carried[:size, 1 + place].copy_(ids)
-
-    def _guess(self, streams_BHD: Tensor, place: int) -> Tensor:
-        return guess(self._mtp, self._sample, streams_BHD, place)
+            ),
+            tables=inputs.tables,
+        )
+        drafts = self._head.draft(start, width - 1, self._cache, segments)
+        for place, ids in enumerate(drafts, start=1):
+            self._carried[:size, place].copy_(ids)
 
     def _capture_all(self, memory: GraphMemory) -> None:
-        # The largest first: the others then fit into the memory that it has left in the pool.
+        # The largest first: the smaller graphs then fit into the memory that it leaves in the pool.
         for size in reversed(self.sizes):
             for count in reversed(self.drafts):
                 inputs = self._inputs(size, 1 + count, self._max_len)
@@ -255,7 +256,7 @@ class Verifications:
                 with torch.cuda.stream(memory.stream):
                     self._captured[size, 1 + count] = self._capture(inputs, memory)
         torch.cuda.synchronize(self._device)
-        # What the warm-up chose is nobody's.
+        # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
         self._advanced.zero_()
 
@@ -267,7 +268,7 @@ class Verifications:
         del step
         torch.cuda.synchronize(self._device)
         if not self._captured:
-            # A capture cannot have what the warm-up left to torch.
+            # A capture cannot use memory that torch cached during the warm-up.
             torch.cuda.empty_cache()
         verifying, drafting = Recorder(False, memory.pool), Recorder(False, memory.pool)
         logits, streams = verifying.record(self._verify, inputs)

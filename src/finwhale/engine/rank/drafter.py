@@ -1,15 +1,11 @@
-"""Drafting: the MTP layer guesses the next tokens, one forward of the model verifies them.
+"""Drafting in steps that the host plans one by one: those with prompts, and all steps on a CPU.
 
-After each forward the layer reads the same tokens, each with the one that follows it, and so keeps
-up with the prompt; from the last it guesses on, from its own streams. Everything happens on the
-device, where it is also decided which drafts of the step were right: nothing waits for the host
-between a verification and the next drafts.
+After each forward of the model the draft head reads the same tokens, each with the token that
+follows it. It then drafts from the last token that is certain. The device decides which drafts of
+the step were right, so nothing waits for the host between a verification and the next drafts.
 
-Its rows stand at the positions of the model's. What it wrote for guesses, or for drafts that were
-wrong, is overwritten when the model reads these positions, before anybody sees it.
-
-Legend: N tokens of the step, M rows whose logits are wanted, B sequences that get drafts, K the
-most drafts of one, H residual streams, D hidden.
+Legend: N tokens of the step, M rows whose logits are wanted, B sequences that get drafts, G of them
+that get as many, K the most drafts of a sequence, H residual streams, D hidden.
 """
 
 from collections.abc import Sequence as Items
@@ -25,14 +21,13 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.batch import Batch
 from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
-from finwhale.models.protocol import DraftHead, Inline, ModelConfig, PagedCache, StepInputs
+from finwhale.models.protocol import DraftHead, DraftStart, Inline, ModelConfig, PagedCache
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.sampling import Sample, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward, before the MTP layer has read its tokens.
+    """One forward of the model, whose tokens the draft head has not read yet.
 
     Attributes:
         streams: [N,H,D].
@@ -61,82 +56,62 @@ def check_can_draft(draft_tokens: DraftTokens, config: ModelConfig) -> None:
 
 
 class Drafter:
-    """Makes drafts with the MTP layer."""
+    """Makes drafts with a draft head."""
 
-    def __init__(
-        self, layer: DraftHead, cache: PagedCache, sample: Sample, device: torch.device
-    ) -> None:
-        self._layer, self._sample = layer, sample
-        self._cache = cache
-        self._device = device
+    def __init__(self, head: DraftHead, cache: PagedCache, device: torch.device) -> None:
+        self._head, self._cache, self._device = head, cache, device
         self._segments = Inline()
 
     @torch.inference_mode()
     def propose(
         self, forward: Forward, chunks: Items[Chunk], chosen_M: Tensor | None
     ) -> Tensor | None:
-        """Read a step's tokens and guess on; chunk.propose drafts of each chunk.
+        """Let the head read a step's tokens, and make chunk.propose drafts for each chunk.
 
         Args:
-            chunks: of the step.
             chosen_M: int64: the tokens that were chosen from the logits; None: there are none.
 
         Returns:
-            int64 [K,B] for the chunks with drafts, in order; meaningless past a chunk's own
-            number. None: no chunk has any.
+            int64 [K,B] for the chunks with drafts, in order; zeros past a chunk's own number. None:
+            no chunk has any.
         """
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
         (following,) = send(self._device, np.array(_following(chunks), np.int64))
         if chosen_M is not None:
             following.index_copy_(0, rows, chosen_M)
-        streams = self._layer(inputs, forward.streams, following, self._cache, self._segments)
-        proposing = [chunk for chunk in chunks if chunk.propose]
-        if not proposing:
+        hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
+        places = [place for place, chunk in enumerate(chunks) if chunk.propose]
+        if not places:
             return None
         assert chosen_M is not None
-        last_B = self._last_rows(chunks, rows, chosen_M)
-        streams = streams.index_select(0, last_B)
-        first_B = inputs.tokens.positions.index_select(0, last_B)
-        drafts = [self._guess(streams, 0)]
-        (places,) = send(
-            self._device, np.array([i for i, c in enumerate(chunks) if c.propose], np.int64)
-        )
-        tables = _select(inputs, places)
-        max_len = max(chunk.end + chunk.propose for chunk in proposing)
-        out = drafts[0].new_zeros(max(c.propose for c in proposing), len(proposing))
-        out[0] = drafts[0]
-        ids, at = drafts[0], None
-        count = len(proposing)
-        for step in range(1, len(out)):
-            going = [i for i, chunk in enumerate(proposing) if chunk.propose > step]
-            if len(going) < count:
-                before = [i for i, c in enumerate(proposing) if c.propose > step - 1]
-                kept = [before.index(i) for i in going]
-                (kept_B, at) = send(
-                    self._device, np.array(kept, np.int64), np.array(going, np.int64)
-                )
-                ids, first_B = ids.index_select(0, kept_B), first_B.index_select(0, kept_B)
-                streams = streams.index_select(0, kept_B)
-                tables = {name: _rows(table, kept_B) for name, table in tables.items()}
-                count = len(going)
-            one_each = StepInputs(
-                token_ids=ids,
-                tokens=_one_each(first_B + step, max_len),
-                tables=tables,
+        last_B = self._last_rows(chunks, chosen_M)
+        counts = [chunks[place].propose for place in places]
+        max_len = max(chunks[place].end + chunks[place].propose for place in places)
+        out = chosen_M.new_zeros(max(counts), len(counts))
+        # The head makes as many drafts for all of a call. Most steps need one call.
+        for count in sorted(set(counts)):
+            group = [i for i, other in enumerate(counts) if other == count]
+            group_G, places_G = send(
+                self._device,
+                np.array(group, np.int64),
+                np.array([places[i] for i in group], np.int64),
             )
-            streams = self._layer(one_each, streams, ids, self._cache, self._segments)
-            ids = self._guess(streams, step)
-            if at is None:
-                out[step] = ids
-            else:
-                out[step].index_copy_(0, at, ids)
+            last_G = last_B.index_select(0, group_G)
+            rows_G = rows.index_select(0, last_G)
+            positions_G = inputs.tokens.positions.index_select(0, rows_G)
+            start = DraftStart(
+                hidden=hidden.index_select(0, rows_G),
+                newest_ids=chosen_M.index_select(0, last_G),
+                tokens=_one_each(positions_G, max_len),
+                tables={"window": _rows(inputs.tables["window"], places_G)},
+            )
+            drafts = self._head.draft(start, count, self._cache, self._segments)
+            for row, ids in zip(out, drafts, strict=False):
+                row.index_copy_(0, group_G, ids)
         return out
 
-    def _guess(self, streams_BHD: Tensor, step: int) -> Tensor:
-        return guess(self._layer, self._sample, streams_BHD, step)
-
-    def _last_rows(self, chunks: Items[Chunk], rows_M: Tensor, chosen_M: Tensor) -> Tensor:
-        """[B]: among the step's tokens, the last that is right, of each chunk with drafts."""
+    def _last_rows(self, chunks: Items[Chunk], chosen_M: Tensor) -> Tensor:
+        """[B]: the row of the logits after the last right token of each chunk with drafts."""
         most = max(len(chunk.drafts) for chunk in chunks)
         starts = accumulate((chunk.num_logits for chunk in chunks), initial=0)
         first = [at for chunk, at in zip(chunks, starts, strict=False) if chunk.propose]
@@ -149,16 +124,11 @@ class Drafter:
             np.array(expected, np.int64).reshape(len(first), most),
         )
         if not most:
-            return rows_M.index_select(0, first_B)
+            return first_B
         steps = torch.arange(most, device=self._device)
         places = (first_B[:, None] + steps).clamp_(max=len(chosen_M) - 1)
         right = chosen_M[places] == expected_BK
-        return rows_M.index_select(0, first_B + right.cumprod(1).sum(1))
-
-
-def guess(layer: DraftHead, sample: Sample, streams_BHD: Tensor, place: int) -> Tensor:
-    """[B] int64: the likeliest tokens. Ids of the vocabulary whatever the logits are."""
-    return sample(layer.compute_logits(streams_BHD, place), SamplingBatch()).ids_S
+        return first_B + right.cumprod(1).sum(1)
 
 
 def _following(chunks: Items[Chunk]) -> list[int]:
@@ -168,10 +138,6 @@ def _following(chunks: Items[Chunk]) -> list[int]:
         ids += chunk.sequence.token_ids[chunk.start + 1 : chunk.known + 1]
         ids += [0] * chunk.num_logits
     return ids
-
-
-def _select(inputs: StepInputs, places_B: Tensor) -> dict[str, PageTable]:
-    return {"window": _rows(inputs.tables["window"], places_B)}
 
 
 def _rows(table: PageTable, places_B: Tensor) -> PageTable:

@@ -154,9 +154,7 @@ class ModelRunner:
             self.drafter: Drafter | None = None
             self.verifications: Verifications | None = None
             if config.draft_tokens and self.model.draft_head is not None:
-                self.drafter = Drafter(
-                    self.model.draft_head, self.cache, self.ops.sample, self.device
-                )
+                self.drafter = Drafter(self.model.draft_head, self.cache, self.device)
                 if self.ops.capabilities.captures_steps and config.enforce_eager:
                     self.verifications = self.new_verifications(config, None)
             self.graphs: Graphs | None = None
@@ -306,7 +304,6 @@ class ModelRunner:
         return Verifications(
             self.model,
             self.cache,
-            self.ops.sample,
             self.groups,
             drafts=numbers_of_drafts(config, self.model_config),
             sizes=largest.decode_graphs or (config.max_num_seqs,),

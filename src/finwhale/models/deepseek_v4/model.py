@@ -16,10 +16,12 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, Segments, StepInputs
+from finwhale.models.protocol import DraftStart, PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
+from finwhale.ops.paging import Tokens
+from finwhale.ops.sampling import SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,9 +150,9 @@ class DeepseekV4:
 
 
 class MtpLayer:
-    """Multi-token prediction: one more layer that predicts the token after the next.
+    """Multi-token prediction, a DraftHead: one more layer that predicts the token after the next.
 
-    Shares the model's embedding, LM head, rotary tables and side streams. Its layer is a decoder
+    It shares the model's embedding, LM head, rotary tables and side streams. Its layer is a decoder
     layer like any other, with the same four values in and out.
     """
 
@@ -165,6 +167,7 @@ class MtpLayer:
         self.rms_norm = ops.rms_norm
         self.linear = ops.linear
         self.hc_head = ops.hc_head
+        self.sample = ops.sample
         self.params = mhc_params(config)
         self.eps = config.rms_norm_eps
         number = config.num_hidden_layers
@@ -201,3 +204,29 @@ class MtpLayer:
         assert draft_step >= 0
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
+
+    def draft(
+        self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
+    ) -> list[Tensor]:
+        """The likeliest tokens after the newest one of each sequence: [B] int64 for each draft.
+
+        Each further draft reads the one before it, with this layer's own residual streams.
+        """
+        streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
+        drafts = [self._likeliest(streams, 0)]
+        for step in range(1, num_drafts):
+            read = Tokens(
+                positions=torch.where(positions < 0, positions, positions + step),
+                sequence=tokens.sequence,
+                query_start=tokens.query_start,
+                max_len=tokens.max_len,
+                max_query=1,
+            )
+            inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
+            streams = self(inputs, streams, drafts[-1], cache, segments)
+            drafts.append(self._likeliest(streams, step))
+        return drafts
+
+    def _likeliest(self, streams_BHD: Tensor, draft_step: int) -> Tensor:
+        """[B] int64: ids of the vocabulary, whatever the logits are."""
+        return self.sample(self.compute_logits(streams_BHD, draft_step), SamplingBatch()).ids_S
