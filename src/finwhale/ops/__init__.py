@@ -140,7 +140,6 @@ def table_name(platform: Platform) -> TableName:
             )
 
 
-@cache
 def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool = False) -> Ops:
     """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
 
@@ -149,6 +148,11 @@ def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool 
     The CPU's own table computes in float32 only; the references take any dtype and device.
     A table that was not measured on the platform is used with one warning in the log.
     """
+    return _load_ops(platform, reference, batch_invariant)
+
+
+@cache
+def _load_ops(platform: Platform, reference: bool, batch_invariant: bool) -> Ops:
     name: TableName = "reference" if reference else table_name(platform)
     if batch_invariant and name not in ("nvidia_sm90", "cpu"):
         raise ResourceError(

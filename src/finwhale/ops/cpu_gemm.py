@@ -1,13 +1,13 @@
-"""Products x @ weight^T of the CPU table: no row depends, in any bit, on the other rows.
+"""GEMMs x @ weight^T of the CPU table: no bit of a row depends on the other rows.
 
-A weight takes one of two ways, chosen when it is first used:
+The first use of a weight chooses between two ways:
 
-- Checkpoints store FP8, FP4 and bfloat16. float16 holds their values exactly, some after the whole
-  matrix is multiplied by a power of two. Such a weight is packed as float16 for torch's FBGEMM,
-  which accumulates in float32: half the bytes to read, and eight rows for two or three times one.
-  Its kernels, for 1 to 14 rows at a time, all add the terms of an output in order, which
-  `_rows_are_independent` tries out before any is used.
-- Every other weight is one gemv a row, `cpu_math.matmul_rows`.
+- Checkpoints store FP8, FP4 and bfloat16. float16 holds their values exactly, for some weights
+  after the whole matrix is multiplied by a power of two. Such a weight is packed as float16 for
+  torch's FBGEMM, which accumulates in float32. FBGEMM reads half the bytes, and eight rows take two
+  to three times as long as one. Its kernels take 1 to 14 rows at a time, and all of them add the
+  terms of an output in order; `_rows_are_independent` checks that before the first use.
+- Every other weight runs one GEMV a row, `cpu_math.matmul_rows`.
 
 Legend: N rows, K input width, M output width, G matrices.
 """
@@ -25,7 +25,8 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32
 
-# Deprecated since torch 1.11 and still in 2.13. Without them every weight takes the gemvs.
+# torch has deprecated these since 1.11 and still has them in 2.13. Without them, every weight runs
+# the GEMVs.
 _PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
 _MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
 # The exponent of float16's highest power of two.
@@ -66,7 +67,7 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Of a weight that lies in memory as [K,M]."""
+    """One GEMV a row, for a weight that lies in memory as [K,M]."""
 
     matrix_KM: F32
 
@@ -75,7 +76,7 @@ class _Rows:
 
 
 def product(weight_MK: Tensor) -> Product:
-    """The product with a weight that changes no more; kept on the tensor."""
+    """The GEMM with a weight that no longer changes; the tensor keeps it."""
     kept: Product | None = getattr(weight_MK, "_host_product", None)
     if kept is None:
         kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
@@ -84,7 +85,7 @@ def product(weight_MK: Tensor) -> Product:
 
 
 def products(weight_GMK: Tensor) -> tuple[Product, ...]:
-    """The products with several matrices that change no more; kept on the tensor."""
+    """The GEMMs with several matrices that no longer change; the tensor keeps them."""
     kept: tuple[Product, ...] | None = getattr(weight_GMK, "_host_products", None)
     if kept is None:
         kept = tuple(product(weight_MK) for weight_MK in weight_GMK)
@@ -93,7 +94,7 @@ def products(weight_GMK: Tensor) -> tuple[Product, ...]:
 
 
 def _half(weight_MK: Tensor) -> Product | None:
-    """None where float16 cannot hold every value, and where FBGEMM does not do."""
+    """None if float16 cannot hold every value, or if FBGEMM cannot be used."""
     if weight_MK.numel() == 0 or not _rows_are_independent():
         return None
     weight: F32 = np.ascontiguousarray(weight_MK.numpy())
@@ -117,9 +118,9 @@ def _packed(weight_MK: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _rows_are_independent() -> bool:
-    """Whether FBGEMM is here and gives a row the same bits alone and among any number of others.
+    """Whether FBGEMM exists and gives a row the same bits alone and among any number of rows.
 
-    Tried with widths of several of its blocks (512 by 16) and of no whole number of them.
+    This tries widths of several FBGEMM blocks (512 by 16), and widths between multiples of those.
     """
     if _PACK is None or _MULTIPLY is None:
         return False

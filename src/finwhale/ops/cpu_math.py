@@ -1,11 +1,12 @@
 """Building blocks of the CPU table, in numpy.
 
-numpy costs a fraction of torch for the small arrays of a decode step. The CPU table promises bits:
-a row of a result never depends, in any bit, on the other rows or on how many there are. Every
-matrix product has a fixed shape a row (matmul of [N,1,K] by [K,M] is one gemv a row, whatever N),
-every other function works on each element alone, and sums run over an axis of fixed length or in
-order. numpy leaves matrix products to a BLAS library. `blas_keeps_bits` tries that library out
-once, on this machine; if it breaks the promise, `matmul` takes a slower path of its own.
+For the small arrays of a decode step, numpy costs a fraction of what torch costs. The CPU table
+promises bits: no bit of a row depends on the other rows, or on their number. So every matrix
+multiplication has a fixed shape per row (matmul of [N,1,K] by [K,M] is one GEMV a row, for any N),
+sums run in order or over an axis of fixed length, and all other functions work element by element.
+
+numpy leaves matrix multiplication to a BLAS library. `blas_keeps_bits` checks that library once, on
+this machine. If the library breaks the promise, `matmul` uses a slower path of its own.
 
 Legend: N rows, K input width, M output width, D width, R rope dimensions.
 """

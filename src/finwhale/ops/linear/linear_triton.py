@@ -1,23 +1,23 @@
 """Linear layers as Triton kernels. Legend: N tokens, K input width, M output width, G groups.
 
-1. `row_kernel`, one token: a program takes whole rows of the weight, asks for their bytes before
-   anything else, rounds the token meanwhile, and sums in float32 without tensor cores.
-2. `tile_kernel` on tensor cores, more tokens: tiles of the weight times BLOCK_N tokens. Up to
-   ROUNDED_TOKENS are rounded on the way in, more by a kernel before. Up to SPLIT_TOKENS it is split
-   over K into parts, which `sum_kernel` adds in order; beyond, plain weights are torch's.
+1. One token runs `row_kernel`. A program computes whole rows: it first issues the loads of the
+   weight, rounds the token meanwhile, and sums in float32 without tensor cores.
+2. More tokens run `tile_kernel` on tensor cores: a tile of the weight times BLOCK_N tokens. The
+   kernel rounds up to ROUNDED_TOKENS itself; a kernel before it rounds more. Up to SPLIT_TOKENS, K
+   is split into parts, which `sum_kernel` adds in order. Above, torch multiplies unscaled weights.
 
-A token's bits do not depend on the other tokens, and not on how many there are within 1, within
-2..SPLIT_TOKENS and beyond: the split and the order over K follow from K and M alone.
+A token's bits do not depend on the other tokens. They do not depend on the number of tokens within
+each class either: one token; 2 to SPLIT_TOKENS; more. Split and order over K follow from K and M.
 
 With `early_launch`, a kernel starts while the kernel before ends and loads its weight meanwhile, so
 the kernel before must not write that weight. It reads everything else after that kernel has ended.
-With `invariant`, a token's bits do not depend on the number of tokens: one token is computed as
-two, and unscaled weights, like E4M3 weights, take the tiles of 2..SPLIT_TOKENS for any number.
+With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
+as two, and every number of tokens takes the tiles of 2 to SPLIT_TOKENS.
 
-FP8 weights have a float32 scale for each block of 128x128, a power of two, as the tokens' scales
-are: they are exact wherever they are applied. Their input is rounded to E4M3 and multiplied by FP8
-tensor cores; where it is not to be rounded, it is bfloat16, and each tile of the weight is
-converted to bfloat16, which is exact, on its way into the tensor cores.
+E4M3 weights have a float32 scale for each block of 128x128. Like the scales of tokens it is a power
+of two, so that it can be applied anywhere without rounding. The input of an E4M3 weight is rounded
+to E4M3 and multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16, and
+each tile of the weight is converted to bfloat16, which is exact.
 """
 
 from dataclasses import dataclass, replace
@@ -33,9 +33,10 @@ from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# row_kernel. Programs that a weight should occupy at least, and at most for several blocks each;
-# rows and bytes of the weight that a program holds at a time; bytes of a row from where rounding
-# the token costs so much that a program takes several blocks, and from where it no longer pays.
+# row_kernel. A weight should occupy at least MIN_PROGRAMS. A program takes several blocks only for
+# rows of LONG_ROW bytes or more, which make rounding the token expensive, and for unrounded tokens
+# only within MAX_PROGRAMS. It holds MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever
+# is more, and at most MAX_HELD_BYTES. Rows of more than MAX_ROW bytes run tile_kernel.
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
@@ -43,8 +44,8 @@ HELD_BYTES = 16384
 MAX_HELD_BYTES = 32768
 LONG_ROW = 4096
 MAX_ROW = 8192
-# tile_kernel: the tokens up to which it is split over K, those that each program rounds itself,
-# and the steps up to which K is too short for that.
+# tile_kernel. It is split over K for up to SPLIT_TOKENS. Each program rounds up to ROUNDED_TOKENS
+# itself, unless K has no more than SHORT_STEPS.
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
@@ -134,7 +135,7 @@ class TilePlan:
 
     @staticmethod
     def of(p: Problem, num_tokens: int | None = None) -> "TilePlan":
-        """As for num_tokens, where given."""
+        """The plan for num_tokens, by default those of the problem."""
         groups, rows, width = p.weight.shape
         num_tokens, block_k = num_tokens or p.x.shape[0], ACTIVATION_GROUP
         if num_tokens > SPLIT_TOKENS:
@@ -150,7 +151,7 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
-        # A weight that is converted stands in registers: with 4 warps, 128 rows spill.
+        # A converted weight is in registers: with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
@@ -222,7 +223,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
 
 
 def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
-    """A group's rows follow the group's before, in the parts and in a token's results."""
+    """Add the parts. In parts and output alike, the rows of the groups follow each other."""
     width, padded = out.shape[1] * out.shape[2], parts.shape[-1]
     block_n = min(16, padded)
     grid = (triton.cdiv(width, SUM_ROWS), triton.cdiv(out.shape[0], block_n))
@@ -267,7 +268,7 @@ def _check(p: Problem) -> None:
 
 
 def run(p: Problem) -> Tensor:
-    """[N, G, M], by the kernel for this number of tokens."""
+    """Run the kernel for this number of tokens; returns [N, G, M]."""
     if p.options.invariant:
         return run_invariant(p)
     _check(p)
@@ -287,13 +288,13 @@ def run(p: Problem) -> Tensor:
 
 
 def _rounded_before(p: Problem) -> bool:
-    """Of E4M3 weights: whether a kernel before the tiles rounds the tokens."""
+    """Whether a kernel before the tiles rounds the tokens; for E4M3 weights."""
     in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
     return p.round_input and not in_tiles
 
 
 def run_invariant(p: Problem) -> Tensor:
-    """As `run`, by the tiles that 2..SPLIT_TOKENS take, whatever the number of tokens."""
+    """Like `run`, but every number of tokens takes the tiles of 2 to SPLIT_TOKENS."""
     _check(p)
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
@@ -307,7 +308,7 @@ def run_invariant(p: Problem) -> Tensor:
 
 
 def two_or_more(x: Tensor) -> Tensor:
-    """x, or its only row twice."""
+    """x; a single row is repeated."""
     return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
@@ -323,7 +324,7 @@ def unsplit(x: tuple[Tensor, Tensor], weight_MK: Tensor, scale: Tensor, options:
 
 
 def _run_many(p: Problem) -> Tensor:
-    """Unscaled weights and many tokens: torch's own product."""
+    """Multiply many tokens by an unscaled weight with torch."""
     x = round_input(p.x, early_launch=p.options.early_launch) if p.round_input else p.x
     x_GNK, weight_GKM = x.to(p.weight.dtype).transpose(0, 1), p.weight.mT
     if p.out_dtype == p.weight.dtype:
