@@ -1,26 +1,26 @@
 """Sparse attention over packed rows as Triton kernels: one pass over the keys, query to output.
 
-A program takes one token, BLOCK_H heads and a share of the token's keys: it normalises and rotates
-the query, and for every tile of BLOCK_K keys finds the rows through the page table, turns E4M3
-into bfloat16 in registers, and uses the tile as K and as V. The share is everything for many
-tokens, and then the program also rotates the output back; for few tokens the keys are split, and
-`_combine_kernel` adds the parts in order (no atomics).
+A program takes one token, BLOCK_H heads and a share of the token's keys. It normalises and rotates
+the query. For every tile of BLOCK_K keys it finds the rows through the page table, converts E4M3 to
+bfloat16 in registers, and uses the tile both as K and as V. With many tokens, the share is all
+keys, and the program also rotates the output back. With few tokens, the keys are split into several
+shares, and `_combine_kernel` adds the parts in order (no atomics).
 
-Keys are numbered window first (W of them, whatever the position), then entries. All lengths are
-read on the device; the grid follows from the number of tokens and from host bounds alone.
+Keys are numbered window first (W of them, whatever the position), then entries. The kernels read
+all lengths on the device; the grid follows from the number of tokens and from host bounds alone.
 
-The rows' nope part is kept 2^-64 too small: an E4M3 byte shifted to bfloat16's place is its value
-times 2^-120, so that one multiplication by a bfloat16 power of two applies the scale of any row.
-The query carries the 2^64, exactly, and so does the output.
+The nope part of a row is kept 2^-64 too small. An E4M3 byte shifted to the place of a bfloat16 is
+its value times 2^-120, so that one multiplication by a bfloat16 power of two applies the scale of
+any row. The query carries the factor 2^64, exactly, and so does the output.
 
-A token's bits depend on the plan (BLOCK_K and the shares), so on the number of tokens of its step
-unless the plan is `invariant`, and not on the other tokens' values.
+A token's bits depend on the plan (BLOCK_K and the shares), hence on the number of tokens of its
+step unless the problem is `invariant`. They do not depend on the values of the other tokens.
 
-Where scales are wanted (ROUND), whoever writes the output rounds it for the grouped projection.
+With ROUND, the kernel that writes the output also rounds it for the grouped projection.
 
-State: bytes, 584 a key and token, and 4 A C for query and output (3 where it is rounded); 4 A C
-products a key. At 4.39 TB/s and 0.79 PFLOP/s, Flash: 640 keys take 0.1 us at 1 token, 2.7 and 3.4
-us at 32.
+Bytes: 584 a key and token, and 4 A C for query and output (3 A C if the output is rounded).
+Operations: 4 A C a key. The floors for 640 keys of Flash at 4.39 TB/s and 0.79 PFLOP/s are
+0.1 us for 1 token, and 2.7 and 3.4 us for 32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -41,14 +41,14 @@ from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
-# Where shares must not depend on the step: keys of a share.
+# Keys of a share, if shares must not depend on the step.
 FIXED_KEYS = 128
 LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
-# Of a program of the combining kernel.
+# Columns of one program of the kernel that combines parts.
 COMBINE_COLUMNS = 256
 MAX_HEAD_DIM = 4096
-# Tokens whose shares are in memory at once: 0.7 GB with Flash's heads.
+# The parts of so many tokens are in memory at once: 0.7 GB with Flash's heads.
 INVARIANT_TOKENS = 1024
 
 
@@ -407,8 +407,12 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendPlan:
-    """block_h heads and block_k keys a tile; the keys of a token in `splits` shares, of `share`
-    tiles each or, where that is 0, equal ones.
+    """How a problem is cut.
+
+    Attributes:
+        block_h, block_k: heads and keys of a tile.
+        splits: shares of the keys of a token.
+        share: tiles of a share; 0: all shares are equal.
     """
 
     block_h: int
@@ -429,24 +433,26 @@ class AttendPlan:
 
     @classmethod
     def invariant(cls, problem: "Problem") -> "AttendPlan":
-        """The same for every step of a model."""
+        """A plan that is the same for every step of a model."""
         block_k = 32
         share, splits = fixed_shares(problem, block_k)
         return cls(block_h=16, block_k=block_k, splits=splits, num_warps=8, share=share)
 
 
 def num_splits(programs: int, tiles: int) -> int:
-    """Shares of each token's tiles, for `programs` without sharing.
+    """The number of shares of each token's tiles; with one share there are `programs`.
 
-    No more than MAX_PROGRAMS: a second wave costs more than it gains, and so does a grid of all
-    multiprocessors while some still hold the kernel before.
+    The grid has at most MAX_PROGRAMS. A second wave would cost more than it gains, and so would a
+    grid of all multiprocessors while some still run the kernel before.
     """
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
-    """(tiles of a share, shares) for the longest sequence that the model takes: two compilations
-    of a kernel need not agree in bits, so that not even the number of shares may follow the step.
+    """(tiles of a share, shares) for the longest sequence that the model takes.
+
+    Two compilations of a kernel need not agree in bits, so not even the number of shares may depend
+    on the step.
     """
     if p.entries is None:
         return triton.cdiv(p.window.size, block_k), 1
@@ -460,7 +466,7 @@ def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
 
 
 def _columns(head_dim: int, rope: int) -> tuple[int, int]:
-    """(FIRST, REST): two tiles of half the columns where the first then has no rope."""
+    """(FIRST, REST): two tiles of half the columns, if the first has no rope; else (0, all)."""
     half = head_dim // 2
     if head_dim >= 256 and half & (half - 1) == 0 and rope <= half:
         return half, half
@@ -468,7 +474,7 @@ def _columns(head_dim: int, rope: int) -> tuple[int, int]:
 
 
 def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None) -> int:
-    """A host bound of the keys that any token of the step sees."""
+    """An upper bound, known on the host, of the keys that a token of the step sees."""
     if entries is None:
         return window.size
     if isinstance(entries, Selected):

@@ -1,13 +1,13 @@
-"""Compressors as one Triton kernel a layer: entries that complete, and state for later steps.
+"""Compressors as one Triton kernel a layer: completed entries, and state for later steps.
 
-A program looks at a few neighbouring tokens of one part; most complete nothing and keep nothing, so
-that a decode step of ratio 128 costs little more than its launch. An entry is one program's work
-whatever the batch: its bits depend on its own tokens alone. Rows of this step are read from the
-projection, earlier ones from the state's pool; those that are written there are of this step, so
-that no row is both read and written.
+A program takes a few neighbouring tokens of one part. Most tokens complete no entry and keep no
+state, so that a decode step of ratio 128 costs little more than its launch. The work for an entry
+is the same whatever the batch: its bits depend on its own tokens alone. The kernel reads rows of
+this step from the projection and earlier rows from the state pool. It writes only rows of this step
+to the pool, so that no row is both read and written.
 
-Bytes of a prefill token: 4 X of its projected row in each part; 8192 tokens of Flash at 4.39 TB/s
-take 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X 1024).
+Bytes of a prefill token: 4 X of its projected row in each part. The floors for 8192 tokens of Flash
+at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X 1024).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,17 +1,17 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program of the scores rotates and rounds its queries itself and reads keys a page at a time, which
-stand as rows of the product so that the sum over heads stays within a few threads. Scores are
-summed in one order whatever the batch, the chunk or the split.
+A program that computes scores rotates and rounds its queries itself. It reads the keys one page at
+a time. Keys are the rows of the GEMM, so that the sum over heads stays within a few threads. The
+order of that sum does not depend on the batch, the chunk or the split.
 
-Keys are FP4 and are unpacked to E4M3 in registers, where the exponents of a key's groups become
-those of its values: relative to the largest, which is left as one factor of the whole product. That
-is exact for every key (layout.py). A query is treated likewise, but a group whose scale is less
-than 2^-12 of its head's largest underflows, which changes a product by less than 2^-13 of the
-largest one.
+Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
+into its values, relative to the largest exponent, which is left as one factor of the whole product.
+That is exact for every key (layout.py). Queries are treated the same way, except that a group
+underflows if its scale is less than 2^-12 of its head's largest scale. That changes a product by
+less than 2^-13 of the largest one.
 
-Work of a token that sees E entries: 2 I C E operations, 1.42 PFLOP/s in FP8; bytes: E (C/2 + C/32)
-of keys a sequence, 4.39 TB/s.
+Work for a token that sees E entries: 2 I C E operations at 1.42 PFLOP/s in FP8, and E (C/2 + C/32)
+bytes of keys a sequence at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -28,19 +28,19 @@ from finwhale.ops.rounding import FP4_GROUP
 
 RATIO = 4
 PAGE_ROWS = (64, 128)
-# Columns of a product: heads of the queries that share a tile of keys.
+# Columns of the GEMM: the heads of all queries that share a tile of keys.
 PREFILL_COLUMNS = 128
-# Rows of the product that rotates a query: with fewer a decode's would be of another instruction
-# than a prefill's, whose sums may have other last bits.
+# Rows of the GEMM that rotates a query. With fewer rows, a decode would use another instruction
+# than a prefill, and sums could differ in their last bits.
 MIN_HEADS = 64
 STAGES = 4
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# Programs a multiprocessor that fill the GPU; a row's tiles are split between so many.
+# Programs a multiprocessor, which fill the GPU; the tiles of a row are split over all of them.
 DECODE_PROGRAMS = 4
 PREFILL_PROGRAMS = 8
-# Registers a thread: four programs of a decode and three of a prefill then run on a multiprocessor.
+# Registers a thread: a multiprocessor then runs four programs of a decode or three of a prefill.
 DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
-# Scores that stand in memory at once: of a prefill, about what the L2 cache holds.
+# Bytes of scores in memory at once; in a prefill about as many as the L2 cache holds.
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128

@@ -1,26 +1,28 @@
-"""mHC as Triton kernels, for H = 4 streams.
+"""mHC as Triton kernels, for H = 4 residual streams.
 
-Two passes over the streams. The first applies the pending post step, writes the new streams, and
-from the values as written takes the products with fn and the sum of squares, in parts over D. The
-second adds the parts and makes the gates and the block's normalised input.
+There are two passes over the residual streams. The first applies the pending post step and writes
+the new streams. From the written values it computes the GEMM with fn and the sum of squares, in
+parts over D. The second pass adds the parts, and computes the gates and the block's normalised
+input.
 
-- Up to FEW_TOKENS: `_streams_few_kernel`, 32 values of D a program, so that one token already
-  occupies D / 32 programs, then `_block_input_kernel`, whose second row of programs runs the
-  Sinkhorn iterations beside the block's input. With `early_launch` both start while the kernel
-  before them ends; until then they read weights, and nothing else.
-- More: `_planes_kernel` lays fn out, `_streams_many_kernel` takes D in slots, `_gates_kernel` has a
-  thread for each token, `_block_input_kernel` goes over the streams a second time.
+- Up to FEW_TOKENS run `_streams_few_kernel` and `_block_input_kernel`. A program of the first takes
+  32 values of D, so that one token already occupies D / 32 programs. A second row of programs of
+  the second kernel runs the Sinkhorn iterations beside the block's input. With `early_launch` both
+  start while the kernel before them ends; until it has ended they read nothing but weights.
+- More tokens run `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which takes D in
+  slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads the
+  residual streams a second time.
 
-The products are those of float32: a bfloat16 stream times fn, which is exactly the sum of three
-bfloat16 values, added up in float32, the small parts first. A row's bits depend neither on the
-other rows nor, up to FEW_TOKENS and again beyond, on how many there are.
+The GEMM is a float32 GEMM: fn is exactly the sum of three bfloat16 values, and each is multiplied
+by a bfloat16 stream and added in float32, the small parts first. The bits of a row do not depend on
+the other rows. They do not depend on the number of rows either, up to FEW_TOKENS and again above.
 
-Legend: N tokens, H streams, D hidden, M rows of fn, S parts ("slots") of the products.
+Legend: N tokens, H streams, D hidden, M rows of fn, S parts ("slots") of the GEMM.
 
-Bytes of `mhc_post_pre` with bf16 streams: 10 D values a token (x, residual, new streams, block
-input), 8 D more for the second pass once the streams outgrow L2, and fn once, 16 M D bytes. At
-4.39 TB/s that is at least, in microseconds for 1, 128, 8192 tokens (8192 with the second pass):
-Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
+Bytes of `mhc_post_pre` with bfloat16 streams: 10 D values a token (x, residual, new streams, block
+input), another 8 D for the second pass when the streams exceed the L2 cache, and fn once, 16 M D
+bytes. The floors at 4.39 TB/s, in microseconds for 1, 128 and 8192 tokens (8192 with the second
+pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
 """
 
 from dataclasses import dataclass, replace

@@ -1,20 +1,21 @@
-"""The draw as Triton kernels: temperature, min_p, top_k, top_p, and a token of what is left.
+"""The draw as Triton kernels: temperature, min_p, top_k and top_p, then a token of those left.
 
-Every token has a place in a row's order, (logit, lower id) as one integer. top_k and top_p keep the
-tokens from a place `least` on, which is looked for among few:
+The tokens of a row are ordered by (logit, lower id), as one integer. top_k and top_p keep the
+tokens from a place `least` on. The kernels find `least` by looking at few tokens:
 
-1. `_scan_kernel`, over parts of the vocabulary: how many tokens, and which weight, lie in each of
-   BINS equal ranges of logits. Only where a row of the batch has a top_k or a top_p.
-2. `_scan_kernel` again: the weight of the tokens above the ranges in which top_k and top_p end, and
-   a list of those in them.
-3. `_draw_kernel`, a row a program: `least`, the part in which the draw falls, the token.
+1. `_scan_kernel` counts the tokens, and sums the weight, in each of BINS equal ranges of logits. It
+   runs over parts of the vocabulary, and only if a row of the batch has a top_k or a top_p.
+2. A second `_scan_kernel` sums the weight of the tokens above the ranges in which top_k and top_p
+   end, and lists the tokens within those ranges.
+3. `_draw_kernel`, with a program for each row, finds `least`, the part in which the draw falls, and
+   the token.
 
-Weights are integers: their sums are the same in any order, and however a row is cut.
+Weights are integers: their sums do not depend on the order, or on how a row is cut.
 
-Bytes: the logits twice, three times with a top_k or a top_p, the pass for the largest logit
-included. At 4.39 TB/s, in microseconds for 1, 128, 256 rows of 129280 float32 logits: 0.4, 45, 90.
-Beside them the first scan adds atomically once for each token that has weight, and one row alone
-waits for a few dozen passes over its list.
+The kernels read the logits twice, or three times with a top_k or a top_p, including the pass for
+the largest logit. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256 rows of 129280
+float32 logits, are 0.4, 45 and 90. In addition, the first scan does one atomic addition for each
+token that has weight, and a single row waits for a few dozen passes over its list.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
