@@ -21,14 +21,14 @@ from finwhale.bench.works import CONFIGS, Draw, Sizes, works
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import results
 from finwhale.ops.mhc import mhc_triton as mhc
-from finwhale.ops.moe import triton_order
+from finwhale.ops.moe import dispatch_triton
 from finwhale.platform import Platform
 
 TOKENS = (1, 3, 40, 140, 200)
 # The same and what meets every plan of the experts: 0.75 to 150 pairs each.
 EXPERTS = 8
 EXPERTS_TOKENS = (*TOKENS, 60, 120)
-triton_order.FEW_PAIRS = 256
+dispatch_triton.FEW_PAIRS = 256
 mhc.MOST_TOKENS = 150
 
 

@@ -1,6 +1,5 @@
 """The AMD table on an NVIDIA GPU, with what is NVIDIA's alone switched off: the demo model."""
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -32,11 +31,6 @@ def amd() -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "choose_device", lambda name: (AMD, torch.device("cuda")))
         patch.setattr(runner, "load_builds", lambda *args: NothingToBuild())
-        load_ops(AMD)
-        for name, module in list(sys.modules.items()):
-            if name.startswith("finwhale.ops.") and hasattr(module, "early_launch"):
-                patch.setattr(module, "early_launch", lambda x, pays=True: {"PDL": False})
-        patch.setattr(sys.modules["finwhale.ops.moe.triton_experts"], "USES_ASM", False)
         yield LLM(**OPTIONS)
 
 

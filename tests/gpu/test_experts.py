@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from finwhale.ops.moe import ExpertWeight, triton_fold
-from finwhale.ops.moe import triton_experts as kernels
-from finwhale.ops.moe.hopper_experts import HopperPlan
+from finwhale.ops import load_ops
+from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import experts_hopper as kernels
+from finwhale.ops.moe.experts_hopper import HopperPlan
+from finwhale.ops.moe.experts_layout import tile_experts
+from finwhale.platform import Platform
+
+HOPPER, PORTABLE = load_ops(Platform("nvidia", "sm90")), load_ops(Platform("amd", "gfx942"))
 
 # D, I, E, K of Flash, Pro (fewer experts) and the demo model.
 SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 128, 16, 4)]
@@ -21,7 +26,7 @@ def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741
 
     codes = draw(0, 256, E, 2 * I, D // 2), draw(0, 256, E, D, I // 2)
     scales = draw(118, 123, E, 2 * I, D // 32), draw(118, 123, E, D, I // 32)
-    return triton_fold.finish(ExpertWeight(*codes, True, *scales))[0]
+    return tile_experts(ExpertWeight(*codes, True, *scales))[0]
 
 
 @pytest.mark.parametrize(("D", "I", "E", "K"), SIZES, ids=["flash", "pro", "demo"])
@@ -37,7 +42,7 @@ def test_one_token_has_the_bits_it_has_among_others(D: int, I: int, E: int, K: i
             routed = torch.rand(1, K, device="cuda", generator=generator)
             shared = torch.randn(1, D, device="cuda", generator=generator).bfloat16()
             alone, together = (
-                kernels.experts(
+                HOPPER.experts(
                     x.repeat(count, 1),
                     ids.repeat(count, 1),
                     routed.repeat(count, 1),
@@ -65,15 +70,14 @@ def test_hopper_s_kernels_agree_with_the_portable_ones(D: int, I: int, E: int, K
         score = torch.rand(num_tokens, E, device="cuda", generator=generator)
         ids = score.topk(K, 1).indices.int()
         routed = 0.1 + torch.rand(num_tokens, K, device="cuda", generator=generator)
-        found = kernels.experts(x, ids, routed, w, 10.0).float()
-        wanted = kernels.experts(x, ids, routed, w, 10.0, portable=True).float()
+        found = HOPPER.experts(x, ids, routed, w, 10.0).float()
+        wanted = PORTABLE.experts(x, ids, routed, w, 10.0).float()
         assert (found - wanted).norm() < 1e-2 * wanted.norm(), num_tokens
 
 
-def every_plan(num_experts: int) -> list[kernels.Plan]:
+def every_plan(num_experts: int) -> list[HopperPlan]:
     """Those that 1 to 300 pairs an expert take."""
-    device = torch.device("cuda")
-    plans = [kernels.plan(each * num_experts, num_experts, device) for each in range(1, 301)]
+    plans = [kernels.plan(each * num_experts, num_experts) for each in range(1, 301)]
     return list(dict.fromkeys(plans))
 
 
@@ -90,7 +94,7 @@ def test_a_token_has_the_same_bits_by_every_plan(
     Each plan runs eight times: a read that a copy overtakes is wrong in some runs only.
     """
     plans = every_plan(E)
-    assert {plan.hopper.groups for plan in plans if plan.hopper} == {1, 2, 4}
+    assert {plan.groups for plan in plans} == {1, 2, 4}
     w = weights(D, I, E)
     generator = torch.Generator("cuda").manual_seed(0)
     for pairs, skew in ((3, 0.0), (48, 0.1), (94, 0.0), (120, 0.1), (192, 0.03)):
@@ -105,7 +109,7 @@ def test_a_token_has_the_same_bits_by_every_plan(
         for plan in plans:
             monkeypatch.setattr(kernels, "plan", lambda *_, plan=plan: plan)
             for _ in range(8):
-                found = kernels.experts(x, ids, routed, w, 10.0)
+                found = HOPPER.experts(x, ids, routed, w, 10.0)
                 wanted = found if wanted is None else wanted
                 assert torch.equal(found, wanted), (pairs, plan)
         assert wanted is not None and wanted.isfinite().all()
@@ -118,7 +122,7 @@ def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch)
     x = torch.randn(400, 384, device="cuda", generator=generator).bfloat16()
     ids = torch.rand(400, 16, device="cuda", generator=generator).topk(4, 1).indices.int()
     routed = torch.rand(400, 4, device="cuda", generator=generator)
-    four = kernels.experts(x, ids, routed, w, 10.0)
-    one = kernels.Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4)))
+    four = HOPPER.experts(x, ids, routed, w, 10.0)
+    one = HopperPlan(64, 1, (1, 3), (1, 4))
     monkeypatch.setattr(kernels, "plan", lambda *_: one)
-    assert torch.equal(kernels.experts(x, ids, routed, w, 10.0), four)
+    assert torch.equal(HOPPER.experts(x, ids, routed, w, 10.0), four)

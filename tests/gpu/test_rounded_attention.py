@@ -40,8 +40,9 @@ def check(ops: Ops, args: Any, w: Any) -> None:
     x_NGK = out.view(len(out), len(w.weight), -1)
     values, scales = quantise(x_NGK)
     wanted = ops.grouped_linear(x_NGK, w)
-    rounded, rounded_scales = ops.grouped_input(q.flatten(1), q.shape[2], w)
-    assert rounded_scales is not None
+    form = ops.grouped_form(w, q.shape[2])
+    assert form is not None and len(q) >= form.min_tokens
+    rounded, rounded_scales = form.empty(len(q))
     ops.sparse_attention(*args[:8], rounded.view(q.shape), rounded_scales)
     assert wanted.isfinite().all()
     assert same(rounded, values) and same(rounded_scales, scales.flatten(1))

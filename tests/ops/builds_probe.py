@@ -26,21 +26,22 @@ from triton.runtime import driver
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.engine.rank.graphs import prefill_sizes
-from finwhale.engine.rank.launch_signatures import Walk, numbers
+from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.model import DeepseekV4, launch_sizes
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import load_ops
 from finwhale.ops.builds import triton_cache
-from finwhale.ops.builds.kernels import KernelBuilds
+from finwhale.ops.builds.kernel_builds import KernelBuilds
 from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
+from finwhale.ops.builds.sizes import LaunchSizes
 from finwhale.ops.builds.worker import NoDriver
-from finwhale.ops.moe import triton_experts, triton_order
+from finwhale.ops.moe import dispatch_triton, experts_hopper
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling import cases as sampling
 from finwhale.platform import Platform
@@ -64,17 +65,8 @@ ALL_CAPTURED = replace(
 )
 
 
-def early(x: Tensor, pays: bool = True) -> dict[str, Any]:
-    return {"PDL": True, "launch_pdl": True} if pays else {"PDL": False}
-
-
-def pretend_hopper() -> None:
-    for module in list(sys.modules.values()):
-        if hasattr(module, "early_launch"):
-            module.early_launch = early  # type: ignore[attr-defined]
-    plan = triton_experts.plan
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)  # type: ignore[assignment]
-    triton_experts.plan = lambda pairs, count, device: plan(pairs, count, torch.device("cuda"))
+# No step is captured: decodes, too, have any number of tokens and any context.
+EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
 
 def small_flash() -> ModelConfig:
@@ -91,7 +83,7 @@ def small_flash() -> ModelConfig:
     )
 
 
-class Sample(Walk):
+class Sample(SignatureRun):
     """Every number of tokens, each with contexts drawn at random."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
@@ -102,10 +94,13 @@ class Sample(Walk):
 
         for n in self.largest.prefill_graphs:
             yield n, n, [(length(), draw.choice((1, 2, n))) for _ in range(40)]
-        for n in range(max(self.largest.prefill_graphs) + 1, self.largest.num_tokens + 1):
-            yield n, n, [(length(), n)]
+        captured = max(self.largest.prefill_graphs, default=1)
+        for n in range(captured + 1, self.largest.num_tokens + 1):
+            yield n, n, [(length(), n) for _ in range(10 if n <= 64 else 1)]
         for n in self.largest.decode_graphs:
             yield n, 1, [(self.largest.max_len, 1)]
+        for n in range(1, self.largest.num_seqs + 1) if self.eager else ():
+            yield n, 1, [(length(), 1) for _ in range(40)]
 
 
 def names(variants: list[Variant]) -> set[tuple[str, str]]:
@@ -119,20 +114,22 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
         found: set[tuple[object, ...]] = set()
         for n in counts:
             pairs = n * topk
-            block_n = triton_experts.plan(pairs, experts, torch.device("cpu")).block_n
+            block_n = experts_hopper.plan(pairs, experts).block_rows
             padded = -(-(pairs + 7 * min(pairs, experts)) // 8) * 8
             slots = experts + padded // block_n
-            if pairs > triton_order.FEW_PAIRS:
+            if pairs > dispatch_triton.FEW_PAIRS:
                 found.add((block_n, "many"))
                 continue
             sizes = pairs, min(1024, pairs, slots)
             found.add((block_n, *(next_power_of_2(size) for size in sizes)))
         return found
 
+    model = replace(launch_sizes(small_flash()), num_experts=experts, experts_per_token=topk)
+    sizes = LaunchSizes(OPS, model)
     return [
         f"{experts} experts from {first} tokens on: {key}"
         for first in (1, 513)
-        for key in keys(range(first, last + 1)) - keys(numbers(first, last))
+        for key in keys(range(first, last + 1)) - keys(sizes.tokens(first, last))
     ]
 
 
@@ -246,7 +243,6 @@ def load_all(variants: list[Variant]) -> None:
 
 def main() -> None:
     driver.set_active(NoDriver(GPUTarget("cuda", 90, 32)))
-    pretend_hopper()
     config, cpu = small_flash(), torch.device("cpu")
     weights: list[Any] = []
 
@@ -268,11 +264,15 @@ def main() -> None:
     model = DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
-    walked = collect(Walk(model, groups, OPS, cache, LARGEST, eager=False))
+    walked = collect(SignatureRun(model, groups, OPS, cache, LARGEST, eager=False))
     every = collect(Sample(model, groups, OPS, cache, LARGEST, eager=False))
     missing = names(every) - names(walked)
     missing |= names(collect(Sample(model, groups, OPS, cache, ALL_CAPTURED, eager=False))) - names(
-        collect(Walk(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
+        collect(SignatureRun(model, groups, OPS, cache, ALL_CAPTURED, eager=False))
+    )
+
+    missing |= names(collect(Sample(model, groups, OPS, cache, EAGER, eager=True))) - names(
+        collect(SignatureRun(model, groups, OPS, cache, EAGER, eager=True))
     )
 
     def choices() -> None:

@@ -39,7 +39,7 @@ from finwhale.ops.linear import linear_triton as linear
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import ExpertWeight
-from finwhale.ops.moe import triton as moe
+from finwhale.ops.moe import router_triton as moe
 from finwhale.ops.norm import rms_norm_triton as norm
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import sample_triton as sampling

@@ -1,17 +1,22 @@
 """Calls of the routed experts' kernels, which sm90_compile.py compiles for SM90."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertWeight, hopper_experts, hopper_one, triton_fold, triton_order
-from finwhale.ops.moe import triton_experts as kernels
-from finwhale.ops.moe.hopper_experts import HopperPlan
+from finwhale.ops.moe import (
+    ExpertWeight,
+    combine_triton,
+    dispatch_triton,
+    experts_hopper,
+    experts_hopper_one_token,
+    experts_triton,
+)
+from finwhale.ops.moe.experts_hopper import HopperPlan
+from finwhale.ops.moe.experts_layout import tile_experts
+from finwhale.ops.moe.experts_triton import Plan
 
 from .sm90_compile import f32, meta
 
@@ -19,12 +24,12 @@ from .sm90_compile import f32, meta
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 128, 16, 4)}
 # Every plan that plan() makes for Hopper, and one of those for other GPUs.
 PLANS = (
-    kernels.Plan(16, hopper=HopperPlan(1, (1, 4), (1, 4))),
-    kernels.Plan(32, hopper=HopperPlan(1, (1, 6), (1, 6))),
-    kernels.Plan(64, hopper=HopperPlan(1, (1, 3), (1, 4))),
-    kernels.Plan(128, hopper=HopperPlan(4, (2, 4), (2, 4))),
-    kernels.Plan(256, hopper=HopperPlan(2, (1, 4), (4, 4))),
-    kernels.Plan(16, (128, 4, 8), (64, 4, 4)),
+    HopperPlan(16, 1, (1, 4), (1, 4)),
+    HopperPlan(32, 1, (1, 6), (1, 6)),
+    HopperPlan(64, 1, (1, 3), (1, 4)),
+    HopperPlan(128, 4, (2, 4), (2, 4)),
+    HopperPlan(256, 2, (1, 4), (4, 4)),
+    Plan(16, (128, 4, 8), (64, 4, 4)),
 )
 
 
@@ -32,37 +37,37 @@ def u8(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.uint8)
 
 
-def call(D: int, I: int, E: int, K: int, N: int, plan: kernels.Plan) -> None:  # noqa: E741
+def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | Plan) -> None:  # noqa: E741
     w = ExpertWeight(u8(E, 2 * I, D // 2), u8(E, D, I // 2), True)
     w = ExpertWeight(w.w13, w.w2, True, u8(E, 2 * I, D // 32), u8(E, D, I // 32))
-    folded, _ = triton_fold.finish(w)
-    ids, weights = meta(N, K, dtype=torch.int32), f32(N, K)
-    each = kernels._launch(meta(N, D), ids, weights, folded, 10.0, plan)
-    kernels._sum(each, ids, meta(N, D), N)
+    tiled, _ = tile_experts(w)
+    x, ids, weights, each = meta(N, D), meta(N, K, dtype=torch.int32), f32(N, K), meta(N, K, D)
+    if N == 1 and isinstance(plan, HopperPlan):
+        experts_hopper_one_token.launch(x, weights, ids, tiled, 10.0, each)
+    else:
+        order = dispatch_triton.order_one_token if N == 1 else partial(order_pairs, E)
+        pairs = order(ids, plan.block_rows)
+        if isinstance(plan, HopperPlan):
+            experts_hopper.launch(x, weights, pairs, tiled, 10.0, plan, each)
+        else:
+            experts_triton.launch(x, weights, pairs, tiled, 10.0, plan, each)
+    combine_triton.combine(each, ids, meta(N, D), early_launch=True)
 
 
-def early(x: Tensor, pays: bool = True) -> dict[str, bool]:
-    return {"PDL": pays, "launch_pdl": pays}
-
-
-def call_as_on_a_gpu(*args: Any) -> None:
-    """No tensor here is on one."""
-    with ExitStack() as stack:
-        for module in (kernels, triton_order, hopper_experts, hopper_one):
-            stack.enter_context(patch.object(module, "early_launch", early))
-        call(*args)
+def order_pairs(num_experts: int, ids: Tensor, block_rows: int) -> dispatch_triton.OrderedPairs:
+    return dispatch_triton.order_pairs(ids, num_experts, block_rows, early_launch=True)
 
 
 def calls() -> dict[str, Callable[[], None]]:
     found = {}
     for name, (D, I, E, K) in MODELS.items():  # noqa: E741
         for plan in PLANS:
-            if plan.block_n > 64 and name == "demo":
+            if plan.block_rows > 64 and name == "demo":
                 continue  # Flash's with fewer steps; they take longest to compile
-            for N in (1, 8, 8192) if plan.block_n in (16, 256) else (1024,):
-                kind = "hopper" if plan.hopper else "portable"
-                key = f"{name}-{kind}-{plan.block_n}-{N}"
-                found[key] = partial(call_as_on_a_gpu, D, I, E, K, N, plan)
+            for N in (1, 8, 8192) if plan.block_rows in (16, 256) else (1024,):
+                kind = "hopper" if isinstance(plan, HopperPlan) else "portable"
+                key = f"{name}-{kind}-{plan.block_rows}-{N}"
+                found[key] = partial(call, D, I, E, K, N, plan)
     return found
 
 

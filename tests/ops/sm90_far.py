@@ -32,7 +32,7 @@ def calls() -> dict[str, Callable[[], None]]:
             )
     D, I, E, _ = experts.MODELS["pro"]  # noqa: E741
     for number, plan in enumerate(experts.PLANS):
-        call = partial(experts.call_as_on_a_gpu, D, I, E, 8, PAIR_TOKENS, plan)
+        call = partial(experts.call, D, I, E, 8, PAIR_TOKENS, plan)
         found[f"experts-{number}"] = call
     return found
 

@@ -121,17 +121,19 @@ def test_against_the_reference(case: OpCase) -> None:
         assert_close(one, other, case)
 
 
-@pytest.mark.parametrize("case", [c for c in moe_cases.CASES if len(c.by_token) == 4], ids=str)
-def test_the_shared_expert_s_output_is_read_after_the_join(case: OpCase) -> None:
-    *given, wanted = case.args()
-    for ops in (CPU, REFERENCE):
-        x, ids, weights, w, limit = lay_out(ops, tuple(given))
-        shared, joined = torch.zeros_like(wanted), list[Tensor]()
-        found = ops.experts(
-            x, ids, weights, w, limit, shared, lambda s=shared, j=joined: j.append(s.copy_(wanted))
-        )
-        assert len(joined) == 1
-        assert torch.equal(found, ops.experts(x, ids, weights, w, limit, wanted.clone()))
+@pytest.mark.parametrize("case", [c for c in CASES if c.operator == "experts"], ids=str)
+def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
+    """Every pair that is not skipped once, those of an expert together, by k and then by token."""
+    x, ids, weights, w, limit, *_ = lay_out(CPU, case.args())
+    pairs = CPU.experts_dispatch(ids, len(w.w2))
+    flat = ids.T.reshape(-1)
+    used = [place for place in flat.argsort(stable=True).tolist() if flat[place] >= 0]
+    assert pairs.order.tolist() == used
+    assert [e for e, n in zip(pairs.experts, pairs.counts, strict=True) for _ in range(n)] == [
+        int(flat[place]) for place in used
+    ]
+    each = CPU.experts_compute(x, weights, pairs, w, limit)
+    assert each.shape == (*ids.shape, x.shape[1])
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.by_token], ids=str)

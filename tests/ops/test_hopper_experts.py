@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.ops.moe.hopper_experts import _cut
+from finwhale.ops.moe.experts_hopper import _cut
 
 
 def test_programs_share_all_rows() -> None:

@@ -26,13 +26,13 @@ BOUNDED = {
     ("indexer.topk_triton._select_kernel", "candidates_ptr"),
     ("indexer.topk_triton._select_kernel", "out_ptr"),
     # All experts together have no more pairs than a step.
-    ("moe.triton_order._order_many_kernel", "order_ptr"),
-    ("moe.triton_order._order_many_kernel", "blocks_ptr"),
+    ("moe.dispatch_triton._order_many_kernel", "order_ptr"),
+    ("moe.dispatch_triton._order_many_kernel", "blocks_ptr"),
     # Blocks hold places of pairs and the number of an expert, which is below 2^10.
-    ("moe.hopper_experts._gate_up_kernel", "unit_ptr"),
-    ("moe.hopper_experts._down_kernel", "unit_ptr"),
-    ("moe.triton_experts._gate_up_kernel", "unit_ptr"),
-    ("moe.triton_experts._down_kernel", "unit_ptr"),
+    ("moe.experts_hopper._gate_up_kernel", "unit_ptr"),
+    ("moe.experts_hopper._down_kernel", "unit_ptr"),
+    ("moe.experts_triton._gate_up_kernel", "unit_ptr"),
+    ("moe.experts_triton._down_kernel", "unit_ptr"),
 }
 
 

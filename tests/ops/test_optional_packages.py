@@ -96,8 +96,8 @@ import json, sys
 import torch
 from pathlib import Path
 import deep_gemm
-from finwhale.ops.builds.products import Products
-from finwhale.ops.linear import linear_deepgemm as deepgemm
+from finwhale.ops.builds.deepgemm_builds import DeepGemmKernels
+from finwhale.ops.linear import linear_deepgemm
 from finwhale.ops.linear import LinearWeight
 deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
 from finwhale.ops.linear.quantise_triton import empty_quantised
@@ -106,7 +106,7 @@ def deepgemm_empty(x, num_rows):
     return y.squeeze(1), s.squeeze(1)
 folder = Path(sys.argv[1]) / "deepgemm" / "cache"
 folder.mkdir(parents=True)
-products = Products(folder)
+products = DeepGemmKernels(folder)
 products.install()
 w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), True, torch.ones(2, 16))
 def linear(n):

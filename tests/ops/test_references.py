@@ -440,6 +440,14 @@ def naive_experts(
     return [out]
 
 
+def naive_experts_combine(each: Floats, ids: Floats, shared: Floats | None = None) -> list[Floats]:
+    out = np.zeros_like(each[:, 0]) if shared is None else shared.copy()
+    for n, k in np.ndindex(*ids.shape):
+        if ids[n, k] >= 0:
+            out[n] += each[n, k]
+    return [out]
+
+
 def naive_swiglu_mlp(x: Floats, w: Any, limit: float) -> list[Floats]:
     w13, w2 = f64(w.w13), f64(w.w2)
     return [np.array([expert(row, w13, w2, limit, w.round_input) for row in x])]
@@ -539,8 +547,10 @@ def test_selections_of_real_values(ops: Ops, rounds: bool, chunks: Chunks) -> No
 
 def test_every_operator_is_covered() -> None:
     covered = {case.operator for case in SMALL}
+    assert "experts" in covered
+    covered |= {"experts_dispatch", "experts_compute"}  # with "experts", in every case of it
     uncovered = {name for name, _ in REFERENCE.implementations()} - covered
-    others = {"prepare_linear", "prepare_experts", "finish_experts", "sample", "grouped_input"}
+    others = {"prepare_linear", "prepare_experts", "finish_experts", "sample", "grouped_form"}
     assert uncovered == others
     compressed = [case.args()[0] for case in SMALL if case.operator == "compress"]
     assert {parts[0].weight.ratio for parts in compressed} == {4, 128}
@@ -552,8 +562,7 @@ def test_every_operator_is_covered() -> None:
 def test_a_grouped_linear_takes_what_was_rounded_before() -> None:
     draw = Draw()
     x, w = draw.outliers(5, 2, 384), LinearWeight(draw.normal(2, 24, 384), True)
-    empty, scales = REFERENCE.grouped_input(x.flatten(1), 128, w)
-    assert empty.shape == x.shape and scales is None
+    assert REFERENCE.grouped_form(w, 128) is None
     values, scales = scaled_e4m3(x.flatten(1), 128)
     found = REFERENCE.grouped_linear(values.view(x.shape), w, scales)
     assert torch.equal(found, REFERENCE.grouped_linear(x, w))

@@ -21,10 +21,10 @@ SPILLING = {
     "attention.sparse_attention_triton._attend_kernel": 256,
     "indexer.select_entries_triton._scores_kernel": 16,
     "attention.sparse_attention_hopper._attend_kernel": 32,
-    "moe.hopper_experts._gate_up_kernel": 64,
-    "moe.hopper_experts._down_kernel": 64,
-    "moe.hopper_one._one_gate_up_kernel": 64,
-    "moe.hopper_one._one_down_kernel": 64,
+    "moe.experts_hopper._gate_up_kernel": 64,
+    "moe.experts_hopper._down_kernel": 64,
+    "moe.experts_hopper_one_token._one_gate_up_kernel": 64,
+    "moe.experts_hopper_one_token._one_down_kernel": 64,
 }
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 

@@ -12,13 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertWeight, ref, triton_fold, triton_order
-from finwhale.ops.moe import triton_experts as kernels
+from finwhale.ops import load_ops
+from finwhale.ops.moe import ExpertWeight, dispatch_triton
+from finwhale.ops.moe import experts_triton as kernels
+from finwhale.ops.moe.combine_triton import combine
+from finwhale.ops.moe.experts_layout import TiledExperts, tile_experts
+from finwhale.platform import Platform
 
 from .kernels_support import Inputs
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LIMIT = 0.7
+KERNELS = load_ops(Platform("amd", "gfx942"))
+REFERENCE = load_ops(Platform.cpu(), reference=True)
 
 
 def fp4(inputs: Inputs, *shape: int, spread: int) -> tuple[Tensor, Tensor]:
@@ -46,7 +52,7 @@ def weights_of(E: int, D: int, I: int, spread: int) -> tuple[ExpertWeight, Exper
     return ExpertWeight(w13, w2, True, scale13, scale2), wanted
 
 
-def folded(w: ExpertWeight) -> triton_fold.FoldedExperts:
+def tiled(w: ExpertWeight) -> TiledExperts:
     assert w.scale13 is not None and w.scale2 is not None
     copy = replace(
         w,
@@ -55,7 +61,7 @@ def folded(w: ExpertWeight) -> triton_fold.FoldedExperts:
         scale13=w.scale13.clone(),
         scale2=w.scale2.clone(),
     )
-    result, changed = triton_fold.finish(copy)
+    result, changed = tile_experts(copy)
     assert changed == 0
     return result
 
@@ -87,21 +93,9 @@ def test_against_the_reference(size: tuple[int, ...], with_shared: bool) -> None
     x, ids, weights = pairs_of(N, D, E, K)
     ids[N // 2 :: 5, 0] = -1
     shared = Inputs(2).normal(N, D, dtype=torch.bfloat16) if with_shared else None
-    found = kernels.experts(x, ids, weights, folded(raw), LIMIT, shared)
-    expected = ref.experts(x.float(), ids, weights, wanted, LIMIT)
+    found = KERNELS.experts(x, ids, weights, tiled(raw), LIMIT, shared)
+    expected = REFERENCE.experts(x.float(), ids, weights, wanted, LIMIT)
     assert_near(found, expected if shared is None else expected + shared.float())
-
-
-@pytest.mark.parametrize("N", (0, 1, 3))
-def test_the_shared_expert_s_output_is_read_after_the_join(N: int) -> None:
-    raw, _ = weights_of(3, 128, 128, 3)
-    x, ids, weights = pairs_of(4, 128, 3, 2)
-    given = x[:N], ids[:N], weights[:N], folded(raw), LIMIT
-    wanted = Inputs(2).normal(N, 128, dtype=torch.bfloat16)
-    shared, joined = torch.zeros_like(wanted), list[Tensor]()
-    found = kernels.experts(*given, shared, lambda: joined.append(shared.copy_(wanted)))
-    assert len(joined) == 1
-    assert torch.equal(found, kernels.experts(*given, wanted))
 
 
 def test_one_token_s_experts_lie_elsewhere() -> None:
@@ -109,10 +103,10 @@ def test_one_token_s_experts_lie_elsewhere() -> None:
     raw, wanted = weights_of(2, 128, 128, 3)
     x, _, weights = pairs_of(1, 128, 2, 2)
     weights = Inputs(3).normal(1, 6).abs()
-    w = folded(raw)
+    w = tiled(raw)
     for ids in ([[-1, -1, -1, 0, -1, -1]], [[-1, 1, -1, -1, -1, 0]]):
-        found = kernels.experts(x, torch.tensor(ids, dtype=torch.int32), weights, w, LIMIT)
-        expected = ref.experts(x.float(), torch.tensor(ids), weights, wanted, LIMIT)
+        found = KERNELS.experts(x, torch.tensor(ids, dtype=torch.int32), weights, w, LIMIT)
+        expected = REFERENCE.experts(x.float(), torch.tensor(ids), weights, wanted, LIMIT)
         assert_near(found, expected)
 
 
@@ -120,11 +114,11 @@ def test_the_routing_weight_is_applied_before_rounding() -> None:
     """Rounding after it, as the authors do, and before it give results 4% apart."""
     raw, wanted = weights_of(3, 128, 256, 3)
     x, ids, weights = pairs_of(6, 128, 3, 2)
-    found = kernels.experts(x, ids, weights, folded(raw), LIMIT).float()
+    found = KERNELS.experts(x, ids, weights, tiled(raw), LIMIT).float()
     given = x.float().repeat_interleave(2, 0), ids.view(-1, 1)
-    unweighted = ref.experts(*given, torch.ones(12, 1), wanted, LIMIT)
+    unweighted = REFERENCE.experts(*given, torch.ones(12, 1), wanted, LIMIT)
     weighted_later = (unweighted.view(6, 2, 128) * weights[:, :, None]).sum(1)
-    expected = ref.experts(x.float(), ids, weights, wanted, LIMIT)
+    expected = REFERENCE.experts(x.float(), ids, weights, wanted, LIMIT)
     assert (found - expected).norm() < 0.005 * expected.norm()
     assert (found - weighted_later).norm() > 0.02 * expected.norm()
 
@@ -132,16 +126,19 @@ def test_the_routing_weight_is_applied_before_rounding() -> None:
 def test_rows_apart_and_no_token() -> None:
     raw, _ = weights_of(3, 128, 128, 3)
     x, ids, weights = pairs_of(2, 128, 3, 2)
-    w = folded(raw)
+    w = tiled(raw)
     apart = torch.cat((x, x), 1)[:, :128]
     assert torch.equal(
-        kernels.experts(apart, ids, weights, w, LIMIT), kernels.experts(x, ids, weights, w, LIMIT)
+        KERNELS.experts(apart, ids, weights, w, LIMIT), KERNELS.experts(x, ids, weights, w, LIMIT)
     )
-    assert kernels.experts(x[:0], ids[:0], weights[:0], w, LIMIT).shape == (0, 128)
+    assert KERNELS.experts(x[:0], ids[:0], weights[:0], w, LIMIT).shape == (0, 128)
 
 
-def summed(x: Tensor, ids: Tensor, weights: Tensor, w: ExpertWeight, plan: kernels.Plan) -> Tensor:
-    return kernels._sum(kernels._launch(x, ids, weights, w, LIMIT, plan), ids, None, len(x))
+def summed(x: Tensor, ids: Tensor, weights: Tensor, w: TiledExperts, plan: kernels.Plan) -> Tensor:
+    pairs = dispatch_triton.order_pairs(ids, len(w.w2), plan.block_rows, early_launch=False)
+    each = x.new_empty(*ids.shape, x.shape[1])
+    kernels.launch(x, weights, pairs, w, LIMIT, plan, each)
+    return combine(each, ids)
 
 
 # (pairs, experts, chunk, chunks at a time): one program for an expert; one chunk; a rest of a
@@ -157,14 +154,16 @@ def test_pairs_are_ordered_by_expert(
     pairs, experts, chunk, scanned = size
     block_n = 16
     if chunk:
-        monkeypatch.setattr(triton_order, "FEW_PAIRS", 16)
-        monkeypatch.setattr(triton_order, "CHUNK", chunk)
-        monkeypatch.setattr(triton_order, "SCAN_CHUNKS", scanned)
+        monkeypatch.setattr(dispatch_triton, "FEW_PAIRS", 16)
+        monkeypatch.setattr(dispatch_triton, "CHUNK", chunk)
+        monkeypatch.setattr(dispatch_triton, "SCAN_CHUNKS", scanned)
     ids = torch.randint(-1, experts, (pairs, 1), generator=Inputs().generator)
     ids[ids == 1] = 0  # an expert without pairs, and one with several blocks
     monkeypatch.setattr(torch, "empty", partial(torch.full, fill_value=99))
-    order, place, blocks = triton_order.order_pairs(ids, experts, block_n)
+    found = dispatch_triton.order_pairs(ids, experts, block_n, early_launch=False)
     monkeypatch.undo()
+    order, place, blocks = found.order, found.place, found.blocks
+    assert place is not None
     wanted_place, wanted_blocks, first = torch.full((pairs,), -1), [], 0
     for expert in range(experts):
         mine = (ids[:, 0] == expert).nonzero()[:, 0]
@@ -185,17 +184,17 @@ def test_many_tokens_give_a_token_the_bits_it_has_alone(
     whole group of hidden values, and one that leaves them to the next launch.
     """
     raw, _ = weights_of(3, 128, 128, 3)
-    w = folded(raw)
+    w = tiled(raw)
     x, ids, weights = pairs_of(40, 128, 3, 2)
     ids[7] = -1
-    monkeypatch.setattr(triton_order, "FEW_PAIRS", 32)
+    monkeypatch.setattr(dispatch_triton, "FEW_PAIRS", 32)
     plan = kernels.Plan(16, (block_i, 2, 8), (128, 2, 4))
-    monkeypatch.setattr(triton_order, "CHUNK", 32)
+    monkeypatch.setattr(dispatch_triton, "CHUNK", 32)
     together = summed(x, ids, weights, w, plan)
     assert together[7].count_nonzero() == 0
     for token in (0, 7, 39):
         row = slice(token, token + 1)
-        alone = kernels.experts(x[row], ids[row], weights[row], w, LIMIT)
+        alone = KERNELS.experts(x[row], ids[row], weights[row], w, LIMIT)
         assert torch.equal(alone, together[row])
 
 
@@ -206,16 +205,16 @@ def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
     w = ExpertWeight(codes, codes.clone(), True, exponents, exponents.clone())
     far = (codes[0, 64:, 16:32] & 0x77).long()
     values = (far & 7 > 0).sum() + (far >> 4 > 0).sum()
-    _, changed = triton_fold.finish(w)
+    _, changed = tile_experts(w)
     assert changed == 2 * values
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:
     raw, wanted = weights_of(3, 128, 128, 3)
     with pytest.raises(ValueError, match="FP4"):
-        triton_fold.finish(wanted)
+        tile_experts(wanted)
     x, ids, weights = pairs_of(2, 128, 3, 2)
     with pytest.raises(ValueError, match="bfloat16"):
-        kernels.experts(x.float(), ids, weights, folded(raw), LIMIT)
+        KERNELS.experts(x.float(), ids, weights, tiled(raw), LIMIT)
     with pytest.raises(ValueError, match="contiguous"):
-        kernels.experts(x, ids.T.contiguous().T, weights, folded(raw), LIMIT)
+        KERNELS.experts(x, ids.T.contiguous().T, weights, tiled(raw), LIMIT)

@@ -243,7 +243,7 @@ def deepgemm(monkeypatch: pytest.MonkeyPatch) -> Any:
 def with_own_bits(deepgemm: Any) -> Any:
     """The same functions as the batch-invariant table has them."""
     return SimpleNamespace(
-        grouped_input=partial(deepgemm.grouped_input, invariant=True),
+        grouped_form=partial(deepgemm.grouped_form, min_tokens=1),
         grouped_linear=partial(deepgemm.grouped_linear, options=INVARIANT),
     )
 
@@ -255,11 +255,12 @@ def test_an_input_rounded_before(num_tokens: int, own_bits: bool, deepgemm: Any)
     inputs, table = Inputs(), with_own_bits(deepgemm) if own_bits else deepgemm
     w, _ = e4m3_weight(inputs, 2, 128, 256)
     x = inputs.outliers(num_tokens, 2, 256, dtype=torch.bfloat16)
-    found, scales = table.grouped_input(x.flatten(1), 128, w)
-    assert found.shape == x.shape
-    if num_tokens < (1 if own_bits else 2):
-        assert scales is None and found.dtype == x.dtype
+    form = table.grouped_form(w, 128)
+    assert form is not None and form.min_tokens == (1 if own_bits else 2)
+    if num_tokens < form.min_tokens:
         return
+    found, scales = form.empty(num_tokens)
+    assert found.shape == x.shape
     values, wanted_scales = quantise_triton.quantise(x)
     found.copy_(values)
     scales.copy_(wanted_scales.flatten(1))
@@ -272,13 +273,11 @@ def test_what_the_projection_cannot_take_rounded(deepgemm: Any) -> None:
     """Groups across heads, and weights that DeepGEMM does not take."""
     inputs = Inputs()
     w, _ = e4m3_weight(inputs, 2, 128, 256)
-    x = inputs.normal(5, 512, dtype=torch.bfloat16)
     plain = LinearWeight(inputs.normal(2, 128, 256, dtype=torch.bfloat16), True)
     unrounded = replace(w, round_input=False)
     for head_dim, weight in ((64, w), (128, plain), (128, unrounded)):
         for table in (deepgemm, with_own_bits(deepgemm)):
-            found, scales = table.grouped_input(x, head_dim, weight)
-            assert scales is None and found.dtype == torch.bfloat16
+            assert table.grouped_form(weight, head_dim) is None
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 17, 70])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.moe import ref
-from finwhale.ops.moe import triton as kernels
+from finwhale.ops.moe import router_triton as kernels
 
 from .kernels_support import DTYPES, Inputs, assert_close
 

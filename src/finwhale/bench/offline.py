@@ -217,22 +217,22 @@ class Bench:
         model = self.engine.runner.model
         assert isinstance(model, DeepseekV4)
         layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
-        kept = [layer.ffn.experts for layer in layers]
+        kept = [layer.ffn.dispatch for layer in layers]
 
         def counting(run: Any) -> Any:
-            def experts(x: Any, ids: Any, *args: Any) -> Any:
+            def dispatch(ids: Any, num_experts: int) -> Any:
                 hits.append(len(set(ids.flatten().tolist()) - {-1}))
-                return run(x, ids, *args)
+                return run(ids, num_experts)
 
-            return experts
+            return dispatch
 
         for layer, run in zip(layers, kept, strict=True):
-            layer.ffn.experts = counting(run)
+            layer.ffn.dispatch = counting(run)
         try:
             self.engine.runner.forward(self._chunks())
         finally:
             for layer, run in zip(layers, kept, strict=True):
-                layer.ffn.experts = run
+                layer.ffn.dispatch = run
         return sum(hits) / len(hits)
 
     def _weight_bytes(self) -> tuple[float, float]:

@@ -71,7 +71,9 @@ PAGED = {
     "select_entries": (0, 1, 4, 5),
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
-NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_input")
+NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
+# Timed and checked as one, because what they pass to each other is the table's own.
+EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
 Implementation = Callable[..., Any]
@@ -79,7 +81,8 @@ Implementation = Callable[..., Any]
 
 def kernels(ops: Ops) -> dict[str, Implementation]:
     """The implementations of a table that are not references."""
-    chosen = {name: implementation(ops, name) for name, _ in ops.implementations()}
+    names = [EXPERTS.get(name, name) for name, _ in ops.implementations()]
+    chosen = {name: implementation(ops, name) for name in dict.fromkeys(names)}
     return {
         name: fn
         for name, fn in chosen.items()
@@ -88,17 +91,21 @@ def kernels(ops: Ops) -> dict[str, Implementation]:
 
 
 def implementation(ops: Ops, name: str) -> Implementation:
-    """An operator of a table; what `sample` returns as a tuple."""
-    fn: Implementation = getattr(ops, name)
-    if name != "sample":
+    """An operator of a table; `sample` returns a tuple; "experts" is its three operators."""
+    fn: Implementation = getattr(ops, "experts_compute" if name == "experts" else name)
+    if name not in ("experts", "sample"):
         return fn
 
     def sample(*args: Any) -> tuple[Tensor, Tensor]:
         tokens = fn(*args)
         return tokens.ids_S, tokens.valid_S
 
-    sample.__module__, sample.__qualname__ = fn.__module__, fn.__qualname__
-    return sample
+    def experts(*args: Any) -> Tensor:
+        return ops.experts(*args)
+
+    call: Implementation = sample if name == "sample" else experts
+    call.__module__, call.__qualname__ = fn.__module__, fn.__qualname__
+    return call
 
 
 # --- Timing ---------------------------------------------------------------------------------------

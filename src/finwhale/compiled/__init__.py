@@ -25,7 +25,7 @@ from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.protocol import Model, PagedCache
 from finwhale.ops import Ops
-from finwhale.ops.linear.ref import grouped_input
+from finwhale.ops.linear.ref import grouped_form
 
 
 class CompiledMode:
@@ -43,7 +43,7 @@ class CompiledMode:
     """
 
     def __init__(self, ops: Ops) -> None:
-        self.ops = replace(ops, grouped_input=grouped_input)
+        self.ops = replace(ops, grouped_form=grouped_form)
         self._namespace = namespace(self.ops)
         registered = custom(self.ops)
         whole = ops.capabilities.compiled_layers == "whole"

@@ -7,7 +7,6 @@ packed weights stay custom operators.
 Legend as in the operator families' packages.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -20,7 +19,7 @@ from finwhale.ops.attention import NOPE_GROUP, Complete, Selected, Window
 from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.mhc import MhcParams, MhcWeight
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import index_step, window_slots, write_slots
@@ -66,13 +65,15 @@ def traced(registered: Ops) -> Ops:
         select_entries=select_entries,
         sparse_attention=sparse_attention,
         route_by_hash=route_by_hash,
-        experts=experts,
+        experts_dispatch=experts_dispatch,
+        experts_compute=experts_compute,
+        experts_combine=experts_combine,
         swiglu_mlp=swiglu_mlp,
     )
 
 
 def columns(w: ExpertWeight) -> ExpertWeight:
-    """Routed experts' weights in the order in which `experts` reads them.
+    """Routed experts' weights in the order in which `experts_compute` reads them.
 
     w13 becomes [E, 2I/32, D, 32] and w2 [E, D/32, I, 32], with rows of zeros to fill the last 32.
     They become float16 if that holds every value.
@@ -234,24 +235,25 @@ def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
     return gate / ((-gate).exp() + 1.0) * up.clamp(-limit, limit)
 
 
-def experts(
-    x_ND: Tensor,
-    ids_NK: Tensor,
-    weights_NK: Tensor,
-    w: ExpertWeight,
-    limit: float,
-    shared_ND: Tensor | None = None,
-    join: Callable[[], None] | None = None,
+def experts_dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
+    return Dispatched(ids_NK)
+
+
+def experts_compute(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """With the weights of `columns`. Each (token, expert) pair is one loop over the matrix."""
-    if join is not None:
-        join()
+    """With weights of `columns`. Each (token, expert) pair alone: one loop over the matrix."""
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     width = w.w2.shape[2]
-    gate_up = _each(x_ND[:, None], w.w13[ids_NK])[..., : 2 * width]
+    gate_up = _each(x_ND[:, None], w.w13[pairs.ids])[..., : 2 * width]
     hidden = clamped_swiglu(gate_up, limit) * weights_NK[:, :, None]
     hidden = round_e4m3(hidden, ACTIVATION_GROUP) if w.round_input else hidden
-    mixed: Tensor = _each(hidden, w.w2[ids_NK]).sum(1)[:, : x_ND.shape[1]]
+    return _each(hidden, w.w2[pairs.ids])[..., : x_ND.shape[1]]
+
+
+def experts_combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+    """A CPU's step has no padding, so that no pair is skipped."""
+    mixed: Tensor = each_NKD.sum(1)
     return mixed if shared_ND is None else mixed + shared_ND
 
 

@@ -20,6 +20,7 @@ from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.ops import Ops
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
 
 P = ParamSpec("P")
@@ -284,6 +285,11 @@ class Model(Protocol):
     @property
     def residual_shape(self) -> tuple[int, ...]:
         """Shape of one token's residual streams: (H, D)."""
+        ...
+
+    @property
+    def launch_sizes(self) -> ModelSizes:
+        """The sizes that the launch signatures of kernels depend on."""
         ...
 
     @property

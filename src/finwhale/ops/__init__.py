@@ -10,15 +10,19 @@ from functools import cache
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from finwhale.errors import ResourceError
 from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import SelectEntries
-from finwhale.ops.linear import GroupedInput, GroupedLinear, Linear, PrepareLinear
+from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
 from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
-    Experts,
+    ExpertsCombine,
+    ExpertsCompute,
+    ExpertsDispatch,
+    ExpertWeight,
     FinishExperts,
     PrepareExperts,
     RouteByHash,
@@ -92,7 +96,7 @@ class Ops:
     finish_experts: FinishExperts
     rms_norm: RmsNorm
     linear: Linear
-    grouped_input: GroupedInput
+    grouped_form: GroupedForm
     grouped_linear: GroupedLinear
     mhc_pre: MhcPre
     mhc_post_pre: MhcPostPre
@@ -104,9 +108,25 @@ class Ops:
     sparse_attention: SparseAttention
     route_by_score: RouteByScore
     route_by_hash: RouteByHash
-    experts: Experts
+    experts_dispatch: ExpertsDispatch
+    experts_compute: ExpertsCompute
+    experts_combine: ExpertsCombine
     swiglu_mlp: SwigluMlp
     sample: Sample
+
+    def experts(
+        self,
+        x_ND: Tensor,
+        ids_NK: Tensor,
+        weights_NK: Tensor,
+        w: ExpertWeight,
+        limit: float,
+        shared_ND: Tensor | None = None,
+    ) -> Tensor:
+        """The three operators of the routed experts in order, as a layer calls them: [N,D]."""
+        pairs = self.experts_dispatch(ids_NK, w.w2.shape[0])
+        each_NKD = self.experts_compute(x_ND, weights_NK, pairs, w, limit)
+        return self.experts_combine(each_NKD, ids_NK, shared_ND)
 
     def implementations(self) -> list[tuple[str, str]]:
         """(operator, "module.function(options)") for each field, in order; modules below ops."""

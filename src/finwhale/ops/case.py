@@ -27,7 +27,7 @@ class OpCase:
     """Arguments for one operator, and how its implementations may differ.
 
     Attributes:
-        operator: its field in Ops.
+        operator: its field in Ops, or "experts" for the three of the routed experts (Ops.experts).
         args: makes the arguments on the CPU in float32, the same ones each time.
         by_token: positions of the arguments that have a row for each token or its sequence, where
             a token's result depends on its own rows alone; empty where tokens depend on each

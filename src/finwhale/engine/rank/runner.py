@@ -20,7 +20,7 @@ from finwhale.engine.rank.drafter import Drafter, Forward, check_can_draft
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
-from finwhale.engine.rank.launch_signatures import Walk
+from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps, MemoryUse, left_bytes, tensor_bytes
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
@@ -199,7 +199,7 @@ class ModelRunner:
     def _prepare(self, config: EngineConfig, model: Model, max_len: int) -> Built:
         """Build every kernel that a request can need."""
         steps = LargestSteps.alone(model, self.groups, self.ops)
-        walk = Walk(
+        launch_all = SignatureRun(
             model,
             self.groups,
             self.ops,
@@ -207,7 +207,7 @@ class ModelRunner:
             self._largest(config, max_len),
             eager=config.enforce_eager,
         )
-        return self.builds.prepare(self._launches(config, max_len), walk)
+        return self.builds.prepare(self._launches(config, max_len), launch_all)
 
     def _largest(self, config: EngineConfig, max_len: int) -> Largest:
         """The largest steps, and the graphs that there are to be."""

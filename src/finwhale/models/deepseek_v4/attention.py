@@ -59,12 +59,12 @@ class Attention:
         side_streams: SideStreams,
     ) -> None:
         self.linear = ops.linear
-        self.grouped_input = ops.grouped_input
         self.grouped_linear = ops.grouped_linear
         self.prepare_qkv = ops.prepare_qkv
         self.sparse_attention = ops.sparse_attention
         self.side_streams = side_streams
         self.weights = weights
+        self.rounded_output = ops.grouped_form(weights.wo_a, config.head_dim)
         self.layer = layer
         self.round_kv = round_activations
         self.eps = config.rms_norm_eps
@@ -127,9 +127,14 @@ class Attention:
         return self.linear(q_lora, w.wq_b)
 
     def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What `attend` writes and `output` reads: [N,A,C]; where rounded, with scales [N,S]."""
-        o_NGK, scales_NS = self.grouped_input(q_NX, self.head_dim, self.weights.wo_a)
-        return o_NGK.view(o_NGK.shape[0], self.heads, self.head_dim), scales_NS
+        """Memory that `attend` writes and `output` reads: [N,A,C], and scales [N,S] if attention
+        rounds its output because the projection takes it rounded.
+        """
+        num_tokens, rounded = q_NX.shape[0], self.rounded_output
+        if rounded is None or num_tokens < rounded.min_tokens:
+            return q_NX.new_empty(num_tokens, self.heads, self.head_dim), None
+        o_NGK, scales_NS = rounded.empty(num_tokens)
+        return o_NGK.view(num_tokens, self.heads, self.head_dim), scales_NS
 
     def output(self, o_NAC: Tensor, scales_NS: Tensor | None) -> Tensor:
         """The grouped output projection: [N,A,C] -> [N,D]."""

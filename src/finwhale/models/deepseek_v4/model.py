@@ -18,6 +18,7 @@ from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import DraftStart, PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.ops.paging import Tokens
@@ -88,6 +89,11 @@ class DeepseekV4:
     def dtype(self) -> torch.dtype:
         """Dtype of the activations."""
         return self.weights.embed.dtype
+
+    @property
+    def launch_sizes(self) -> ModelSizes:
+        """The sizes that the launch signatures of kernels depend on."""
+        return launch_sizes(self.config)
 
     @property
     def residual_shape(self) -> tuple[int, int]:
@@ -230,3 +236,27 @@ class MtpLayer:
     def _likeliest(self, streams_BHD: Tensor, draft_step: int) -> Tensor:
         """[B] int64: ids of the vocabulary, whatever the logits are."""
         return self.sample(self.compute_logits(streams_BHD, draft_step), SamplingBatch()).ids_S
+
+
+def launch_sizes(config: ModelConfig) -> ModelSizes:
+    """What the kernels' launch signatures depend on."""
+    values = config.num_attention_heads * config.head_dim
+    width, inner = config.hidden_size, config.moe_intermediate_size
+    linears = {
+        (1, 1, width),
+        (1, 1, config.q_lora_rank),
+        (1, 1, inner * config.n_shared_experts),
+        (1, config.o_groups, values // config.o_groups),
+        (1, 1, config.o_groups * config.o_lora_rank),
+        (config.hc_mult, 1, width),  # of the MTP layer, from each residual stream
+    }
+    return ModelSizes(
+        vocab_size=config.vocab_size,
+        num_heads=config.num_attention_heads,
+        window=config.sliding_window,
+        index_topk=config.index_topk,
+        complete_ratios=tuple({ratio for ratio in config.layer_ratios if ratio > 4}),
+        num_experts=config.n_routed_experts,
+        experts_per_token=config.num_experts_per_tok,
+        linears=frozenset(linears),
+    )

@@ -1,6 +1,5 @@
 """Mixture of experts of one layer: router, routed experts and the shared expert."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -33,10 +32,13 @@ class Moe:
     ) -> None:
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
-        self.experts = ops.experts
+        self.dispatch = ops.experts_dispatch
+        self.compute = ops.experts_compute
+        self.combine = ops.experts_combine
         self.swiglu_mlp = ops.swiglu_mlp
         self.side_streams = side_streams
         self.weights = weights
+        self.num_experts = config.n_routed_experts
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         self.limit = config.swiglu_limit
@@ -44,15 +46,16 @@ class Moe:
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
-        # The shared expert's output is waited for where it is added.
-        return self.mix(x_ND, ids, weights, shared, lambda: self.side_streams.join(SHARED_STREAM))
+        each = self.run_experts(x_ND, ids, weights)
+        self.side_streams.join(SHARED_STREAM)
+        return self.combine(each, ids, shared)
 
     def share(self, x_ND: Tensor) -> Tensor:
-        """What the shared expert gives: [N,D]."""
+        """The output of the shared expert: [N,D]."""
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
 
     def route(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Which experts each token goes to, and their weights: [N,K]."""
+        """The experts of each token, and their weights: [N,K]."""
         w, positions = self.weights, inputs.tokens.positions
         if w.tid2eid is not None:
             return self.route_by_hash(
@@ -61,14 +64,11 @@ class Moe:
         assert w.bias is not None
         return self.route_by_score(x_ND, w.gate, w.bias, self.topk, self.scaling, positions)
 
-    def mix(
-        self,
-        x_ND: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        shared: Tensor,
-        join: Callable[[], None] | None = None,
-    ) -> Tensor:
-        """The routed experts' outputs and the shared one's, which is there after `join`: [N,D]."""
-        w = self.weights.experts
-        return self.experts(x_ND, ids, weights, w, self.limit, shared, join)
+    def run_experts(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """The outputs of each token's routed experts: [N,K,D]."""
+        pairs = self.dispatch(ids_NK, self.num_experts)
+        return self.compute(x_ND, weights_NK, pairs, self.weights.experts, self.limit)
+
+    def mix(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, shared_ND: Tensor) -> Tensor:
+        """The routed experts' outputs plus the shared expert's, which is complete: [N,D]."""
+        return self.combine(self.run_experts(x_ND, ids_NK, weights_NK), ids_NK, shared_ND)

@@ -37,13 +37,17 @@ from finwhale.ops.attention.sparse_attention_triton import (
     fixed_shares,
     max_keys,
     num_splits,
+    shared_contexts,
+    shared_tokens,
 )
 from finwhale.ops.launch.early_launch_hopper import start_early
+from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
 BLOCK_H, BLOCK_K = 64, 64
 NUM_WARPS = 8
+FEW_TOKENS = 2  # up to which a program takes 16 heads
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -528,10 +532,20 @@ def takes(p: Problem) -> bool:
 
 def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
     """One or two tokens: 16 heads a program, which write a quarter each of what 64 would."""
-    block_h, block_k = (16, 32) if num_tokens <= 2 else (BLOCK_H, BLOCK_K)
+    block_h, block_k = (16, 32) if num_tokens <= FEW_TOKENS else (BLOCK_H, BLOCK_K)
     programs = num_tokens * triton.cdiv(heads, block_h)
     splits = num_splits(programs, triton.cdiv(max_keys, block_k))
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=NUM_WARPS)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, shared_tokens(model, plan))
+
+
+def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return shared_contexts(model, num_tokens, longest, plan)
 
 
 def invariant_plan(p: Problem) -> AttendPlan:

@@ -24,7 +24,7 @@ Operations: 4 A C a key. The floors for 640 keys of Flash at 4.39 TB/s and 0.79 
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,11 +36,13 @@ from torch import Tensor
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import page_bytes, scale_bytes, value_bytes
 from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
+MANY_KEYS = 2**31  # more than any number of shares needs
 # Keys of a share, if shares must not depend on the step.
 FIXED_KEYS = 128
 LOG2_E = 1.4426950408889634
@@ -50,6 +52,7 @@ COMBINE_COLUMNS = 256
 MAX_HEAD_DIM = 4096
 # The parts of so many tokens are in memory at once: 0.7 GB with Flash's heads.
 INVARIANT_TOKENS = 1024
+FEW_TOKENS = 8  # up to which a program takes 16 heads
 
 
 @triton.jit
@@ -425,7 +428,7 @@ class AttendPlan:
     def of(cls, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
         """For num_tokens with at most max_keys keys each (a host bound)."""
         block_h, block_k, num_warps = 16, 32, 8
-        if heads >= 64 and num_tokens > 8:
+        if heads >= 64 and num_tokens > FEW_TOKENS:
             block_h, block_k = 64, 64
         programs = num_tokens * triton.cdiv(heads, block_h)
         splits = num_splits(programs, triton.cdiv(max_keys, block_k))
@@ -446,6 +449,41 @@ def num_splits(programs: int, tiles: int) -> int:
     grid of all multiprocessors while some still run the kernel before.
     """
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
+
+
+def shared_tokens(model: ModelSizes, plan: Callable[[int, int, int], AttendPlan]) -> set[int]:
+    """`launch_tokens` (ops/launch/sizes.py) of a plan's function."""
+
+    def class_of(num_tokens: int) -> AttendPlan:
+        return plan(num_tokens, model.num_heads, MANY_KEYS)
+
+    return last_of_classes(class_of, MAX_PROGRAMS + 1)
+
+
+def shared_contexts(
+    model: ModelSizes,
+    num_tokens: int,
+    longest: int,
+    plan: Callable[[int, int, int], AttendPlan],
+) -> set[int]:
+    """`launch_contexts` (ops/launch/sizes.py) of a plan's function, for complete entries."""
+    most = plan(num_tokens, model.num_heads, MANY_KEYS)
+    found: set[int] = set()
+    for ratio in model.complete_ratios:
+        keys = (tiles * most.block_k for tiles in range(1, most.splits))
+        entries = (0, *(count - model.window for count in keys if count > model.window))
+        found |= {(count + 1) * ratio - 1 for count in entries}
+    return up_to(longest, found)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, shared_tokens(model, AttendPlan.of))
+
+
+def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return shared_contexts(model, num_tokens, longest, AttendPlan.of)
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:

@@ -1,9 +1,10 @@
-"""What a table's operators compile when they are first called: built before anything is served.
+"""Build the kernels of a table's operators ahead, before anything is served.
 
-A kernel is compiled once for each combination of what its launch fixes: constants of its plan, and
-of each argument whether it is 1 or a multiple of 16. Which of them a model can meet follows from
-the launch functions themselves: `Builds.prepare` has every class of step walked through the layers
-without launching anything, compiles in parallel what is asked for, and loads it.
+Triton compiles a kernel once for each launch signature: the constants of its plan, and of each
+integer argument whether it is 1 or a multiple of 16. The launch functions themselves say which
+signatures a model can meet. `Builds.prepare` calls the operators once for every class of step
+without launching anything, compiles in parallel what they asked for, and loads it. The files of
+the kernels publish where the classes end (ops/launch/sizes.py).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,15 +32,15 @@ class Builds(Protocol):
     """The compilers behind one table, on the device that is current."""
 
     def expect(self, configuration: object) -> None:
-        """Begin what can be done at once for `prepare` of a configuration: start compilers."""
+        """Start compiler processes now, if `prepare` of this configuration will need them."""
         ...
 
-    def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
-        """Build and load all that `walk` launches, which it then does not.
+    def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
+        """Build and load every kernel that `launch_all` launches; nothing is launched.
 
         Args:
-            configuration: plain data that with this source determines what `walk` launches.
-            walk: calls operators with tensors of any contents.
+            configuration: plain data that with this source determines what `launch_all` launches.
+            launch_all: calls operators with tensors of any contents.
         """
         ...
 
@@ -58,7 +59,7 @@ class NothingToBuild:
     def expect(self, configuration: object) -> None:
         pass
 
-    def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
+    def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         return Built()
 
     def ready(self) -> None:
@@ -80,6 +81,6 @@ def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str 
     """
     if not ops.capabilities.builds_kernels:
         return NothingToBuild()
-    from finwhale.ops.builds.kernels import KernelBuilds
+    from finwhale.ops.builds.kernel_builds import KernelBuilds
 
     return KernelBuilds(platform, device_index, directory)

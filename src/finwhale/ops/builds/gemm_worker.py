@@ -1,7 +1,7 @@
-"""A process that has DeepGEMM compile products for another one; it holds a GPU's context.
+"""A process in which DeepGEMM compiles GEMMs for another process; it holds a context of the GPU.
 
-The first line on stdin says where to and on which GPU; each further line is a shape of a weight and
-numbers of rows. Each is answered by a line. The result is in DeepGEMM's cache.
+The first line on stdin names the cache and the GPU. Each further line is the shape of a weight and
+numbers of rows, and is answered by one line. The results are in DeepGEMM's cache.
 """
 
 import importlib
@@ -19,7 +19,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
     os.environ["DG_JIT_CACHE_DIR"] = first["cache"]
     device = torch.device("cuda", first["device"])
     torch.cuda.set_device(device)
-    products = importlib.import_module("finwhale.ops.builds.products")
+    deepgemm_builds = importlib.import_module("finwhale.ops.builds.deepgemm_builds")
     for line in requests:
         job = json.loads(line)
         begin = time.perf_counter()
@@ -28,7 +28,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
             weight = torch.empty(job["weight"], dtype=torch.float8_e4m3fn, device=device)
             scale = torch.ones(job["scale"], dtype=torch.float32, device=device)
             for rows in job["rows"]:
-                products.call(job["kind"], weight, scale, rows)
+                deepgemm_builds.call(job["kind"], weight, scale, rows)
             torch.cuda.synchronize(device)
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"[:1000]

@@ -56,8 +56,8 @@ def watching(
         JITFunction.run = launch
 
 
-def collect(walk: Callable[[], None]) -> list[Variant]:
-    """The variants that `walk` launches and that this process has not; nothing is compiled.
+def collect(launch_all: Callable[[], None]) -> list[Variant]:
+    """The variants that `launch_all` launches and this process has not loaded; compiles nothing.
 
     Other threads' launches wait meanwhile: it takes a second or two.
     """
@@ -80,7 +80,7 @@ def collect(walk: Callable[[], None]) -> list[Variant]:
     with watching(lambda kernel, run: run(), others=busy), busy:
         knobs.runtime.jit_cache_hook = note
         try:
-            walk()
+            launch_all()
         finally:
             knobs.runtime.jit_cache_hook = before
             for kernels, key in noted:
@@ -88,10 +88,10 @@ def collect(walk: Callable[[], None]) -> list[Variant]:
     return found
 
 
-def load(walk: Callable[[], None]) -> int:
-    """Compile or load, on the device too, every variant that `walk` launches; how many there are.
+def load(launch_all: Callable[[], None]) -> int:
+    """Compile or load every variant that `launch_all` launches; returns how many there are.
 
-    What a kernel's first launch would do is done: its binary is loaded, its launcher made.
+    Each is loaded onto the device, and its launcher is made, as its first launch would.
     """
     loaded: set[int] = set()
 
@@ -102,7 +102,7 @@ def load(walk: Callable[[], None]) -> int:
             _ = compiled.run
 
     with watching(visit):
-        walk()
+        launch_all()
     return len(loaded)
 
 

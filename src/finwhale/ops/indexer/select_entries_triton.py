@@ -22,7 +22,8 @@ from torch import Tensor
 
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
-from finwhale.ops.indexer.topk_triton import select_topk
+from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk
+from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import FP4_GROUP
 
@@ -288,6 +289,12 @@ def _scores_kernel(
                     mask=(entry < visible)[:, None] & member_Q[None, :],
                 )
         before = own
+
+
+def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    entries = {0, model.index_topk, *range(OUT_PAD, model.index_topk, OUT_PAD), *BLOCKS}
+    return up_to(longest, (count * RATIO + RATIO - 1 for count in entries))
 
 
 def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_query: bool) -> None:

@@ -18,6 +18,7 @@ from finwhale.ops.paging import PageTable, Tokens
 # Entries that one program selects from; the counts of a pass are packed in 16 bits.
 BLOCK = 4096
 MIN_BLOCK = 512
+BLOCKS = tuple(MIN_BLOCK << i for i in range((BLOCK // MIN_BLOCK).bit_length()))
 # Values that one thread of a program holds.
 VALUES_PER_THREAD = 16
 

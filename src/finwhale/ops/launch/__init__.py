@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 def launch_options(early: bool) -> dict[str, Any]:
     """Keyword arguments of a kernel's launch; `early` needs Hopper or a later NVIDIA GPU.
@@ -16,8 +13,3 @@ def launch_options(early: bool) -> dict[str, Any]:
     the order of the tokens.
     """
     return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
-
-
-def early_launch(x: Tensor, pays: bool = True) -> dict[str, Any]:
-    """`launch_options` for a launch that is not told by its table whether to start early."""
-    return launch_options(x.device.type == "cuda" and not torch.version.hip and pays)

@@ -1,5 +1,6 @@
 """Linear layers: the contracts. Legend: N tokens, K input width, M output width, G groups."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,14 +45,26 @@ class Linear(Protocol):
         ...
 
 
-class GroupedInput(Protocol):
-    """Memory for the input of a grouped linear, in the form that the table's product reads."""
+@dataclass(frozen=True, slots=True)
+class RoundedInput:
+    """The input of a grouped linear, rounded to E4M3 by the operator that produces it.
 
-    def __call__(
-        self, like_NX: Tensor, head_dim: int, w: LinearWeight
-    ) -> tuple[Tensor, Tensor | None]:
-        """For N tokens, written a head of head_dim values at a time: x [N, G, K] of like's dtype
-        and None; or E4M3 and float32 scales [N, S], one for each 128 of a token's G K values.
+    Attributes:
+        min_tokens: steps of fewer tokens take the input unrounded.
+        empty: number of tokens to uninitialised E4M3 values [N, G, K] and float32 scales
+            [N, S], one for each 128 of a token's G K values, in the layout that the GEMM reads.
+    """
+
+    min_tokens: int
+    empty: Callable[[int], tuple[Tensor, Tensor]]
+
+
+class GroupedForm(Protocol):
+    """Decide in which form a grouped linear takes its input: once for each weight."""
+
+    def __call__(self, w: LinearWeight, head_dim: int) -> RoundedInput | None:
+        """head_dim: values that the input's producer writes, and could round, at a time. None:
+        always unrounded [N, G, K], in the dtype of the activations.
         """
         ...
 
@@ -61,6 +74,6 @@ class GroupedLinear(Protocol):
 
     def __call__(self, x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
         """x [N, G, K]; returns [N, G, M]. With scales, x is rounded already, and both lie in memory
-        that the table's GroupedInput gave.
+        from `RoundedInput.empty`.
         """
         ...

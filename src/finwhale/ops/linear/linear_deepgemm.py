@@ -5,7 +5,7 @@ the layout that DeepGEMM reads. Up to ROUNDED_TOKENS, a K that is too short for 
 tiles, unsplit, which give the same bits. So a token's bits depend neither on the other tokens nor,
 from 2 on, on their number. With `Options.invariant` one token is computed as two.
 
-Attention rounds the input of the grouped GEMM, into the memory that `grouped_input` gives.
+Attention rounds the input of the grouped GEMM, where `grouped_form` says so.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
@@ -17,14 +17,14 @@ import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.linear import linear_triton as kernels
 from finwhale.ops.linear.linear_triton import DEFAULT, Options
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
-from finwhale.ops.linear.ref import grouped_input as unrounded_input
 from finwhale.ops.moe import ExpertWeight
 
-__all__ = ["grouped_input", "grouped_linear", "linear", "swiglu_mlp"]
+__all__ = ["grouped_form", "grouped_linear", "linear", "swiglu_mlp"]
 
 MANY_TOKENS = 256
 
@@ -56,6 +56,12 @@ def rows_of(num_tokens: int) -> int:
     return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)
 
 
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    found = last_of_classes(rows_of, min(most, MANY_TOKENS + 1))
+    return found | kernels.launch_tokens(model, most)
+
+
 def _product(
     x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: Options
 ) -> Tensor:
@@ -80,24 +86,23 @@ def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tens
     return _product(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
 
 
-def grouped_input(
-    like_NX: Tensor, head_dim: int, w: LinearWeight, *, invariant: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Rounded from two tokens on, with `invariant` always: it decides how attention rounds.
+def grouped_form(w: LinearWeight, head_dim: int, *, min_tokens: int = 2) -> RoundedInput | None:
+    """Rounded if DeepGEMM takes the weight and a head is whole groups."""
+    groups, rows, width = w.weight.shape
+    even = rows % 8 == 0 and w.out_dtype in (None, torch.bfloat16)
+    if w.scale is None or not w.round_input or not even or head_dim % ACTIVATION_GROUP:
+        return None
 
-    Behind the tokens lie the rows that the GEMM is given.
-    """
-    num_tokens = like_NX.shape[0]
-    groups, _, width = w.weight.shape
-    takes = _takes_weight(kernels.problem(like_NX[:, None], w, DEFAULT))
-    if num_tokens < (1 if invariant else 2) or head_dim % ACTIVATION_GROUP or not takes:
-        return unrounded_input(like_NX, head_dim, w)
-    x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, like_NX)
-    return x[:num_tokens], scales.flatten(1)[:num_tokens]
+    def empty(num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Behind the tokens lie the rows that the GEMM is given besides."""
+        x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, w.weight)
+        return x[:num_tokens], scales.flatten(1)[:num_tokens]
+
+    return RoundedInput(min_tokens, empty)
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """What `grouped_input` gave, and what lies behind it."""
+    """x with the rows that `RoundedInput.empty` allocated behind it."""
     return x.as_strided((rows, *x.shape[1:]), x.stride())
 
 

@@ -27,8 +27,10 @@ import triton
 from torch import Tensor
 
 from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 from finwhale.ops.linear.gemm_triton import row_kernel, sum_kernel, tile_kernel
+from finwhale.ops.linear.quantise_triton import launch_tokens as quantise_tokens
 from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
@@ -142,7 +144,7 @@ class TilePlan:
             tokens_first = p.scale is not None and p.round_input
             return TilePlan(128, 128, block_k, 1, 4, 8, tokens_first)
         steps = triton.cdiv(width, block_k)
-        block_n = min(64, max(16, triton.next_power_of_2(num_tokens)))
+        block_n = tile_tokens(num_tokens)
         plain = p.scale is None
         short = steps <= SHORT_STEPS or (plain and (block_n < 64 or rows < MANY_ROWS))
         block_m = 64 if short else 128
@@ -154,6 +156,20 @@ class TilePlan:
         # A converted weight is in registers: with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
+
+
+def tile_tokens(num_tokens: int) -> int:
+    """Tokens of a tile."""
+    tokens: int = min(64, max(16, triton.next_power_of_2(num_tokens)))
+    return tokens
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    rows = {1, ROUNDED_TOKENS, SPLIT_TOKENS} | last_of_classes(tile_tokens, SPLIT_TOKENS + 1)
+    each = {per_token for per_token, _, _ in model.linears}
+    found = {row // per_token for row in rows for per_token in each}
+    return up_to(most, found) | quantise_tokens(model, most)
 
 
 def _run_rows(p: Problem, plan: RowPlan) -> Tensor:

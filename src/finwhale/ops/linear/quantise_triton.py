@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP
 
 EARLY_PROGRAMS = 256  # from where a kernel that starts early only takes room from this one
@@ -105,10 +106,7 @@ def _launch(
     if num_tokens == 0:
         return
     total = triton.cdiv(width, ACTIVATION_GROUP)
-    groups = min(GROUPS_PER_PROGRAM, triton.next_power_of_2(total))
-    block_n = max(1, 8 // groups) if num_tokens >= 8 else 1
-    grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(total, groups), num_groups)
-    few = grid[0] * grid[1] * grid[2] < EARLY_PROGRAMS
+    groups, block_n, grid, few = _programs(num_tokens, num_groups, total)
     _quantise_kernel[grid](
         x_NGK,
         y,
@@ -129,6 +127,31 @@ def _launch(
         num_warps=max(1, min(8, groups * block_n // 4)),
         **launch_options(early_launch and few),
     )
+
+
+def _programs(
+    num_tokens: int, num_groups: int, total: int
+) -> tuple[int, int, tuple[int, int, int], bool]:
+    """(groups of 128 and tokens of a program, grid, whether the grid is small)."""
+    groups = min(GROUPS_PER_PROGRAM, triton.next_power_of_2(total))
+    block_n = max(1, 8 // groups) if num_tokens >= 8 else 1
+    grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(total, groups), num_groups)
+    return groups, block_n, grid, grid[0] * grid[1] * grid[2] < EARLY_PROGRAMS
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    found: set[int] = set()
+    for per_token, num_groups, width in model.linears:
+        total = triton.cdiv(width, ACTIVATION_GROUP)
+
+        def tile(n: int, sizes: tuple[int, int, int] = (per_token, num_groups, total)) -> object:
+            groups, block_n, _, few = _programs(n * sizes[0], *sizes[1:])
+            return groups, block_n, few
+
+        # A grid of one program a token is the smallest.
+        found |= last_of_classes(tile, min(most, 8 * EARLY_PROGRAMS))
+    return found
 
 
 def empty_quantised(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
+from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight, RoundedInput
 from finwhale.ops.rounding import round_e4m3, unscaled_e4m3
 
 
@@ -22,9 +22,8 @@ def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     return F.linear(x_NK.to(w.weight.dtype), w.weight)
 
 
-def grouped_input(like_NX: Tensor, head_dim: int, w: LinearWeight) -> tuple[Tensor, Tensor | None]:
-    groups, _, width = w.weight.shape
-    return like_NX.new_empty(like_NX.shape[0], groups, width), None
+def grouped_form(w: LinearWeight, head_dim: int) -> RoundedInput | None:
+    return None
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:

@@ -31,6 +31,7 @@ import torch
 import triton
 from torch import Tensor
 
+from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 from finwhale.ops.mhc.gates_triton import _block_input_kernel, _gates_kernel
 from finwhale.ops.mhc.residual_streams_triton import (
@@ -105,6 +106,11 @@ MOST_TOKENS = 4096  # from here on
 MANY_FLOAT32 = Plan(block_n=32, block_d=16, slots=8, num_warps=8)
 POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
 POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, (1, FEW_TOKENS, MOST_TOKENS - 1))
 
 
 def _empty_parts(

@@ -1,10 +1,12 @@
 """Mixture of experts: the contracts.
 
+A router chooses experts. Then `dispatch` orders the (token, expert) pairs, `compute` gives each
+pair's output, and `combine` adds a token's pairs and the shared expert's output.
+
 Source: DeepSeek-V4 technical report, section 2.1. Legend: N tokens, D hidden, E experts, K experts
 a token, I the experts' intermediate width, V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
-    """Experts' weights as an implementation reads them.
+    """The weights of experts, as an implementation reads them.
 
     Attributes:
         w13: [E,2I,D], or [2I,D] for one expert that all tokens share: w1 (gate), then w3 (up).
@@ -40,7 +42,7 @@ class PrepareExperts(Protocol):
 
 
 class FinishExperts(Protocol):
-    """Turn loaded routed experts into what `experts` reads: once, in place."""
+    """Turn loaded routed experts into what `compute` reads: once, in place."""
 
     def __call__(self, w: ExpertWeight) -> ExpertWeight:
         """Returns the weights to use from now on; `w` must not be used any more."""
@@ -82,28 +84,52 @@ class RouteByHash(Protocol):
         ...
 
 
-class Experts(Protocol):
-    """sum_k w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)).
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    """The (token, expert) pairs of a step, in the order in which `compute` takes them.
+
+    An implementation that orders the pairs returns a subclass that holds the order.
+
+    Attributes:
+        ids: [N,K] of an integer dtype: the expert of each pair; -1: the pair is skipped.
+    """
+
+    ids: Tensor
+
+
+class ExpertsDispatch(Protocol):
+    """Order the (token, expert) pairs by expert, before anything else of the experts runs."""
+
+    def __call__(self, ids_NK: Tensor, num_experts: int) -> Dispatched:
+        """Returns what `compute` of the same table takes for these ids and that many experts."""
+        ...
+
+
+class ExpertsCompute(Protocol):
+    """w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)) for each pair.
 
     The weight multiplies the hidden values in float32. With `w.round_input` they are then rounded
-    to E4M3, one scale for each 128; w2's outputs are added without weights. This is the order of
-    the authors' inference code. Weighting w2's outputs instead rounds other values.
+    to E4M3, one scale for each 128. This is the order of the authors' inference code. Weighting
+    w2's outputs instead rounds other values.
     """
 
     def __call__(
-        self,
-        x_ND: Tensor,
-        ids_NK: Tensor,
-        weights_NK: Tensor,
-        w: ExpertWeight,
-        limit: float,
-        shared_ND: Tensor | None = None,
-        join: Callable[[], None] | None = None,
+        self, x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
     ) -> Tensor:
-        """x [N,D], ids [N,K] of an integer dtype, weights [N,K] float32. A pair with id -1 is
-        skipped and adds exactly 0. `shared`, the shared expert's output, is added; it may be
-        written. `join` is called once, before the current stream is given what reads `shared`.
-        Returns [N,D] in the dtype of plain weights, else of x.
+        """x [N,D], routing weights [N,K] float32, pairs from `dispatch` of the same table.
+
+        Returns each pair's output [N,K,D] in the dtype of plain weights, else of x. The values of
+        a skipped pair are undefined.
+        """
+        ...
+
+
+class ExpertsCombine(Protocol):
+    """Sum over k of each token's pairs, in order of k, plus the shared expert's output."""
+
+    def __call__(self, each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+        """each [N,K,D] from `compute`, ids [N,K]. A pair with id -1 adds exactly 0. `each` and
+        `shared` may be overwritten. Returns [N,D] in the dtype of `each`.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Mixture of experts: no token, one, few and many pairs, skipped experts, rounded inputs.
 
-Both products round what enters them: what enters the second is a result of the first, so some of
-its values may fall on another side of a rounding's boundary.
+"experts" is dispatch, compute and combine together, because what a table's dispatch passes to its
+compute is its own. Both GEMMs round their inputs. The input of the second is a result of the first,
+so some of its values may fall on the other side of a rounding boundary.
 """
 
 import torch
@@ -52,11 +53,16 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
     def with_shared() -> Args:
         return *experts(), Draw(1).normal(N, D)
 
+    def combine() -> Args:
+        _, ids, *_ = experts()
+        return Draw(2).normal(N, K, D), ids, Draw(1).normal(N, D)
+
     def shared() -> Args:
         x, _, _, w, limit = experts()
         return x, ExpertWeight(w.w13[0], w.w2[0], rounded), limit
 
     name = f"{(N, D, E, K, I)}{' rounded' * rounded}"
+    combine_case = OpCase(operator="experts_combine", name=name, args=combine, by_token=(0, 1, 2))
     flips = 0.05 if rounded else 0.0
     return (
         OpCase(operator="experts", name=name, args=experts, by_token=(0, 1, 2), flips=flips),
@@ -68,6 +74,7 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
             flips=flips,
         ),
         OpCase(operator="swiglu_mlp", name=name, args=shared, by_token=(0,), flips=flips),
+        *(() if rounded else (combine_case,)),
     )
 
 

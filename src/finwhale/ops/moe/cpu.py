@@ -1,6 +1,6 @@
 """Mixture of experts on a CPU. Legend in the package's docstring."""
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from finwhale.ops import cpu_math
 from finwhale.ops.cpu_gemm import Product, product, products
 from finwhale.ops.cpu_math import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import Dispatched, ExpertWeight
 
 
 def prepare_experts(w: ExpertWeight) -> ExpertWeight:
@@ -105,54 +105,63 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     return product(w.w2)(_swiglu(product(w.w13)(x_ND), w, limit))
 
 
-def experts(
-    x_ND: Tensor,
-    ids_NK: Tensor,
-    weights_NK: Tensor,
-    w: ExpertWeight,
-    limit: float,
-    shared_ND: Tensor | None = None,
-    join: Callable[[], None] | None = None,
+@dataclass(frozen=True, slots=True)
+class OrderedPairs(Dispatched):
+    """Pairs in order of the experts, without those of id -1.
+
+    Attributes:
+        order: [P]: the place of each pair in the flattened ids^T [K,N].
+        experts: the experts that have pairs, ascending.
+        counts: how many pairs each of `experts` has.
+    """
+
+    order: I64
+    experts: list[int]
+    counts: list[int]
+
+    def multiply(self, rows_PX: Tensor, matrices: tuple[Product, ...]) -> Tensor:
+        """Each pair's row times its expert's matrix."""
+        parts = rows_PX.split(self.counts) if self.counts else (rows_PX,)
+        return torch.cat(
+            [matrices[e](part) for e, part in zip(self.experts or (0,), parts, strict=True)]
+        )
+
+
+def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
+    flat = ids_NK.numpy().T.ravel()
+    skipped, *counts = np.bincount(flat + 1, minlength=1).tolist()
+    return OrderedPairs(
+        ids_NK,
+        order=flat.argsort(kind="stable")[skipped:],
+        experts=[e for e, count in enumerate(counts) if count],
+        counts=[count for count in counts if count],
+    )
+
+
+def compute(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """One row for each (token, expert) pair; an expert's rows lie one after the other."""
-    if join is not None:
-        join()
+    """One row for each pair; the rows of an expert are neighbours."""
+    assert isinstance(pairs, OrderedPairs)
     x: F32 = x_ND.numpy()
     if w.round_input:
         x = cpu_math.round_e4m3(x, ACTIVATION_GROUP)
     num_tokens, width = x.shape
-    pairs = _Pairs(ids_NK.numpy())
     rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))
     weights: F32 = weights_NK.numpy().T.ravel().take(pairs.order)
     hidden = _swiglu(pairs.multiply(rows, products(w.w13)), w, limit, weights[:, None])
-    out: F32 = pairs.multiply(hidden, products(w.w2)).numpy()
-    by_pair = np.empty((ids_NK.numel(), width), np.float32)
-    if len(out) < len(by_pair):
-        by_pair.fill(0.0)
-    by_pair[pairs.order] = out
-    # Whole arrays are added, in order of k: a token's sum does not depend on the other tokens.
-    result: F32 = np.add.reduce(by_pair.reshape(ids_NK.shape[1], num_tokens, width), 0)
+    each = np.empty((pairs.ids.numel(), width), np.float32)
+    each[pairs.order] = pairs.multiply(hidden, products(w.w2)).numpy()
+    return torch.from_numpy(each.reshape(pairs.ids.shape[1], num_tokens, width)).transpose(0, 1)
+
+
+def combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+    """Whole arrays are added, in order of k: a token's sum does not depend on the other tokens."""
+    each: F32 = each_NKD.transpose(0, 1).numpy()
+    skipped = ids_NK.numpy().T < 0
+    if skipped.any():
+        each[skipped] = 0.0
+    result: F32 = np.add.reduce(each, 0)
     if shared_ND is not None:
         np.add(result, shared_ND.numpy(), result)
     return torch.from_numpy(result)
-
-
-class _Pairs:
-    """The (token, expert) pairs in order of the experts, without those of id -1.
-
-    `order` are their places in the flattened ids^T [K,N].
-    """
-
-    def __init__(self, ids_NK: I64) -> None:
-        flat = ids_NK.T.ravel()
-        skipped, *counts = np.bincount(flat + 1, minlength=1).tolist()
-        self.order = flat.argsort(kind="stable")[skipped:]
-        self._experts = [e for e, count in enumerate(counts) if count]
-        self._counts = [count for count in counts if count]
-
-    def multiply(self, rows_PX: Tensor, experts: tuple[Product, ...]) -> Tensor:
-        """Each pair's row times its expert's matrix."""
-        parts = rows_PX.split(self._counts) if self._counts else (rows_PX,)
-        return torch.cat(
-            [experts[e](part) for e, part in zip(self._experts or (0,), parts, strict=True)]
-        )

@@ -1,13 +1,11 @@
 """Mixture of experts, the definition. Legend in the package's docstring."""
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.linear import ACTIVATION_GROUP
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import Dispatched, ExpertWeight
 from finwhale.ops.rounding import round_e4m3
 
 
@@ -71,29 +69,30 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     return F.linear(hidden.to(w.w2.dtype), w.w2)
 
 
-def experts(
-    x_ND: Tensor,
-    ids_NK: Tensor,
-    weights_NK: Tensor,
-    w: ExpertWeight,
-    limit: float,
-    shared_ND: Tensor | None = None,
-    join: Callable[[], None] | None = None,
+def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
+    return Dispatched(ids_NK)
+
+
+def compute(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """One expert after the other, for the tokens that chose it."""
-    if join is not None:
-        join()
+    """One expert after the other, for the tokens that chose it; 0 for skipped pairs."""
     x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     x = x.to(w.w13.dtype)
-    out_NKD = x.new_zeros(*ids_NK.shape, x.shape[1], dtype=w.w2.dtype)
-    for expert in ids_NK.unique().tolist():
+    out_NKD = x.new_zeros(*pairs.ids.shape, x.shape[1], dtype=w.w2.dtype)
+    for expert in pairs.ids.unique().tolist():
         if expert < 0:
             continue
-        token, k = (ids_NK == expert).nonzero(as_tuple=True)
+        token, k = (pairs.ids == expert).nonzero(as_tuple=True)
         hidden = _clamped_swiglu(F.linear(x[token], w.w13[expert]), limit)
         hidden *= weights_NK[token, k, None]
         if w.round_input:
             hidden = round_e4m3(hidden, ACTIVATION_GROUP)
         out_NKD[token, k] = F.linear(hidden.to(w.w2.dtype), w.w2[expert])
-    result = out_NKD.float().sum(1).to(w.w2.dtype)
+    return out_NKD
+
+
+def combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+    used_NKD = each_NKD.masked_fill((ids_NK < 0)[:, :, None], 0.0)
+    result = used_NKD.float().sum(1).to(each_NKD.dtype)
     return result if shared_ND is None else result.add_(shared_ND)

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch
 from finwhale.ops.sampling import ref as definition
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, finite, order
@@ -156,12 +157,23 @@ def _check(logits_SV: Tensor) -> int:
     return num_rows
 
 
+def _parts(num_rows: int, vocab_size: int) -> tuple[int, int]:
+    """(parts of a row, blocks of a part)."""
+    blocks = triton.cdiv(vocab_size, BLOCK_V)
+    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows)))
+    return triton.cdiv(blocks, steps), steps
+
+
+def launch_rows(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return last_of_classes(lambda rows: _parts(rows, model.vocab_size), most)
+
+
 def _cut(logits_SV: Tensor, *, low: bool) -> Parts:
     """The best of each part; low: and its smallest finite logit."""
     num_rows, vocab_size = logits_SV.shape
-    blocks = triton.cdiv(vocab_size, BLOCK_V)
-    steps = triton.cdiv(blocks, min(MAX_PARTS, triton.cdiv(PROGRAMS, num_rows)))
-    shape, device = (num_rows, triton.cdiv(blocks, steps)), logits_SV.device
+    parts, steps = _parts(num_rows, vocab_size)
+    shape, device = (num_rows, parts), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
     _best_kernel[shape](

@@ -7,10 +7,12 @@ from finwhale.ops.attention.cpu import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.cpu import compress
 from finwhale.ops.indexer.cpu import select_entries
 from finwhale.ops.linear.cpu import grouped_linear, linear, prepare_linear
-from finwhale.ops.linear.ref import grouped_input
+from finwhale.ops.linear.ref import grouped_form
 from finwhale.ops.mhc.cpu import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.cpu import (
-    experts,
+    combine,
+    compute,
+    dispatch,
     prepare_experts,
     route_by_hash,
     route_by_score,
@@ -37,7 +39,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
-    grouped_input=grouped_input,
+    grouped_form=grouped_form,
     grouped_linear=grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
@@ -49,7 +51,9 @@ OPS = Ops(
     sparse_attention=sparse_attention,
     route_by_score=route_by_score,
     route_by_hash=route_by_hash,
-    experts=experts,
+    experts_dispatch=dispatch,
+    experts_compute=compute,
+    experts_combine=combine,
     swiglu_mlp=swiglu_mlp,
     sample=sample,
 )

@@ -11,12 +11,13 @@ from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
-from finwhale.ops.linear.ref import grouped_input, prepare_linear
+from finwhale.ops.linear.ref import grouped_form, prepare_linear
 from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_post_pre, mhc_pre
-from finwhale.ops.moe.fold import finish_experts
+from finwhale.ops.moe.combine_triton import combine
+from finwhale.ops.moe.experts_layout import finish_experts
+from finwhale.ops.moe.experts_triton import compute, dispatch
 from finwhale.ops.moe.ref import prepare_experts
-from finwhale.ops.moe.triton import route_by_hash, route_by_score
-from finwhale.ops.moe.triton_experts import experts
+from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling.sample_triton import sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
@@ -43,7 +44,7 @@ def table(platform: Platform) -> Ops:
         finish_experts=finish_experts,
         rms_norm=rms_norm,
         linear=bind(linear, options=options),
-        grouped_input=grouped_input,
+        grouped_form=grouped_form,
         grouped_linear=bind(grouped_linear, options=options),
         mhc_pre=mhc_pre,
         mhc_post_pre=mhc_post_pre,
@@ -55,7 +56,9 @@ def table(platform: Platform) -> Ops:
         sparse_attention=sparse_attention,
         route_by_score=route_by_score,
         route_by_hash=route_by_hash,
-        experts=bind(experts, portable=True),
+        experts_dispatch=dispatch,
+        experts_compute=compute,
+        experts_combine=combine,
         swiglu_mlp=bind(swiglu_mlp, options=options),
         sample=sample,
     )

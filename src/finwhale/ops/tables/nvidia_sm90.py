@@ -17,10 +17,11 @@ from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton as linear_triton
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import mhc_triton as mhc
-from finwhale.ops.moe.fold import finish_experts
+from finwhale.ops.moe.combine_triton import combine
+from finwhale.ops.moe.experts_hopper import compute, dispatch
+from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
-from finwhale.ops.moe.triton import route_by_hash, route_by_score
-from finwhale.ops.moe.triton_experts import experts
+from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling.sample_triton import sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind, optional
@@ -57,7 +58,7 @@ def _table(num_multiprocessors: int) -> Ops:
         finish_experts=finish_experts,
         rms_norm=rms_norm,
         linear=bind(linears.linear, options=linear_options),
-        grouped_input=(deepgemm or linear_ref).grouped_input,
+        grouped_form=(deepgemm or linear_ref).grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
         mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
@@ -69,9 +70,11 @@ def _table(num_multiprocessors: int) -> Ops:
             select_entries, inline_asm=True, num_multiprocessors=num_multiprocessors
         ),
         sparse_attention=sparse_attention,
-        route_by_score=route_by_score,
-        route_by_hash=route_by_hash,
-        experts=experts,
+        route_by_score=bind(route_by_score, early_launch=True),
+        route_by_hash=bind(route_by_hash, early_launch=True),
+        experts_dispatch=dispatch,
+        experts_compute=compute,
+        experts_combine=bind(combine, early_launch=True),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
         sample=sample,
     )
@@ -88,21 +91,21 @@ def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
         invariant=True, early_launch=True, num_multiprocessors=num_multiprocessors
     )
     mhc_options = mhc.Options(few_tokens=mhc.ANY_NUMBER, early_launch=True, inline_asm=True)
-    grouped_input = linear_ref.grouped_input
+    grouped_form = linear_ref.grouped_form
     if deepgemm is not None:
-        grouped_input = bind(deepgemm.grouped_input, invariant=True)
+        grouped_form = bind(deepgemm.grouped_form, min_tokens=1)
     return replace(
         ops,
         linear=bind(linears.linear, options=linear_options),
-        grouped_input=grouped_input,
+        grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
         mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
         mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
         mhc_post=bind(mhc.mhc_post, options=mhc_options),
         hc_head=bind(mhc.hc_head, options=mhc_options),
-        route_by_score=bind(route_by_score, few_tokens=mhc.ANY_NUMBER),
-        route_by_hash=bind(route_by_hash, few_tokens=mhc.ANY_NUMBER),
+        route_by_score=bind(route_by_score, few_tokens=mhc.ANY_NUMBER, early_launch=True),
+        route_by_hash=bind(route_by_hash, few_tokens=mhc.ANY_NUMBER, early_launch=True),
         select_entries=bind(
             select_entries,
             invariant=True,

@@ -6,10 +6,12 @@ from finwhale.ops import Capabilities, Ops
 from finwhale.ops.attention.ref import prepare_qkv, sparse_attention
 from finwhale.ops.compressor.ref import compress
 from finwhale.ops.indexer.ref import select_entries
-from finwhale.ops.linear.ref import grouped_input, grouped_linear, linear, prepare_linear
+from finwhale.ops.linear.ref import grouped_form, grouped_linear, linear, prepare_linear
 from finwhale.ops.mhc.ref import hc_head, mhc_post, mhc_post_pre, mhc_pre
 from finwhale.ops.moe.ref import (
-    experts,
+    combine,
+    compute,
+    dispatch,
     finish_experts,
     prepare_experts,
     route_by_hash,
@@ -36,7 +38,7 @@ OPS = Ops(
     finish_experts=finish_experts,
     rms_norm=rms_norm,
     linear=linear,
-    grouped_input=grouped_input,
+    grouped_form=grouped_form,
     grouped_linear=grouped_linear,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
@@ -48,7 +50,9 @@ OPS = Ops(
     sparse_attention=sparse_attention,
     route_by_score=route_by_score,
     route_by_hash=route_by_hash,
-    experts=experts,
+    experts_dispatch=dispatch,
+    experts_compute=compute,
+    experts_combine=combine,
     swiglu_mlp=swiglu_mlp,
     sample=sample,
 )

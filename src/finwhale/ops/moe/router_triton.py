@@ -1,35 +1,40 @@
 """The router as Triton kernels.
 
-By score: products with the gate in parts of D, then a token a program adds them in order and
-chooses. By hash: a token a program, which reads its K rows of the gate alone; many tokens take the
-whole product, as by score, and pick from it. A token's bits depend neither on the others nor, up to
-FEW_TOKENS and again beyond, on how many there are.
+By score: one kernel multiplies with parts of the gate along D. In a second kernel, the program of a
+token adds the parts in order and chooses. By hash: the program of a token reads only the K rows of
+the gate that the table names. Many tokens take the whole GEMM instead, as by score, and pick from
+it. A token's bits do not depend on the other tokens. They depend on the number of tokens only by
+whether it exceeds FEW_TOKENS.
 
-Bytes: the gate once, 2 E D in bfloat16, and 2 D a token: at least, in microseconds at 4.39 TB/s for
-1, 128 and 8192 tokens, Flash (E 256, D 4096) 0.5, 0.7, 16; Pro (384, 7168) 1.3, 1.7, 28. Many
-tokens are bound by arithmetic: 17 GFLOP for 8192 of Flash, 22 us at 0.79 PFLOP/s.
+The kernels read at least the gate, 2 E D bytes in bfloat16, and 2 D bytes a token. At 4.39 TB/s
+that takes, for 1, 128 and 8192 tokens: Flash (E 256, D 4096) 0.5, 0.7 and 16 us, Pro (384, 7168)
+1.3, 1.7 and 28 us. Arithmetic bounds many tokens: 17 GFLOP for 8192 of Flash, 22 us at 0.79
+PFLOP/s.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
+from finwhale.ops.launch.sizes import ModelSizes, up_to
 
-# Up to here a chunk's product has a slot of its own, so that few tokens occupy many programs.
+# Up to so many tokens, the GEMM is split along D into chunks, so that it occupies many programs.
 FEW_TOKENS = 128
 BLOCK_E = 32
 CHUNK = 256
+# Tokens of a tile: up to NARROW_TILE tokens so many, else twice as many.
+NARROW_TILE = 16
 FEW_WARPS = 4
-# Of many tokens' products in bfloat16: tokens, experts, values of D, warps. Up to MEDIUM_TOKENS
-# large tiles would leave processors without one: on an H200 1,536 tokens take 34 us with them and
-# 17 with small ones, 4,096 take 35 and 25, 8,192 take 37 and 50.
+# Tiles of a bfloat16 GEMM with many tokens: tokens, experts, values of D, warps. Up to
+# MEDIUM_TOKENS there are too few large tiles for all multiprocessors: on an H200, 1,536 tokens take
+# 34 us with large tiles and 17 with small ones, 4,096 take 35 and 25, 8,192 take 37 and 50.
 MANY_TILE = (128, 128, 64, 8)
 MEDIUM_TILE = (64, 64, 64, 4)
 MEDIUM_TOKENS = 4096
-# Products of float32 go through the ordinary units, where large tiles would not fit.
+# A float32 GEMM does not use tensor cores, and large tiles would not fit.
 MANY_TILE_FLOAT32 = (64, 64, 32, 8)
 HASH_BLOCK_D = 2048
 MAX_EXPERTS = 1024
@@ -59,7 +64,7 @@ def _gate_few_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Experts along the tile's rows: tensor cores take 16 of those, but 8 tokens at a time."""
+    """Experts are the rows of a tile: tensor cores take 16 rows, but 8 columns, at a time."""
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     slot = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -95,8 +100,8 @@ def _gate_many_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Two products share an accumulator of their own: tensor cores cut its last bits, and over all
-    of D that would add up.
+    """Tensor cores truncate their accumulator, and over all of D the errors would add up. So each
+    accumulator adds two blocks, and these sums are added in float32.
     """
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -162,8 +167,8 @@ def _choose_kernel(
         part = parts_ptr + (token * SLOTS + slot) * E + expert
         z += tl.load(part, mask=is_expert, other=0.0)
     score = _score(z)
-    # An integer that orders as the value does, so that no input, NaN included, chooses what is no
-    # expert or one expert twice.
+    # Compare integers of the same order as the values. Then no input, not even NaN, can choose an
+    # expert that does not exist, or one expert twice.
     value = (score + bias) + 0.0
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -201,7 +206,7 @@ def _hash_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MULTIPLY: takes the products itself, else from the parts."""
+    """MULTIPLY: compute the scores' sums here, else read them from the parts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -231,6 +236,11 @@ def _hash_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+    return up_to(most, (1, NARROW_TILE, FEW_TOKENS, MEDIUM_TOKENS))
+
+
 def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
     experts = contiguous["gate"].shape[0]
     if experts > MAX_EXPERTS or not 0 < topk <= min(MAX_TOPK, experts):
@@ -253,7 +263,7 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
+def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool) -> Tensor:
     """x gate^T in parts [N,S,E] float32."""
     num_tokens, width = x_ND.shape
     experts = gate_ED.shape[0]
@@ -263,7 +273,7 @@ def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
     tensors = (x_ND, gate_ED, parts)
     sizes = (num_tokens, width, experts, x_ND.stride(0))
     if few:
-        block_n = 16 if num_tokens <= 16 else 32
+        block_n = NARROW_TILE if num_tokens <= NARROW_TILE else 2 * NARROW_TILE
         _gate_few_kernel[(triton.cdiv(experts, BLOCK_E), slots, triton.cdiv(num_tokens, block_n))](
             *tensors,
             *sizes,
@@ -271,7 +281,7 @@ def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int) -> Tensor:
             BLOCK_E=BLOCK_E,
             BLOCK_D=CHUNK,
             num_warps=FEW_WARPS,
-            **early_launch(x_ND),
+            **launch_options(early_launch),
         )
         return parts
     is_narrow = x_ND.dtype == gate_ED.dtype == torch.bfloat16
@@ -298,6 +308,7 @@ def route_by_score(
     positions_N: Tensor,
     *,
     few_tokens: int = FEW_TOKENS,
+    early_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     _check(x_ND, topk, gate=gate_ED, bias=bias_E, positions=positions_N)
@@ -306,7 +317,7 @@ def route_by_score(
     ids, weights = _outputs(x_ND, topk)
     if num_tokens == 0:
         return ids, weights
-    parts = _multiply(x_ND, gate_ED, few_tokens)
+    parts = _multiply(x_ND, gate_ED, few_tokens, early_launch)
     _choose_kernel[(num_tokens,)](
         parts,
         bias_E,
@@ -319,7 +330,7 @@ def route_by_score(
         K=topk,
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=4 if experts > 256 and parts.shape[1] > 1 else 1,
-        **early_launch(x_ND),
+        **launch_options(early_launch),
     )
     return ids, weights
 
@@ -333,6 +344,7 @@ def route_by_hash(
     positions_N: Tensor,
     *,
     few_tokens: int = FEW_TOKENS,
+    early_launch: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """gate float32 or bfloat16; returns ids int32, -1 at a position of -1."""
     topk = tid2eid_VK.shape[1]
@@ -352,7 +364,7 @@ def route_by_hash(
     _hash_kernel[(num_tokens,)](
         x_ND,
         gate_ED,
-        x_ND if few else _multiply(x_ND, gate_ED, few_tokens),
+        x_ND if few else _multiply(x_ND, gate_ED, few_tokens, early_launch),
         tid2eid_VK,
         token_ids_N,
         positions_N,
@@ -367,6 +379,6 @@ def route_by_hash(
         BLOCK_D=min(HASH_BLOCK_D, triton.next_power_of_2(width)),
         BLOCK_K=triton.next_power_of_2(topk),
         num_warps=8 if few else 1,
-        **early_launch(x_ND),
+        **launch_options(early_launch),
     )
     return ids, weights

@@ -24,19 +24,19 @@ from finwhale.platform import Platform
 
 HAS_DEEPGEMM = optional.deepgemm() is not None
 if HAS_DEEPGEMM:
-    from finwhale.ops.builds import products
+    from finwhale.ops.builds import deepgemm_builds
 
 logger = logging.getLogger(__name__)
 
-# DeepGEMM's compiling processes: each has a context of the GPU and a product's tensors there.
+# DeepGEMM's compiling processes: each has a context of the GPU and the tensors of a GEMM there.
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
-# Modules whose kernels take longest to compile: they go first.
+# Modules whose kernels take longest to compile; these are compiled first.
 LONG = (
     ".sparse_attention_hopper",
     ".sparse_attention_triton",
-    ".hopper_experts",
-    ".triton_experts",
+    ".experts_hopper",
+    ".experts_triton",
 )
 
 
@@ -57,9 +57,9 @@ class KernelBuilds:
         self._artefacts.check()
         triton_cache.keep_in(str(self._artefacts.folder("triton")))
         self._counter = Counter()
-        self._products: products.Products | None = None
+        self._deepgemm: deepgemm_builds.DeepGemmKernels | None = None
         if HAS_DEEPGEMM and self._table == "nvidia_sm90":
-            self._products = products.of_process(self._artefacts.folder("deepgemm/cache"))
+            self._deepgemm = deepgemm_builds.of_process(self._artefacts.folder("deepgemm/cache"))
         self._pool: Pool | None = None
         self._at_ready: dict[str, int] = {}
 
@@ -69,44 +69,44 @@ class KernelBuilds:
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
-    def prepare(self, configuration: object, walk: Callable[[], None]) -> Built:
+    def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
         if self._artefacts.is_complete(configuration):
             self._close_pool()
-            return self._loaded(walk)
+            return self._loaded(launch_all)
         if not self._artefacts.writable:
             self._close_pool()
-            variants, gemms, _ = self._needed(walk)
+            variants, gemms, _ = self._needed(launch_all)
             if variants or gemms:
                 raise ResourceError(
                     f"{self._artefacts.path} cannot be written and lacks {len(variants + gemms)} "
                     "kernels: give another cache directory, or fill this one with finwhale warmup"
                 )
-            return self._loaded(walk)
+            return self._loaded(launch_all)
         with self._artefacts.filling():
             if self._artefacts.is_complete(configuration):
                 # Another process has made everything meanwhile.
                 self._close_pool()
-                return self._loaded(walk)
-            missing, names = self._build(walk)
-            built = self._loaded(walk)
+                return self._loaded(launch_all)
+            missing, names = self._build(launch_all)
+            built = self._loaded(launch_all)
             self._artefacts.mark_complete(configuration, names)
         return replace(built, compiled=built.compiled + missing)
 
-    def _loaded(self, walk: Callable[[], None]) -> Built:
+    def _loaded(self, launch_all: Callable[[], None]) -> Built:
         """Load everything, and compile one by one what is not there."""
         compiled = self._counter.compiled
-        kernels = self._load(walk)
+        kernels = self._load(launch_all)
         return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
 
-    def _build(self, walk: Callable[[], None]) -> tuple[int, list[str]]:
+    def _build(self, launch_all: Callable[[], None]) -> tuple[int, list[str]]:
         """Have all that is not known compiled into the cache by other processes.
 
         Returns:
             How many kernels there were to compile, and the names of all that is needed.
         """
         begin = time.perf_counter()
-        variants, gemms, names = self._needed(walk)
-        found, before = time.perf_counter(), self._num_products()
+        variants, gemms, names = self._needed(launch_all)
+        found, before = time.perf_counter(), self._num_gemms()
         finish = []
         if variants:
             pool, self._pool = self._pool or self._new_pool(len(variants)), None
@@ -119,7 +119,7 @@ class KernelBuilds:
         for error in dict.fromkeys(a["error"] for a in answers if "error" in a):
             logger.warning("a kernel was not built ahead: %s", error)
         compiled: int = sum(answer.get("compiled", False) for answer in answers)
-        compiled += self._num_products() - before
+        compiled += self._num_gemms() - before
         logger.info(
             "built %d kernels into %s in %.1f s, %.1f s of it to find them",
             compiled,
@@ -129,13 +129,13 @@ class KernelBuilds:
         )
         return compiled, names
 
-    def _needed(self, walk: Callable[[], None]) -> tuple[list[Any], list[Any], list[str]]:
+    def _needed(self, launch_all: Callable[[], None]) -> tuple[list[Any], list[Any], list[str]]:
         """Jobs for what no complete configuration needs, Triton's (the longest first) and
         DeepGEMM's, and the names of all that is needed.
         """
         with self._collecting():
-            variants = sorted(map(asdict, collect(walk)), key=_effort)
-        gemms = [] if self._products is None else self._products.jobs()
+            variants = sorted(map(asdict, collect(launch_all)), key=_effort)
+        gemms = [] if self._deepgemm is None else self._deepgemm.jobs()
         known, names = self._artefacts.known(), [digest(job) for job in (*variants, *gemms)]
         return (
             [job for job in variants if digest(job) not in known],
@@ -143,15 +143,15 @@ class KernelBuilds:
             names,
         )
 
-    def _load(self, walk: Callable[[], None]) -> int:
+    def _load(self, launch_all: Callable[[], None]) -> int:
         with self._collecting():
-            kernels = load(walk)
-        if self._products is not None:
-            kernels += self._products.load()
+            kernels = load(launch_all)
+        if self._deepgemm is not None:
+            kernels += self._deepgemm.load()
         return kernels
 
     def _collecting(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._products is None else self._products.collecting()
+        return nullcontext() if self._deepgemm is None else self._deepgemm.collecting()
 
     def _new_pool(self, num_jobs: int = MAX_WORKERS) -> Pool:
         target = driver.active.get_current_target()
@@ -166,11 +166,11 @@ class KernelBuilds:
         }
         return Pool("finwhale.ops.builds.worker", first, min(num_jobs, MAX_WORKERS, usable_cores()))
 
-    def _num_products(self) -> int:
-        return self._products.num_built() if self._products is not None else 0
+    def _num_gemms(self) -> int:
+        return self._deepgemm.num_built() if self._deepgemm is not None else 0
 
     def _new_gemm_pool(self, num_jobs: int) -> Pool | None:
-        if self._products is None:
+        if self._deepgemm is None:
             return None
         # What loading has left to torch.
         torch.cuda.empty_cache()
@@ -179,7 +179,7 @@ class KernelBuilds:
         if size < 1:
             return None
         first = {
-            "cache": str(self._products.folder.parent),
+            "cache": str(self._deepgemm.folder.parent),
             "device": self._device_index,
         }
         return Pool("finwhale.ops.builds.gemm_worker", first, int(size))
@@ -197,8 +197,8 @@ class KernelBuilds:
 
     def _totals(self) -> dict[str, int]:
         totals = {"triton": self._counter.total, "inductor": compiled_graphs()}
-        if self._products is not None:
-            totals["deepgemm"] = self._products.total
+        if self._deepgemm is not None:
+            totals["deepgemm"] = self._deepgemm.total
         return totals
 
 
@@ -215,6 +215,6 @@ def _versions(platform: Platform, device_index: int) -> dict[str, str]:
         "arch": platform.arch,
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "deepgemm": products.VERSION if HAS_DEEPGEMM else "",
+        "deepgemm": deepgemm_builds.VERSION if HAS_DEEPGEMM else "",
         "python": python_platform.python_version(),
     }

@@ -1,28 +1,49 @@
-"""Which tokens an expert has, as Triton kernels: pairs (token, expert) sorted by expert.
+"""Order (token, expert) pairs by expert, as Triton kernels.
 
-Legend: P pairs, E experts. Nothing depends on the host knowing how the tokens spread. Few pairs:
-every expert's program looks at all of them. More: one launch counts each chunk's pairs, one adds up
-the chunks before each, one finds every pair's row.
+Legend: P pairs, E experts. The host need not know how the tokens spread over the experts. With few
+pairs, the program of each expert reads all of them in one launch. With more, there are three: count
+the pairs of each chunk, add up the counts of the chunks before, and find the row of every pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
+from finwhale.ops.moe import Dispatched
 
-# Up to here every expert's program looks at all pairs; from here on pairs are counted in chunks.
+# With up to so many pairs every expert's program reads them all; more are counted in chunks.
 FEW_PAIRS = 2048
 CHUNK = 128  # one tile compares a chunk's pairs with each other
 # Experts and chunks that a program of the second launch adds up at a time.
 SCAN_EXPERTS, SCAN_CHUNKS = 16, 128
+ALIGN = 8  # an expert's rows start at multiples: the copy engine wants that of their scales
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedPairs(Dispatched):
+    """Rows for the pairs: those of an expert are neighbours and start at a multiple of 8.
+
+    Attributes:
+        order: int32 [P]: the pair of each row that has one.
+        place: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is in
+            row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
+        blocks: int32 [B,3]: (expert, first row, end) of up to block_rows rows; expert -1: no block.
+        block_rows: rows of a block.
+    """
+
+    order: Tensor
+    place: Tensor | None
+    blocks: Tensor
+    block_rows: int
 
 
 @triton.jit
 def _aligned(count):
-    """Every expert's pairs start at a multiple of 8: what the copy engine wants of their scales."""
     return (count + 7) // 8 * 8
 
 
@@ -37,7 +58,7 @@ def _write_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Entries base to base + room: (expert, first, end) of up to BLOCK_N pairs, -1 after these."""
+    """Write entries base to base + room: (expert, first, end) of up to BLOCK_N pairs, then -1."""
     for start in tl.range(0, room, BLOCK_S):
         block = start + tl.arange(0, BLOCK_S)
         entry = blocks_ptr + (base + block) * 3
@@ -89,7 +110,7 @@ def _order_few_kernel(
 def _count_kernel(
     ids_ptr, counts_ptr, P, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
 ):
-    """How many pairs of a chunk each expert has: counts [chunks,BLOCK_E]; the last bin is -1's."""
+    """Count each expert's pairs in a chunk: counts [chunks,BLOCK_E]; the last bin is for id -1."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -110,7 +131,7 @@ def _scan_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Counts become those of the chunks before; totals [BLOCK_E]."""
+    """Replace each count by the sum over the chunks before; write the totals [BLOCK_E]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -144,9 +165,9 @@ def _order_many_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs order a chunk each, the others write an expert's blocks each.
+    """The first programs order a chunk each, the others write the blocks of an expert each.
 
-    Expert e's blocks are numbered from first // BLOCK_N + e on, where there is room for them.
+    The blocks of expert e start at number first // BLOCK_N + e, where there is room for them.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -183,29 +204,57 @@ def _order_many_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows for the pairs, an expert's together from a multiple of 8 on, and blocks of these.
-
-    Args:
-        ids_NK: int32 or int64, contiguous; -1 is no pair.
-        block_n: rows of a block.
-
-    Returns:
-        order int32 [R]: a row's pair, where it has one; place int32 [N K]: a pair's row, -1: none;
-        blocks int32 [B,3]: (expert, first row, end) of up to block_n rows, expert -1: no block.
-    """
+def order_one_token(ids_NK: Tensor, block_rows: int) -> OrderedPairs:
+    """Nothing to order: only memory for what the kernel that rounds the token writes."""
     pairs, device = ids_NK.numel(), ids_NK.device
-    few = pairs <= FEW_PAIRS
-    rows = triton.cdiv(pairs + 7 * min(pairs, num_experts), 8) * 8
-    slots = num_experts + rows // block_n
-    slots = min(pairs, slots) if few else slots
+    order = torch.empty(ALIGN * pairs, dtype=torch.int32, device=device)
+    blocks = torch.empty((pairs, 3), dtype=torch.int32, device=device)
+    return OrderedPairs(ids_NK, order, None, blocks, block_rows)
+
+
+def order_sizes(pairs: int, num_experts: int, block_rows: int) -> tuple[int, int]:
+    """(rows P, blocks B) that so many pairs may need, however they spread over the experts."""
+    rows = triton.cdiv(pairs + (ALIGN - 1) * min(pairs, num_experts), ALIGN) * ALIGN
+    slots = num_experts + rows // block_rows
+    return rows, min(pairs, slots) if pairs <= FEW_PAIRS else slots
+
+
+def _few_pairs_tile(pairs: int) -> int:
+    tile: int = max(16, triton.next_power_of_2(pairs))
+    return tile
+
+
+def _few_blocks_tile(slots: int) -> int:
+    tile: int = min(1024, triton.next_power_of_2(slots))
+    return tile
+
+
+def launch_class(pairs: int, num_experts: int, block_rows: int) -> tuple[int, ...]:
+    """What the launches for so many pairs have in common."""
+    _, slots = order_sizes(pairs, num_experts, block_rows)
+    if pairs > FEW_PAIRS:
+        return (block_rows,)
+    return block_rows, _few_pairs_tile(pairs), _few_blocks_tile(slots)
+
+
+def order_pairs(
+    ids_NK: Tensor, num_experts: int, block_rows: int, early_launch: bool
+) -> OrderedPairs:
+    """Order the pairs of any number of tokens. ids int32 or int64; -1: no pair."""
+    if not ids_NK.is_contiguous():
+        raise ValueError("ids must be contiguous")
+    pairs, device = ids_NK.numel(), ids_NK.device
+    rows, slots = order_sizes(pairs, num_experts, block_rows)
 
     def empty(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
     order, place, blocks = empty(rows), empty(pairs), empty(slots, 3)
     block_e = triton.next_power_of_2(num_experts + 1)
-    if few:
+    result = OrderedPairs(ids_NK, order, place, blocks, block_rows)
+    if pairs == 0:
+        return result
+    if pairs <= FEW_PAIRS:
         _order_few_kernel[(num_experts,)](
             ids_NK,
             order,
@@ -214,17 +263,17 @@ def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor,
             pairs,
             num_experts,
             slots,
-            BLOCK_N=block_n,
-            BLOCK_P=max(16, triton.next_power_of_2(pairs)),
+            BLOCK_N=block_rows,
+            BLOCK_P=_few_pairs_tile(pairs),
             BLOCK_E=block_e,
-            BLOCK_S=min(1024, triton.next_power_of_2(slots)),
+            BLOCK_S=_few_blocks_tile(slots),
             num_warps=4,
-            **early_launch(ids_NK),
+            **launch_options(early_launch),
         )
-        return order, place, blocks
+        return result
     chunks = triton.cdiv(pairs, CHUNK)
     counts, totals = empty(chunks, block_e), empty(block_e)
-    options = early_launch(ids_NK)
+    options = launch_options(early_launch)
     _count_kernel[(chunks,)](
         ids_NK, counts, pairs, CHUNK=CHUNK, BLOCK_E=block_e, num_warps=4, **options
     )
@@ -249,11 +298,11 @@ def order_pairs(ids_NK: Tensor, num_experts: int, block_n: int) -> tuple[Tensor,
         num_experts,
         chunks,
         slots,
-        BLOCK_N=block_n,
+        BLOCK_N=block_rows,
         CHUNK=CHUNK,
         BLOCK_E=block_e,
         BLOCK_S=64,
         num_warps=4,
         **options,
     )
-    return order, place, blocks
+    return result

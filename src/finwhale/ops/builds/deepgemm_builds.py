@@ -1,11 +1,12 @@
-"""DeepGEMM's compilations: which products a model asks for, built ahead, and counted.
+"""Build DeepGEMM's kernels ahead: find which GEMMs a model asks for, compile them, count late ones.
 
-DeepGEMM compiles with nvcc at the first call of what it chooses for a product's shape, 1 to 3 s
-each, and has no way to ask for it alone. On SM90 it chooses by the weight's shape and by how many
-blocks of rows there are, of 16 or 32 rows where there are no more, else of 64, 128 and 256: so all
-numbers of rows with the same number of blocks of 64 share a kernel.
+DeepGEMM chooses a kernel by the shape of a GEMM and compiles it with nvcc at the first call, 1 to
+3 s each. It cannot be asked to compile alone. On SM90 it chooses by the weight's shape and by the
+number of blocks of rows: of 16 or 32 rows if one block holds them all, else of 64, 128 and 256. So
+all numbers of rows with the same number of blocks of 64 share a kernel.
 
-Its two products are wrapped in its own module, where `ops/linear/linear_deepgemm.py` calls them.
+This module wraps DeepGEMM's two GEMMs in DeepGEMM's module, where
+`ops/linear/linear_deepgemm.py` calls them.
 """
 
 import os
@@ -29,8 +30,8 @@ BLOCK_ROWS = 64
 K_GROUP = 128
 # No launch takes so long on the host; loading a kernel does, compiling one takes seconds.
 SLOW_CALL_S = 0.1
-# Numbers of rows that one process takes at a time: beyond OWN_KERNEL_ROWS neighbours often share a
-# kernel.
+# Numbers of rows that one process takes at a time. Beyond OWN_KERNEL_ROWS, neighbours often share
+# a kernel.
 JOB_ROWS, OWN_KERNEL_ROWS = 4, 512
 Kind = Literal["gemm", "einsum"]
 VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
@@ -39,7 +40,7 @@ EINSUM: Any = deep_gemm.fp8_einsum
 
 
 def classes_of_rows(most: int) -> list[int]:
-    """A number of rows for each kernel that up to `most` tokens can need."""
+    """A number of rows for each kernel that steps of up to `most` tokens can need."""
     few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
     many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
     return sorted(few | set(many if most > MANY_TOKENS else ()))
@@ -51,12 +52,12 @@ def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[obje
 
 
 def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
-    """Whether the library is asked at all: few rows of a short product are our own kernel's."""
+    """Whether DeepGEMM is called at all: our own kernel takes few rows of a short GEMM."""
     return kind == "einsum" or rows > ROUNDED_TOKENS or weight_shape[-1] > SHORT_STEPS * K_GROUP
 
 
 def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
-    """One product of `rows` rows of anything."""
+    """Run one GEMM of `rows` rows of any contents."""
     width = weight.shape[-1]
     groups = weight.shape[0] if kind == "einsum" else 1
     x, x_scale = empty_quantised(rows, groups, width, False, weight)
@@ -71,16 +72,18 @@ def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
 
 @dataclass(slots=True)
 class _Asked:
-    """A weight that products were asked for with, and the most rows of them."""
+    """A weight of a GEMM that was asked for, and the most rows of it."""
 
     weight: Tensor
     scale: Tensor
     rows: int
 
 
-class Products:
-    """What was asked for, and how often that was not prepared. One a process (`of_process`): the
-    library keeps its kernels, and learns where its cache is, once.
+class DeepGemmKernels:
+    """The GEMMs that were asked for, and how many of their kernels were not built ahead.
+
+    A process has one (`of_process`), because DeepGEMM keeps its kernels and reads the place of its
+    cache once.
 
     Attributes:
         folder: DeepGEMM's cache.
@@ -95,7 +98,7 @@ class Products:
         self._collecting: int | None = None
 
     def install(self) -> None:
-        """Be told of every product from now on."""
+        """Wrap DeepGEMM's GEMMs from now on."""
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ["DG_JIT_CACHE_DIR"] = str(self.folder.parent)
 
@@ -126,7 +129,7 @@ class Products:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """This thread's products are noted and not computed."""
+        """Note this thread's GEMMs instead of computing them."""
         self._collecting = threading.get_ident()
         try:
             yield
@@ -134,7 +137,7 @@ class Products:
             self._collecting = None
 
     def load(self) -> int:
-        """Compile or load every kernel of what was noted, and forget it; how many classes."""
+        """Compile or load every kernel of the noted GEMMs, then forget these; returns how many."""
         count = 0
         for (kind, shape), asked in self._asked.items():
             for rows in _wanted(kind, shape, asked.rows):
@@ -145,7 +148,7 @@ class Products:
         return count
 
     def jobs(self) -> list[dict[str, Any]]:
-        """What was noted for gemm_worker.py, in parts that may run at the same time."""
+        """The noted GEMMs as jobs for gemm_worker.py, which may run at the same time."""
         found = []
         for (kind, shape), asked in self._asked.items():
             rows, scale = _wanted(kind, shape, asked.rows), list(asked.scale.shape)
@@ -167,12 +170,12 @@ def _wanted(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
     return [rows for rows in classes_of_rows(most) if needed(kind, shape, rows)]
 
 
-_OF_PROCESS: list[Products] = []
+_OF_PROCESS: list[DeepGemmKernels] = []
 
 
-def of_process(folder: Path) -> Products:
-    """The products of this process; `folder` is their cache if they are the first to have one."""
+def of_process(folder: Path) -> DeepGemmKernels:
+    """The kernels of this process; the first caller's `folder` is their cache."""
     if not _OF_PROCESS:
-        _OF_PROCESS.append(Products(folder))
+        _OF_PROCESS.append(DeepGemmKernels(folder))
         _OF_PROCESS[0].install()
     return _OF_PROCESS[0]

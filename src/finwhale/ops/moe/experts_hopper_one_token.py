@@ -1,13 +1,12 @@
 """The routed experts of one token on Hopper GPUs, in Gluon: two launches.
 
-Read hopper_experts.py first. Here a program has one row of x, which its four warps round
-themselves while the first weights come, so that no launch stands between the router and the weights
-or between the two products. The row lies in shared memory as row 0 of tiles of eight: what the
-tensor cores make of the other seven is not looked at. The bits are those of hopper_experts.py.
+Read experts_hopper.py first. Here a program has one row of x. Its four warps round the row while
+the first weights come, so that no launch stands between the router and the weights or between the
+two GEMMs. The row is row 0 of tiles of eight in shared memory; the results of the other seven rows
+are ignored. The bits are those of experts_hopper.py.
 
-Each program reads and rounds the whole row, 8 KiB from L2, which takes 1 KiB a block of shared
-memory: 384 do for a token of Flash, three or four on a multiprocessor (576 and two for gate and up
-of Pro).
+Each program reads and rounds the whole row, 8 KiB from L2, in 1 KiB of shared memory a block. A
+token of Flash takes 384 programs, three or four on a multiprocessor (gate and up of Pro: 576, two).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -24,10 +23,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from finwhale.number_formats import E4M3_MAX
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.moe.hopper_experts import barriers, decode, mma, ring, swiglu, weight_descriptors
-from finwhale.ops.moe.triton_fold import FoldedExperts
+from finwhale.ops.moe.experts_hopper_parts import (
+    barriers,
+    decode,
+    mma,
+    ring,
+    swiglu,
+    weight_descriptors,
+)
+from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
 STAGES = 6
@@ -44,7 +50,7 @@ def _columns():
 def _round_row(
     x_ptr, x, scales, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, TOP: gl.constexpr, LEAST
 ):
-    """BLOCKS blocks of 128 values to row 0 of x's tiles, and their scales, one for a block.
+    """Round BLOCKS blocks of 128 values into row 0 of x's tiles, with one scale a block.
 
     CHUNK blocks at a time, a power of two.
     """
@@ -153,7 +159,7 @@ def _group(
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
 ):
-    """What four warps do: the row, then 64 rows of weights times it."""
+    """The work of four warps: round the row, then multiply 64 rows of weights with it."""
     wait_for_last(WAIT)
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
     total = _multiply(rings, x, scales, BLOCKS, STAGES)
@@ -219,7 +225,7 @@ def _one_gate_up_kernel(
     PDL: gl.constexpr,
 ):
     """hidden[pair] = weight * the clamped SwiGLU of w1 x and w3 x, [K,I] for the token's pairs."""
-    # In this order: what the next one reads before its wait was written before this one.
+    # Wait first: the next kernel reads `ids` before its own wait.
     wait_for_last(PDL)
     start_next(PDL)
     pair = gl.program_id(1)
@@ -296,10 +302,10 @@ def _options(width: int) -> dict[str, object]:
     }
 
 
-def each_expert(
-    x: Tensor, ids: Tensor, weights: Tensor, w: FoldedExperts, limit: float, out: Tensor
+def launch(
+    x: Tensor, weights: Tensor, ids: Tensor, w: TiledExperts, limit: float, out: Tensor
 ) -> None:
-    """out bfloat16 [K,D] of one token x bfloat16 [1,D]; ids and weights [1,K]; -1 is no expert.
+    """out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K]; -1: no expert.
 
     Rows of out that have no expert are not written.
     """
@@ -309,11 +315,11 @@ def each_expert(
     _one_gate_up_kernel[(inner // 32, topk)](
         *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
         **_options(width),
-        **early_launch(x),
+        **launch_options(early=True),
     )
     w2, steps2, unit2 = w.second()
     _one_down_kernel[(width // 64, topk)](
         *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
         **_options(inner),
-        **early_launch(x),
+        **launch_options(early=True),
     )

@@ -1,12 +1,13 @@
-"""FP4 experts as a checkpoint has them to what the Triton and Gluon kernels read: once, in place.
+"""The layout of FP4 experts that the Triton and Gluon kernels read, and the kernel that makes it.
 
-A weight enters the tensor cores as E4M3, exactly: a row's exponents become differences from the
-row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0 of what is left out. The kernels
-look four magnitudes up at once, in a table of eight bytes that the difference shifts; for that the
-bits of every 64 bytes are sorted.
+A weight enters the tensor cores as E4M3, exactly. Each group's exponent is stored as its difference
+from the row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0. The kernels look up four
+magnitudes at once, in a table of eight bytes that the difference shifts. For that lookup the bits
+of every 64 bytes are sorted. Loading converts the experts once, in place.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -14,14 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe import Dispatched, ExpertWeight
 
+logger = logging.getLogger(__name__)
+
+GROUP = 128  # activations that share a scale
 SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
 
 
 @dataclass(frozen=True, slots=True)
-class FoldedExperts(ExpertWeight):
-    """FP4 weights after `finish`: every 64 bytes of a row are sorted for the decoder.
+class TiledExperts(ExpertWeight):
+    """FP4 weights after `tile_experts`: every 64 bytes of a row are sorted for the decoder.
 
     Attributes:
         scale13, scale2: uint8, of the same shapes: 8 (11 - how far a group's exponent lies below
@@ -33,11 +37,12 @@ class FoldedExperts(ExpertWeight):
     unit2: Tensor | None = None
 
     def first(self) -> tuple[Tensor, Tensor, Tensor]:
-        """w13 with its words of four steps and its units."""
+        """w13, its steps as words of four groups, and its units."""
         assert self.scale13 is not None and self.unit13 is not None
         return self.w13, self.scale13.view(torch.int32), self.unit13
 
     def second(self) -> tuple[Tensor, Tensor, Tensor]:
+        """w2, its steps as words of four groups, and its units."""
         assert self.scale2 is not None and self.unit2 is not None
         return self.w2, self.scale2.view(torch.int32), self.unit2
 
@@ -56,10 +61,10 @@ def _code_times(code, steps_down):
 
 
 @triton.jit
-def _fold_kernel(
+def _tile_kernel(
     w_ptr,
     scale_ptr,
-    folded_ptr,
+    tiled_ptr,
     steps_ptr,
     unit_ptr,
     changed_ptr,
@@ -70,7 +75,7 @@ def _fold_kernel(
     BLOCK_G: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """BLOCK_R rows of an expert, K values each; see `finish` for the layout."""
+    """BLOCK_R rows of an expert, K values each; see `tile_experts` for the layout."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     group = tl.arange(0, BLOCK_G)
     is_group = (group < K // 32)[None, :]
@@ -101,7 +106,7 @@ def _fold_kernel(
     changed = tl.where(down > 0, (low > 0).to(tl.int32) + (high > 0).to(tl.int32), 0)
     low = tl.where(down > 0, _code_times(low, down), low)
     high = tl.where(down > 0, _code_times(high, down), high)
-    folded = low | (high << 4) | (first << 7) | (second << 3)
+    tiled = low | (high << 4) | (first << 7) | (second << 3)
     if PAIRED:
         half = rows // 2
         i = row % half
@@ -111,8 +116,8 @@ def _fold_kernel(
         tile = row // 64
         place = row % 64
     chunk = (tile * (K // 128))[:, None, None] + target // 64
-    folded_ptrs = folded_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
-    tl.store(folded_ptrs, folded.to(tl.uint8), mask=mask)
+    tiled_ptrs = tiled_ptr + (chunk * 64 + place[:, None, None]) * 64 + target % 64
+    tl.store(tiled_ptrs, tiled.to(tl.uint8), mask=mask)
     chunk = (tile * (K // 128))[:, None] + group[None, :] // 4
     step_ptrs = steps_ptr + (chunk * 64 + place[:, None]) * 4 + group[None, :] % 4
     tl.store(step_ptrs, steps.to(tl.uint8), mask=is_group)
@@ -124,28 +129,39 @@ def _fold_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def finish(w: ExpertWeight) -> tuple[FoldedExperts, Tensor]:
-    """Weights as the checkpoint has them to weights as these kernels read them: once, in place.
+def finish_experts(w: ExpertWeight) -> TiledExperts:
+    """`tile_experts`, with a warning if it had to round values."""
+    tiled, rounded = tile_experts(w)
+    count = int(rounded)
+    if count:
+        logger.warning(
+            "%d values of FP4 experts are rounded: their row's exponents lie too far apart", count
+        )
+    return tiled
+
+
+def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
+    """Convert the checkpoint's layout to the kernels' layout, in place.
 
     Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
-    contiguous, D and I multiples of 128. Shapes stay; what lies in an expert's memory is tiles of
-    64 rows, in a tile blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
+    contiguous, D and I multiples of 128. The shapes stay. An expert's memory then holds tiles of 64
+    rows, and a tile holds blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
     [tiles, blocks, 64, 4 groups], so that a program reads memory in order. A tile of w13 has eight
     rows of w1, then the same eight of w3, and so on. In a word of four bytes the magnitudes of
     values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 of the block are bits 0-2, 4-6, .. of the
-    word; signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
+    word. The signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
 
-    A row's groups keep every value exactly while their exponents lie at most 11 below the row's
-    largest (groups of zeros do not count); values further below are rounded to a step of 2^-12 of
-    the largest group's. Returns the weights and how many values were, an int64 on the device.
+    A group keeps every value exactly if its exponent lies at most 11 below the row's largest
+    (groups of zeros do not count). Values further below are rounded to a step of 2^-12 of the
+    largest group's. Returns the weights and the number of rounded values, an int64 on the device.
     """
-    unit13, changed13 = _fold(w.w13, w.scale13, paired=True)
-    unit2, changed2 = _fold(w.w2, w.scale2, paired=False)
-    folded = FoldedExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
-    return folded, changed13 + changed2
+    unit13, changed13 = _tile(w.w13, w.scale13, paired=True)
+    unit2, changed2 = _tile(w.w2, w.scale2, paired=False)
+    tiled = TiledExperts(w.w13, w.w2, w.round_input, w.scale13, w.scale2, unit13, unit2)
+    return tiled, changed13 + changed2
 
 
-def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
+def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Tensor]:
     experts, rows, row_bytes = w.shape
     if w.dtype != torch.uint8 or scale is None or scale.dtype != torch.uint8:
         raise ValueError(f"weights must be FP4 with E8M0 scales, both as uint8, got {w.dtype}")
@@ -155,14 +171,14 @@ def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
         )
     unit = torch.empty((experts, rows), dtype=torch.float32, device=w.device)
     changed = torch.empty((experts, rows), dtype=torch.int32, device=w.device)
-    folded, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
+    tiled, steps = torch.empty_like(w[0]), torch.empty_like(scale[0])
     block_g = triton.next_power_of_2(row_bytes // 16)
     block_r = max(1, min(128, 256 // block_g))
     for e in range(experts):
-        _fold_kernel[(rows // block_r,)](
+        _tile_kernel[(rows // block_r,)](
             w[e],
             scale[e],
-            folded,
+            tiled,
             steps,
             unit[e],
             changed[e],
@@ -174,6 +190,24 @@ def _fold(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
             SPREAD=SPREAD,
             num_warps=4,
         )
-        w[e] = folded
+        w[e] = tiled
         scale[e] = steps
     return unit, changed.sum()
+
+
+def check_inputs(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight
+) -> TiledExperts:
+    """Raise ValueError where the kernels do not take these arguments; returns the weights."""
+    if not isinstance(w, TiledExperts):
+        raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
+    experts, width, row_bytes = w.w2.shape
+    if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
+        raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
+    if x_ND.shape[1] != width or width % GROUP or row_bytes * 2 % GROUP:
+        raise ValueError(f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups")
+    if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
+        raise ValueError("ids and weights must be contiguous")
+    if w.w13.shape != (experts, 4 * row_bytes, width // 2):
+        raise ValueError(f"w13 {tuple(w.w13.shape)} does not fit w2 {tuple(w.w2.shape)}")
+    return w

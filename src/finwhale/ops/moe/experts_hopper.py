@@ -1,15 +1,29 @@
-"""The two products of the routed experts on Hopper GPUs, in Gluon.
+"""The routed experts on Hopper GPUs, with GEMMs in Gluon.
 
-The legend is triton_experts.py's, the weights' layout triton_fold.py's. A program has one, two or
-four groups of four warps, each with 64 rows of weights, and a warp that fills a ring of tiles
-through the copy engine, weights first: the expert is known while x is still being rounded. Weights
-go from the ring to registers, are decoded there, and enter the tensor cores from there.
+Legend: N tokens, K experts a token, P rows in order of the experts, E experts, D hidden, I
+intermediate width.
+
+Launches for several tokens: `dispatch` orders the pairs (dispatch_triton.py); `compute` rounds x,
+then gate and up, rounds the hidden values, then down. Gate and up applies the clamped SwiGLU and
+the routing weights. One token needs no order and has kernels of its own, in two launches
+(experts_hopper_one_token.py). An expert's weights are read once for a block of tokens. Blocks
+without tokens return at once, so the host need not know how the tokens spread.
+
+A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
+warp that fills a ring of tiles through the copy engine. The weights come first, because the expert
+is known while x is still being rounded. Weights go from the ring to registers, are decoded there to
+E4M3 (exactly), and enter the tensor cores from there. A sum goes over 128 values in the tensor
+core, then over these sums in float32, times the activations' scale of the 128, for every N.
+
+Floors: bytes, E' (3 I D / 2 + 3 I D / 32) for the E' experts that are hit: at 4.39 TB/s 18 us for
+one token of Flash, 750 for 128. Operations, 6 I D a pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -22,63 +36,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from finwhale.ops.launch import early_launch
+from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-
-
-@gluon.jit
-def _decode_group(w, first, second):
-    """w uint8 [64,32]; first and second [64,1]: what shifts the table of either half's values."""
-    # No constants of the module: this is shared between files, and what Triton finds a compiled
-    # kernel by would depend on which kernel it met first.
-    # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments
-    # of 32 bits come once for each of the four bytes.
-    asm: gl.constexpr = """{
-.reg .b32 magnitudes, second, sign;
-and.b32 magnitudes, $2, 0x77777777;
-prmt.b32 $0, $3, $7, magnitudes;
-shr.u32 second, magnitudes, 16;
-prmt.b32 second, $11, $15, second;
-and.b32 sign, $2, 0x80808080;
-or.b32 $0, $0, sign;
-shl.b32 sign, $2, 4;
-and.b32 sign, sign, 0x80808080;
-or.b32 $1, second, sign;
-}"""
-    operands: gl.constexpr = "=&r,=&r" + ",r" * 17
-    first_low, _ = gl.broadcast(0x14100800 + first * 0x01010100, w)
-    first_high, _ = gl.broadcast(0x24201C18 + first * 0x01010101, w)
-    second_low, _ = gl.broadcast(0x14100800 + second * 0x01010100, w)
-    second_high, _ = gl.broadcast(0x24201C18 + second * 0x01010101, w)
-    return gl.inline_asm_elementwise(
-        asm,
-        operands,
-        [w, first_low, first_high, second_low, second_high],
-        dtype=(gl.uint8, gl.uint8),
-        is_pure=True,
-        pack=4,
-    )
-
-
-@gluon.jit
-def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """[64,WIDTH] of two [64,WIDTH/2]."""
-    both = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, WIDTH])
-    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
-    """128 values of 64 rows as the tensor cores' left operand."""
-    w = gl.permute(gl.reshape(w_tile.load(LAYOUT), [64, 2, 32]), (0, 2, 1))
-    left, right = gl.split(w)
-    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
-    right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
-    steps = gl.expand_dims(steps_tile.load(gl.SliceLayout(1, LAYOUT)), 1)
-    a, c = _decode_group(left, steps & 0xFF, (steps >> 16) & 0xFF)
-    b, d = _decode_group(right, (steps >> 8) & 0xFF, (steps >> 24) & 0xFF)
-    values = _beside(_beside(a, b, 64, LAYOUT), _beside(c, d, 64, LAYOUT), 128, LAYOUT)
-    return values.to(gl.float8e4nv, bitcast=True)
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_one_token
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs, order_sizes
+from finwhale.ops.moe.experts_hopper_parts import (
+    WORDS,
+    barriers,
+    decode,
+    mma,
+    ring,
+    swiglu,
+    weight_descriptors,
+)
+from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
+from finwhale.ops.moe.round_rows_triton import round_hidden, round_tokens, rounded_groups
 
 
 @gluon.jit
@@ -150,11 +123,6 @@ def _load_rows(descs, rings, slot, k, first, boxes, COLUMNS: gl.constexpr):
         at = [first + box * height, k * 128]
         tma.async_copy_global_to_shared(x_desc, at, ready, rows, pred=box < boxes)
     tma.async_copy_global_to_shared(scale_desc, [k, first], ready, scale_ring.index(slot))
-
-
-@gluon.constexpr_function
-def mma(width):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
 
 
 @gluon.jit
@@ -278,17 +246,6 @@ def _multiply(
             slot = 0
             phase ^= 1
     return totals, slot, phase
-
-
-@gluon.jit
-def swiglu(total, limit):
-    """The clamped SwiGLU [32,C] of [64,C]: rows alternate, eight of w1 and eight of w3."""
-    columns: gl.constexpr = total.shape[1]
-    both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
-    gate, up = gl.split(both)
-    gate = gl.minimum(gate, limit)
-    up = gl.minimum(gl.maximum(up, -limit), limit)
-    return gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, columns])
 
 
 @gluon.jit
@@ -429,23 +386,6 @@ def _group(
             _columns(rings, results, unit_ptr, first, end, row, blocks, limit, STORE, COLUMNS,
                      _width(COLUMNS, GROUPS, i), TILES, STAGES, GROUPS, GROUP)
     # fmt: on
-
-
-@gluon.jit
-def ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
-    shape: gl.constexpr = [SIZE, HEIGHT, desc.block_type.shape[1]]
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-
-@gluon.jit
-def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """(full, empty) of a ring that one warp fills and READERS groups read."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=READERS)
-    return full, empty
 
 
 @gluon.jit
@@ -624,27 +564,91 @@ def _down_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
-WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @dataclass(frozen=True, slots=True)
 class HopperPlan:
-    """Groups of warps in a program, and of either product: steps through the rows, tiles in the
-    ring.
+    """Tiles of one launch.
+
+    Attributes:
+        block_rows: pairs of one expert that a program takes.
+        groups: groups of warps in a program.
+        gate_up, down: steps through the rows of weights, and tiles in the ring, of either GEMM.
     """
 
+    block_rows: int
     groups: int
     gate_up: tuple[int, int]
     down: tuple[int, int]
 
 
-def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of folded weights and their words of four steps: a block of a tile's rows at a time."""
-    return (
-        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
-        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
-    )
+# Up to so many pairs an expert on average, this plan.
+PLANS = (
+    (6, HopperPlan(16, 1, (1, 4), (1, 4))),
+    (32, HopperPlan(32, 1, (1, 6), (1, 6))),
+    (64, HopperPlan(64, 1, (1, 3), (1, 4))),
+    (104, HopperPlan(128, 4, (2, 4), (2, 4))),
+    (math.inf, HopperPlan(256, 2, (1, 4), (4, 4))),
+)
+
+
+def plan(num_pairs: int, num_experts: int) -> HopperPlan:
+    return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+
+    def class_of(num_tokens: int) -> object:
+        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
+        chosen = plan(pairs, experts)
+        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
+        rounded = rounded_groups(num_tokens), rounded_groups(rows)
+        order = launch_class(pairs, experts, chosen.block_rows)
+        return num_tokens == 1, chosen, order, rounded
+
+    return last_of_classes(class_of, most)
+
+
+def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
+    """ids int32 or int64, contiguous. The pairs of one token are not ordered."""
+    if len(ids_NK) == 1:
+        return Dispatched(ids_NK)
+    block_rows = plan(ids_NK.numel(), num_experts).block_rows
+    return order_pairs(ids_NK, num_experts, block_rows, early_launch=True)
+
+
+def compute(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
+) -> Tensor:
+    """x bfloat16, its rows any stride apart. Returns bfloat16 [N,K,D]."""
+    tiled = check_inputs(x_ND, weights_NK, pairs, w)
+    each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
+    if isinstance(pairs, OrderedPairs):
+        if len(x_ND):
+            chosen = plan(pairs.ids.numel(), len(tiled.w2))
+            launch(x_ND, weights_NK, pairs, tiled, limit, chosen, each)
+    else:
+        experts_hopper_one_token.launch(x_ND, weights_NK, pairs.ids, tiled, limit, each)
+    return each
+
+
+def launch(
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: OrderedPairs,
+    w: TiledExperts,
+    limit: float,
+    plan: HopperPlan,
+    each_NKD: Tensor,
+) -> None:
+    """`compute` of several tokens by a plan, whose block_rows the pairs were dispatched with."""
+    x, x_scale = round_tokens(x_ND, pairs, early_launch=True)
+    shape = (len(x), w.w2.shape[2] * 2)
+    hidden = torch.empty(shape, dtype=torch.bfloat16, device=x_ND.device)
+    _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan, hidden)
+    hidden, hidden_scale = round_hidden(hidden, pairs, early_launch=True)
+    _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
 
 
 def _descriptors(
@@ -686,69 +690,63 @@ def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
     return groups, tiles, rows // (groups * tiles)
 
 
-def gate_up(
-    x: Tensor,
+def _gate_up(
+    x_PD: Tensor,
     x_scale: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    w13: Tensor,
-    steps13: Tensor,
-    unit13: Tensor,
-    weights: Tensor,
-    hidden: Tensor,
+    weights_NK: Tensor,
+    pairs: OrderedPairs,
+    w: TiledExperts,
     limit: float,
-    columns: int,
     plan: HopperPlan,
+    hidden_PI: Tensor,
 ) -> None:
-    """hidden bfloat16 [P,I] of x E4M3 [P,D] and its scales [D/128,P]; P a multiple of 8.
+    """hidden bfloat16 [P,I] of x E4M3 [P,D] and its scales [D/128,P']; P a multiple of 8.
 
-    hidden is rounded to odd: what is to be rounded to E4M3 next loses nothing. That holds only
-    because the routing weight is multiplied here, in float32.
+    hidden is rounded to odd, so that rounding it to E4M3 next loses nothing. That holds only
+    because this kernel multiplies the routing weight in float32.
 
-    order [P]: each row's pair, a place in the routing weights [N,K]. blocks [B,3]: (expert, first
-    row, end). The kernel before writes none of these three, and lets this one start when those
-    before it have ended.
+    The kernel reads the pairs' order and blocks and the routing weights before the previous kernel
+    has ended. That is safe: the previous kernel writes none of them, and lets this one start only
+    after all kernels before it have ended.
     """
-    width, inner = x.shape[1], hidden.shape[1]
+    width, inner = x_PD.shape[1], hidden_PI.shape[1]
+    w13, steps13, unit13 = w.first()
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
-    _gate_up_kernel[(programs, len(blocks))](
-        *_descriptors(x, x_scale, w13, steps13, columns),
-        order,
-        blocks,
+    _gate_up_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(x_PD, x_scale, w13, steps13, plan.block_rows),
+        pairs.order,
+        pairs.blocks,
         unit13,
-        weights,
-        hidden,
+        weights_NK,
+        hidden_PI,
         width,
         inner,
         limit,
-        **_options(columns, groups, tiles, plan.gate_up[1]),
-        **early_launch(x),
+        **_options(plan.block_rows, groups, tiles, plan.gate_up[1]),
+        **launch_options(early=True),
     )
 
 
-def down(
-    hidden: Tensor,
+def _down(
+    hidden_PI: Tensor,
     hidden_scale: Tensor,
-    order: Tensor,
-    blocks: Tensor,
-    w2: Tensor,
-    steps2: Tensor,
-    unit2: Tensor,
-    out: Tensor,
-    columns: int,
+    pairs: OrderedPairs,
+    w: TiledExperts,
     plan: HopperPlan,
+    each_NKD: Tensor,
 ) -> None:
-    """out bfloat16 [pairs,D] of hidden E4M3 [P,I] and its scales [I/128,P]; as `gate_up`."""
-    width, inner = out.shape[1], hidden.shape[1]
+    """each bfloat16 [N,K,D] of hidden E4M3 [P,I] and its scales [I/128,P']; as `_gate_up`."""
+    width, inner = each_NKD.shape[2], hidden_PI.shape[1]
+    w2, steps2, unit2 = w.second()
     groups, tiles, programs = _cut(width // 64, plan.groups, plan.down[0])
-    _down_kernel[(programs, len(blocks))](
-        *_descriptors(hidden, hidden_scale, w2, steps2, columns),
-        order,
-        blocks,
+    _down_kernel[(programs, len(pairs.blocks))](
+        *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),
+        pairs.order,
+        pairs.blocks,
         unit2,
-        out,
+        each_NKD,
         width,
         inner,
-        **_options(columns, groups, tiles, plan.down[1]),
-        **early_launch(hidden),
+        **_options(plan.block_rows, groups, tiles, plan.down[1]),
+        **launch_options(early=True),
     )

@@ -1,0 +1,73 @@
+"""The sizes of steps that launch every kernel of a table in each of its forms."""
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+
+from finwhale.ops import Ops
+from finwhale.ops.launch.sizes import ModelSizes
+
+
+def _alignment(size: int) -> tuple[bool, ...]:
+    """What Triton compiles for: whether an integer is 1, and whether it is a multiple of 16. The
+    arguments of a launch are the size itself and the size rounded up to multiples of 4 and of 8.
+    """
+    return size == 1, *(-(-size // unit) * unit % 16 == 0 for unit in (1, 4, 8))
+
+
+class LaunchSizes:
+    """Sizes of every class of launches, from what the files of a table's operators publish."""
+
+    def __init__(self, ops: Ops, model: ModelSizes) -> None:
+        names = dict.fromkeys(getattr(ops, name).__module__ for name, _ in ops.implementations())
+        self._modules = [importlib.import_module(name) for name in names]
+        self._model = model
+
+    def tokens(self, first: int, last: int) -> list[int]:
+        """Numbers of tokens of a step, of first..last."""
+        found: set[int] = set()
+        for module in self._publish("launch_tokens"):
+            found |= module.launch_tokens(self._model, last)
+        return _in_every_class(first, last, found)
+
+    def rows(self, last: int) -> list[int]:
+        """Numbers of rows of logits, up to last."""
+        found: set[int] = set()
+        for module in self._publish("launch_tokens"):
+            found |= module.launch_tokens(self._model, last)
+        for module in self._publish("launch_rows"):
+            found |= module.launch_rows(self._model, last)
+        return _in_every_class(1, last, found)
+
+    def contexts(self, num_tokens: int, longest: int) -> list[int]:
+        """Lengths of the longest sequence, up to `longest`, of a step of so many tokens."""
+        found: set[int] = set()
+        for module in self._publish("launch_contexts"):
+            found |= module.launch_contexts(self._model, num_tokens, longest)
+        return sorted(length for length in {1, *(n + 1 for n in found)} if length <= longest)
+
+    def context_class(self, num_tokens: int) -> tuple[int, ...]:
+        """Equal for numbers of tokens with the same launch signatures in every context."""
+        found = []
+        for module in self._publish("launch_contexts"):
+            publish = getattr(module, "launch_tokens", None)
+            sizes = () if publish is None else publish(self._model, num_tokens)
+            found.append(sum(size < num_tokens for size in sizes))
+        return tuple(found)
+
+    def _publish(self, name: str) -> Iterator[ModuleType]:
+        return (module for module in self._modules if hasattr(module, name))
+
+
+def _in_every_class(first: int, last: int, last_of_classes: set[int]) -> list[int]:
+    """The first number of each alignment between any two of the published sizes."""
+    found: list[int] = []
+    seen: set[tuple[bool, ...]] = set()
+    for size in range(first, last + 1):
+        if size - 1 in last_of_classes:
+            seen.clear()
+        alignment = _alignment(size)
+        if alignment not in seen:
+            seen.add(alignment)
+            found.append(size)
+    return found

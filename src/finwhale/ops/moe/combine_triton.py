@@ -1,0 +1,76 @@
+"""Add the outputs of each token's experts, as a Triton kernel. Legend in the package's docstring.
+
+Bytes: 2 D (K + 2) a token.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.ops.launch import launch_options
+
+MAX_COLUMNS = 1024  # that a program adds
+
+
+@triton.jit
+def _sum_kernel(
+    pairs_ptr,
+    ids_ptr,
+    shared_ptr,
+    out_ptr,
+    D,
+    stride_shared,
+    K: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Add a token's pairs in order of k, BLOCK_D columns of them."""
+    token = tl.program_id(0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_d = d < D
+    total = tl.zeros([BLOCK_D], tl.float32)
+    for k in tl.static_range(K):
+        is_used = tl.load(ids_ptr + token * K + k) >= 0
+        row = pairs_ptr + (token * K + k) * D + d
+        total += tl.load(row, mask=is_d & is_used, other=0.0).to(tl.float32)
+    if HAS_SHARED:
+        total += tl.load(shared_ptr + token * stride_shared + d, mask=is_d, other=0.0)
+    tl.store(out_ptr + token * D + d, total.to(tl.bfloat16), mask=is_d)
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def combine(
+    each_NKD: Tensor,
+    ids_NK: Tensor,
+    shared_ND: Tensor | None = None,
+    *,
+    early_launch: bool = False,
+) -> Tensor:
+    """each bfloat16, contiguous; shared bfloat16 rows. Returns bfloat16 [N,D]."""
+    num_tokens, topk, width = each_NKD.shape
+    out = torch.empty((num_tokens, width), dtype=torch.bfloat16, device=each_NKD.device)
+    if num_tokens == 0:
+        return out
+    block_d = min(MAX_COLUMNS, triton.next_power_of_2(width))
+    _sum_kernel[(num_tokens, triton.cdiv(width, block_d))](
+        each_NKD,
+        ids_NK,
+        each_NKD if shared_ND is None else shared_ND,
+        out,
+        width,
+        0 if shared_ND is None else shared_ND.stride(0),
+        K=topk,
+        HAS_SHARED=shared_ND is not None,
+        BLOCK_D=block_d,
+        num_warps=4,
+        **launch_options(early_launch),
+    )
+    return out

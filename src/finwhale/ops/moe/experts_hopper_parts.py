@@ -1,0 +1,110 @@
+"""Shared by the experts' kernels for Hopper GPUs: decoder, ring buffers and SwiGLU, in Gluon.
+
+experts_layout.py describes the layout of the weights.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+NIBBLES = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, rank=2)
+WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+@gluon.jit
+def _decode_group(w, first, second):
+    """w uint8 [64,32]; first and second [64,1]: the shifts of the tables of either half."""
+    # Uses no constants of the module. Triton's cache key of a kernel would then depend on which
+    # kernel used this function first.
+    # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments
+    # of 32 bits come once for each of the four bytes.
+    asm: gl.constexpr = """{
+.reg .b32 magnitudes, second, sign;
+and.b32 magnitudes, $2, 0x77777777;
+prmt.b32 $0, $3, $7, magnitudes;
+shr.u32 second, magnitudes, 16;
+prmt.b32 second, $11, $15, second;
+and.b32 sign, $2, 0x80808080;
+or.b32 $0, $0, sign;
+shl.b32 sign, $2, 4;
+and.b32 sign, sign, 0x80808080;
+or.b32 $1, second, sign;
+}"""
+    operands: gl.constexpr = "=&r,=&r" + ",r" * 17
+    first_low, _ = gl.broadcast(0x14100800 + first * 0x01010100, w)
+    first_high, _ = gl.broadcast(0x24201C18 + first * 0x01010101, w)
+    second_low, _ = gl.broadcast(0x14100800 + second * 0x01010100, w)
+    second_high, _ = gl.broadcast(0x24201C18 + second * 0x01010101, w)
+    return gl.inline_asm_elementwise(
+        asm,
+        operands,
+        [w, first_low, first_high, second_low, second_high],
+        dtype=(gl.uint8, gl.uint8),
+        is_pure=True,
+        pack=4,
+    )
+
+
+@gluon.jit
+def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
+    """Two [64,WIDTH/2] side by side: [64,WIDTH]."""
+    both = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, WIDTH])
+    return gl.convert_layout(both, LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
+    """128 values of 64 rows as the tensor cores' left operand."""
+    w = gl.permute(gl.reshape(w_tile.load(LAYOUT), [64, 2, 32]), (0, 2, 1))
+    left, right = gl.split(w)
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    right = gl.convert_layout(right, LAYOUT, assert_trivial=True)
+    steps = gl.expand_dims(steps_tile.load(gl.SliceLayout(1, LAYOUT)), 1)
+    a, c = _decode_group(left, steps & 0xFF, (steps >> 16) & 0xFF)
+    b, d = _decode_group(right, (steps >> 8) & 0xFF, (steps >> 24) & 0xFF)
+    values = _beside(_beside(a, b, 64, LAYOUT), _beside(c, d, 64, LAYOUT), 128, LAYOUT)
+    return values.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.constexpr_function
+def mma(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 32])
+
+
+@gluon.jit
+def swiglu(total, limit):
+    """The clamped SwiGLU [32,C] of [64,C]: rows alternate, eight of w1 and eight of w3."""
+    columns: gl.constexpr = total.shape[1]
+    both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
+    gate, up = gl.split(both)
+    gate = gl.minimum(gate, limit)
+    up = gl.minimum(gl.maximum(up, -limit), limit)
+    return gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [32, columns])
+
+
+@gluon.jit
+def ring(desc, SIZE: gl.constexpr, HEIGHT: gl.constexpr):
+    shape: gl.constexpr = [SIZE, HEIGHT, desc.block_type.shape[1]]
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """(full, empty) barriers of a ring that one warp fills and READERS groups of warps read."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
+
+
+def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Tiled weights and their steps, read a block of 64 rows and 128 columns at a time."""
+    return (
+        TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
+        TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),
+    )

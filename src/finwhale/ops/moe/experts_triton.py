@@ -1,0 +1,375 @@
+"""The routed experts as Triton kernels for GPUs of any vendor: FP4 weights, E4M3 activations.
+
+Legend: N tokens, K experts a token, P rows in order of the experts, E experts, D hidden, I
+intermediate width.
+
+`dispatch` orders the pairs (dispatch_triton.py). `compute` is four launches: round x, gate and up,
+round the hidden values, down. Gate and up applies the clamped SwiGLU and the routing weights; if
+its tiles hold whole groups, it also rounds. An expert's weights are read once for a block of
+tokens. Blocks without tokens return at once, so the host need not know how the tokens spread.
+
+Weights are decoded to bfloat16, exactly. A sum goes over 128 values in the matrix units, then over
+these sums in float32, times the activations' scale of the 128: the same for every N.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.moe import Dispatched, ExpertWeight
+from finwhale.ops.moe.dispatch_triton import (
+    OrderedPairs,
+    launch_class,
+    order_one_token,
+    order_pairs,
+    order_sizes,
+)
+from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
+from finwhale.ops.moe.round_rows_triton import (
+    round_e4m3,
+    round_hidden,
+    round_tokens,
+    rounded_groups,
+)
+from finwhale.ops.rounding import MIN_AMAX
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _decode(w, steps, ROWS: tl.constexpr):
+    """128 values of each row, in two halves [ROWS,64]; w uint8 [ROWS,64], four steps a row."""
+    half = tl.arange(0, 2)
+    first = (steps[:, None] >> (8 * half)[None, :]) & 0xFF
+    second = (steps[:, None] >> (16 + 8 * half)[None, :]) & 0xFF
+    w = w.to(tl.int32)
+    words = tl.permute(tl.reshape(w, [ROWS, 16, 2, 2]), (0, 1, 3, 2))
+    low, high = tl.split(words)
+    a = _values(tl.join(low & 7, (low >> 4) & 7), first, w >> 7, ROWS)
+    b = _values(tl.join(high & 7, (high >> 4) & 7), second, w >> 3, ROWS)
+    return a, b
+
+
+@triton.jit
+def _values(codes, steps, signs, ROWS: tl.constexpr):
+    """The values of the codes, with the group's steps, in bfloat16 [ROWS,64]."""
+    codes = tl.reshape(codes, [ROWS, 2, 32])
+    byte = tl.where(codes == 1, 8, 8 + 4 * codes) + steps[:, :, None]
+    bits = tl.where(codes == 0, 0, (byte << 4) + (120 << 7))
+    bits = tl.reshape(bits, [ROWS, 64]) | ((signs & 1) << 15)
+    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _product(
+    x_desc,
+    x_scale_ptr,
+    w_desc,
+    steps_ptr,
+    first,
+    tile,
+    blocks,
+    stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """w x^T [ROWS,COLUMNS] in units of the rows: sums over 128 values, then over these sums.
+
+    The rows start at 64 tile, the columns at pair `first`.
+    """
+    row = tl.arange(0, ROWS)
+    steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
+    scale_ptrs = x_scale_ptr + first + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in tl.range(0, blocks, num_stages=STAGES):
+        w = tl.reshape(w_desc.load([tile, k, 0, 0]), [ROWS, 64])
+        a, b = _decode(w, tl.load(steps_ptrs + k * 64), ROWS)
+        x0 = x_desc.load([first, k * 128])
+        x1 = x_desc.load([first, k * 128 + 64])
+        scale = tl.load(scale_ptrs + k * stride)
+        part = tl.dot(a, tl.trans(x0.to(tl.bfloat16)))
+        part = tl.dot(b, tl.trans(x1.to(tl.bfloat16)), part)
+        total += part * scale[None, :]
+    return total
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _gate_up_kernel(
+    x_desc,
+    x_scale_ptr,
+    order_ptr,
+    blocks_ptr,
+    w_desc,
+    steps_ptr,
+    unit_ptr,
+    weights_ptr,
+    hidden_ptr,
+    hidden_scale_ptr,
+    stride,
+    D,
+    I,  # noqa: E741
+    limit,
+    BLOCK_I: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+):
+    """hidden[place] = weight * clamped SwiGLU of BLOCK_I rows of w1 and of w3, for a block of
+    pairs. If BLOCK_I is a whole group, the kernel rounds the result.
+
+    The rows of the GEMM alternate, eight of w1 and eight of w3, so that a thread holds both.
+    """
+    entry = blocks_ptr + tl.program_id(1) * 3
+    expert = tl.load(entry)
+    if expert >= 0:
+        first = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        tile = expert * (I // 32) + tl.program_id(0) * (BLOCK_I // 32)
+        total = _product(
+            x_desc,
+            x_scale_ptr,
+            w_desc,
+            steps_ptr,
+            first,
+            tile,
+            D // 128,
+            stride,
+            2 * BLOCK_I,
+            BLOCK_N,
+            STAGES,
+        )
+        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, 2 * BLOCK_I))[:, None]
+        both = tl.reshape(total, [BLOCK_I // 8, 2, 8, BLOCK_N])
+        gate, up = tl.split(tl.permute(both, (0, 2, 3, 1)))
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        hidden = gate / (1.0 + tl.exp(-gate)) * up
+        hidden = tl.trans(tl.reshape(hidden, [BLOCK_I, BLOCK_N]))
+        place = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + place, mask=place < end, other=0)
+        hidden *= tl.load(weights_ptr + pair)[:, None]
+        i = tl.program_id(0) * BLOCK_I + tl.arange(0, BLOCK_I)
+        target = hidden_ptr + place.to(tl.int64)[:, None] * I + i[None, :]
+        if BLOCK_I == 128:
+            values, scale = round_e4m3(hidden, 1, E4M3_MAX, MIN_AMAX)
+            tl.store(target, values, mask=(place < end)[:, None])
+            scale_ptrs = hidden_scale_ptr + tl.program_id(0) * stride + place
+            tl.store(scale_ptrs, scale, mask=place < end)
+        else:
+            tl.store(target, hidden.to(hidden_ptr.dtype.element_ty), mask=(place < end)[:, None])
+
+
+@triton.jit(do_not_specialize=["stride"])
+def _down_kernel(
+    hidden_desc,
+    hidden_scale_ptr,
+    order_ptr,
+    blocks_ptr,
+    w_desc,
+    steps_ptr,
+    unit_ptr,
+    out_ptr,
+    stride,
+    D,
+    I,  # noqa: E741
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """out[pair] = w2 hidden, BLOCK_D rows for a block of pairs."""
+    entry = blocks_ptr + tl.program_id(1) * 3
+    expert = tl.load(entry)
+    if expert >= 0:
+        first = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        tile = expert * (D // 64) + tl.program_id(0) * (BLOCK_D // 64)
+        total = _product(
+            hidden_desc,
+            hidden_scale_ptr,
+            w_desc,
+            steps_ptr,
+            first,
+            tile,
+            I // 128,
+            stride,
+            BLOCK_D,
+            BLOCK_N,
+            STAGES,
+        )
+        total *= tl.load(unit_ptr + tile * 64 + tl.arange(0, BLOCK_D))[:, None]
+        place = first + tl.arange(0, BLOCK_N)
+        pair = tl.load(order_ptr + place, mask=place < end, other=0).to(tl.int64)
+        total = tl.trans(total)
+        d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+        tl.store(
+            out_ptr + pair[:, None] * D + d[None, :],
+            total.to(tl.bfloat16),
+            mask=(place < end)[:, None],
+        )
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Tiles of one launch.
+
+    Attributes:
+        block_rows: pairs of one expert that a program takes.
+        gate_up, down: rows of weights (of w1, and as many of w3), pipeline stages, warps.
+    """
+
+    block_rows: int
+    gate_up: tuple[int, int, int] = (64, 3, 8)
+    down: tuple[int, int, int] = (128, 3, 8)
+
+
+# Up to so many pairs an expert on average, this plan.
+PLANS = (
+    (6, Plan(16, (128, 4, 8), (64, 4, 4))),
+    (20, Plan(32, (128, 4, 8), (64, 4, 4))),
+    (64, Plan(64, (128, 3, 8), (128, 3, 8))),
+    (math.inf, Plan(128)),
+)
+
+
+def plan(num_pairs: int, num_experts: int) -> Plan:
+    return next(plan for most, plan in PLANS if num_pairs <= most * num_experts)
+
+
+def launch_tokens(model: ModelSizes, most: int) -> set[int]:
+    """See ops/launch/sizes.py."""
+
+    def class_of(num_tokens: int) -> object:
+        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
+        chosen = plan(pairs, experts)
+        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
+        rounded = rounded_groups(num_tokens), rounded_groups(rows)
+        order = launch_class(pairs, experts, chosen.block_rows)
+        return num_tokens == 1, chosen, order, rounded
+
+    return last_of_classes(class_of, most)
+
+
+def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
+    """ids int32 or int64, contiguous."""
+    block_rows = plan(ids_NK.numel(), num_experts).block_rows
+    if len(ids_NK) == 1:
+        return order_one_token(ids_NK, block_rows)
+    return order_pairs(ids_NK, num_experts, block_rows, early_launch=False)
+
+
+def compute(
+    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
+) -> Tensor:
+    """x bfloat16, its rows any stride apart. Returns bfloat16 [N,K,D]."""
+    assert isinstance(pairs, OrderedPairs)
+    tiled = check_inputs(x_ND, weights_NK, pairs, w)
+    each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
+    if len(x_ND):
+        launch(x_ND, weights_NK, pairs, tiled, limit, plan(pairs.ids.numel(), len(tiled.w2)), each)
+    return each
+
+
+def launch(
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: OrderedPairs,
+    w: TiledExperts,
+    limit: float,
+    plan: Plan,
+    each_NKD: Tensor,
+) -> None:
+    """`compute` by a given plan, whose block_rows the pairs were dispatched with."""
+    x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
+    hidden, hidden_scale = _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan)
+    _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
+
+
+def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
+    """w uint8 [E,M,K/2] as [tiles,blocks,64,64], read `rows` at a time."""
+    experts, height, row_bytes = w.shape
+    tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
+    return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])
+
+
+def _gate_up(
+    x_PD: Tensor,
+    x_scale: Tensor,
+    weights_NK: Tensor,
+    pairs: OrderedPairs,
+    w: TiledExperts,
+    limit: float,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """Hidden values E4M3 [P,I] and their scales."""
+    (num_rows, width), inner = x_PD.shape, w.w2.shape[2] * 2
+    block_i, stages, warps = plan.gate_up
+    dtype = torch.float8_e4m3fn if block_i == GROUP else torch.float32
+    hidden = torch.empty((num_rows, inner), dtype=dtype, device=x_PD.device)
+    shape = (inner // GROUP, num_rows + plan.block_rows)
+    scale = torch.empty(shape, dtype=torch.float32, device=x_PD.device)
+    _gate_up_kernel[(inner // block_i, len(pairs.blocks))](
+        TensorDescriptor.from_tensor(x_PD, [plan.block_rows, 64]),
+        x_scale,
+        pairs.order,
+        pairs.blocks,
+        _tiles(w.w13, 2 * block_i),
+        *w.first()[1:],
+        weights_NK,
+        hidden,
+        scale,
+        x_scale.stride(0),
+        width,
+        inner,
+        limit,
+        BLOCK_I=block_i,
+        BLOCK_N=plan.block_rows,
+        STAGES=stages,
+        E4M3_MAX=E4M3_MAX,
+        MIN_AMAX=MIN_AMAX,
+        num_warps=warps,
+    )
+    return (hidden, scale) if block_i == GROUP else round_hidden(hidden, pairs, early_launch=False)
+
+
+def _down(
+    hidden_PI: Tensor,
+    hidden_scale: Tensor,
+    pairs: OrderedPairs,
+    w: TiledExperts,
+    plan: Plan,
+    each_NKD: Tensor,
+) -> None:
+    width, inner = each_NKD.shape[2], hidden_PI.shape[1]
+    block_d, stages, warps = plan.down
+    _down_kernel[(width // block_d, len(pairs.blocks))](
+        TensorDescriptor.from_tensor(hidden_PI, [plan.block_rows, 64]),
+        hidden_scale,
+        pairs.order,
+        pairs.blocks,
+        _tiles(w.w2, block_d),
+        *w.second()[1:],
+        each_NKD,
+        hidden_scale.stride(0),
+        width,
+        inner,
+        BLOCK_D=block_d,
+        BLOCK_N=plan.block_rows,
+        STAGES=stages,
+        num_warps=warps,
+    )

@@ -1,0 +1,142 @@
+"""Round tokens to E4M3 for the experts' GEMMs, into the rows of their pairs: a Triton kernel.
+
+Legend: N tokens, K experts a token, P rows in order of the experts.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.launch import launch_options
+from finwhale.ops.moe.dispatch_triton import OrderedPairs
+from finwhale.ops.moe.experts_layout import GROUP
+from finwhale.ops.rounding import MIN_AMAX
+
+# Groups that a program rounds, up to FEW_ROWS rows and beyond; Flash's hidden values have 16.
+FEW_ROWS = 256
+FEW_GROUPS, MANY_GROUPS = 8, 16
+
+
+@triton.jit
+def round_e4m3(x, AXIS: tl.constexpr, E4M3_MAX: tl.constexpr, MIN_AMAX: tl.constexpr):
+    """(E4M3 values, scale) of float32 x, one power-of-two scale along the axis."""
+    amax = tl.maximum(tl.max(tl.abs(x), axis=AXIS), MIN_AMAX)
+    bits = (amax * (1.0 / E4M3_MAX)).to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFFF) & 0x7F800000
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
+    rounded = (x * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
+    return rounded, bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["stride_scale"])
+def _round_rows_kernel(
+    x_ptr,
+    place_ptr,
+    values_ptr,
+    scale_ptr,
+    ids_ptr,
+    order_ptr,
+    blocks_ptr,
+    stride_scale,
+    D,
+    stride_x,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    E4M3_MAX: tl.constexpr,
+    MIN_AMAX: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Round BLOCK groups of row n of x into rows place[n K ..] of values and columns of scale.
+
+    A place of -1 is skipped. Without place_ptr K is 1 and a row keeps its number. With ids_ptr
+    there is one token: its pair k goes to row 8 k, in a block of its own, and the kernel writes
+    order and blocks too.
+    """
+    if PDL:
+        # Wait first: the next kernel reads `order` and `blocks` before its own wait.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_group = group < D // 128
+    d = group[:, None] * 128 + tl.arange(0, 128)[None, :]
+    x = tl.load(x_ptr + token * stride_x + d, mask=is_group[:, None], other=0.0).to(tl.float32)
+    values, scale = round_e4m3(x, 1, E4M3_MAX, MIN_AMAX)
+    for k in tl.static_range(K):
+        place = token
+        if ids_ptr is not None:
+            expert = tl.load(ids_ptr + k).to(tl.int32)
+            if tl.program_id(1) == 0:
+                tl.store(order_ptr + 8 * k, k)
+                tl.store(blocks_ptr + 3 * k, expert)
+                tl.store(blocks_ptr + 3 * k + 1, 8 * k)
+                tl.store(blocks_ptr + 3 * k + 2, 8 * k + 1)
+            place = tl.where(expert >= 0, 8 * k, -1).to(tl.int64)
+        elif place_ptr is not None:
+            place = tl.load(place_ptr + token * K + k).to(tl.int64)
+        used = is_group & (place >= 0)
+        tl.store(values_ptr + place * D + d, values, mask=used[:, None])
+        tl.store(scale_ptr + group * stride_scale + place, scale, mask=used)
+
+
+# --- Launch ---------------------------------------------------------------------------------------
+
+
+def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple[Tensor, Tensor]:
+    """Round each token into the rows of its pairs: E4M3 [P,D] and float32 scales [D/128,P'].
+
+    P' exceeds P by a block, because kernels read the scales of whole blocks.
+    """
+    topk = pairs.ids.shape[1]
+    if pairs.place is None:
+        one_token = pairs.ids, pairs.order, pairs.blocks
+        return _round_rows(x_ND, None, topk, pairs, early_launch, one_token)
+    return _round_rows(x_ND, pairs.place, topk, pairs, early_launch)
+
+
+def round_hidden(
+    hidden_PI: Tensor, pairs: OrderedPairs, early_launch: bool
+) -> tuple[Tensor, Tensor]:
+    """Round hidden values, whose rows are the pairs': E4M3 [P,I] and scales [I/128,P']."""
+    return _round_rows(hidden_PI, None, 1, pairs, early_launch)
+
+
+def rounded_groups(num_rows: int) -> int:
+    """Groups of 128 that a program rounds."""
+    return FEW_GROUPS if num_rows <= FEW_ROWS else MANY_GROUPS
+
+
+def _round_rows(
+    x: Tensor,
+    place: Tensor | None,
+    topk: int,
+    pairs: OrderedPairs,
+    early_launch: bool,
+    one_token: tuple[Tensor | None, ...] = (None, None, None),
+) -> tuple[Tensor, Tensor]:
+    num_rows, width = x.shape
+    padded = len(pairs.order)
+    values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
+    shape = (width // GROUP, padded + pairs.block_rows)
+    scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+    groups = rounded_groups(num_rows)
+    _round_rows_kernel[(num_rows, triton.cdiv(width, groups * GROUP))](
+        x,
+        place,
+        values,
+        scale,
+        *one_token,
+        scale.stride(0),
+        width,
+        x.stride(0),
+        K=topk,
+        BLOCK=groups,
+        E4M3_MAX=E4M3_MAX,
+        MIN_AMAX=MIN_AMAX,
+        num_warps=4,
+        **launch_options(early_launch),
+    )
+    return values, scale

@@ -1,0 +1,65 @@
+"""The mixture of experts of a layer: the order of its operators."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.moe import Moe
+from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.protocol import StepInputs
+from finwhale.ops import load_ops
+from finwhale.ops.case import step_tokens
+from finwhale.platform import Platform
+from finwhale.testing.tiny import tiny_config
+
+NAMES = ("swiglu_mlp", "route_by_score", "experts_dispatch", "experts_compute", "experts_combine")
+
+
+def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
+    """Its output is there only after the join, which must not hold compute back."""
+    config = ModelConfig.from_dict(tiny_config(0) | {"num_hash_layers": 0})
+    cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
+    weights = load_weights(
+        config,
+        DummySource(weight_specs(config), cpu),
+        dtype=torch.float32,
+        device=cpu,
+        round_activations=False,
+        ops=table,
+    )
+    called: list[str] = []
+
+    def noted(name: str) -> Any:
+        def call(*args: Any) -> Any:
+            called.append(name)
+            return getattr(table, name)(*args)
+
+        return call
+
+    class Streams(SideStreams):
+        """Like a GPU's: the output of the shared expert is 0 before the join."""
+
+        def start(self, index: int, work: Any) -> Any:
+            self.wanted = work()
+            self.pending = torch.zeros_like(self.wanted)
+            return self.pending
+
+        def join(self, index: int) -> None:
+            called.append("join")
+            self.pending.copy_(self.wanted)
+
+    ops = replace(table, **{name: noted(name) for name in NAMES})
+    found, wanted = (
+        Moe(config, table_of, weights.layers[0].ffn, streams)
+        for table_of, streams in ((ops, Streams(cpu)), (table, SideStreams(cpu)))
+    )
+    tokens = step_tokens([(0, 5)])
+    inputs = StepInputs(token_ids=tokens.positions, tokens=tokens, tables={})
+    x = torch.randn(5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(found(x, inputs), wanted(x, inputs))
+    assert called == [*NAMES[:4], "join", NAMES[4]]
