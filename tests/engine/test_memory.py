@@ -82,7 +82,7 @@ def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     held, runner = llm.engine.memory, llm.engine.runner
     assert held.cache == runner.plan.total_bytes
-    assert held.cache == sum(p.nbytes for f in runner.cache.pools.values() for p in f.values())
+    assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
     embed = runner.model.weights.embed
     assert embed.nbytes < held.weights < 2**24
     assert held.total == held.weights + held.workspace + held.cache

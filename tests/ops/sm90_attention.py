@@ -36,8 +36,6 @@ VARIANTS = (
 def call(kind: int, splits: int, block_h: int, block_k: int, rounds: bool) -> None:
     rows = 2 if kind == 2 else 64
     constants = {
-        "WINDOW_PAGE": 64 * 584,
-        "ENTRY_PAGE": rows * 584,
         "W": 128,
         "WINDOW_ROWS": 64,
         "ENTRY_ROWS": rows,

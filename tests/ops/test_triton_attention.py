@@ -28,9 +28,9 @@ Entries = Literal["none", "selected", "complete"]
 
 
 def packed_rows(draw: Draw, table: tuple[PageTable, int], width: int, rope: int) -> Tensor:
-    """A packed pool for a table from Draw.page_table."""
+    """A packed pool for a table from Draw.page_table, its pages apart as in a cache of layers."""
     rows = draw.normal(table[1], width).to(torch.bfloat16)
-    return pack_rows(rows, table[0].rows_per_page, rope)
+    return strided(pack_rows(rows, table[0].rows_per_page, rope))
 
 
 def padded(tokens: Tokens) -> Tokens:
@@ -285,7 +285,7 @@ def test_rows_are_stored_and_latents_normalised(size: tuple[int, int, int]) -> N
     q_norm, kv_norm, rotary = draw.normal(latent), draw.normal(width), draw.rotation(40, rope)
     table, num_rows = draw.page_table(window_rows(chunks, 16), 8)
     dense = torch.zeros(num_rows, width)
-    pool = pack_rows(dense, 8, rope)
+    pool = strided(pack_rows(dense, 8, rope))
     args = (q_lora, q_norm, kv, kv_norm, rotary, EPS, True)
     wanted = ref.prepare_qkv(*args, tokens, dense, table)
     assert_close(kernels.prepare_qkv(*args, tokens, pool, table), wanted)

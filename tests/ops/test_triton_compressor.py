@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops.attention.layout import pack_rows, unpack_rows
-from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw
+from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw, strided
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
 from finwhale.ops.compressor.cases import EPS, compress_args
@@ -43,7 +43,8 @@ def packed(part: CompressPart, rope: int, entry_rows: int) -> CompressPart:
         pool = pack_keys(part.entry_pool, entry_rows)
     else:
         pool = pack_rows(part.entry_pool, entry_rows, rope)
-    return replace(part, entry_pool=pool, state_pool=part.state_pool.clone())
+    # Pages and rows lie apart, as in a cache of several layers.
+    return replace(part, entry_pool=strided(pool), state_pool=strided(part.state_pool))
 
 
 def dense(part: CompressPart, rope: int, entry_rows: int) -> Tensor:

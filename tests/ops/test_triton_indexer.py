@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale.ops.case import Args, Draw, OpCase
+from finwhale.ops.case import Args, Draw, OpCase, strided
 from finwhale.ops.indexer import ref, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.cases import CASES
@@ -39,7 +39,7 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 def selected(args: Args) -> tuple[Tensor, Tensor]:
     """What the kernels select, and the reference."""
     q, weights, keys, rotary, tokens, table, topk, scale, round_query = args
-    pool = pack_keys(keys, table.rows_per_page)
+    pool = strided(pack_keys(keys, table.rows_per_page))
     dense = unpack_keys(pool, table.rows_per_page, keys.shape[1])
     rest = (rotary, tokens, table, topk, scale, round_query)
     found = kernels.select_entries(q.clone(), weights, pool, *rest)
@@ -106,7 +106,7 @@ def test_padding_and_wide_bounds_of_a_captured_batch() -> None:
     positions = tokens.positions.clone()
     positions[2] = -1
     wide = Tokens(positions, tokens.sequence, tokens.query_start, 2**13, 1)
-    pool = pack_keys(keys, table.rows_per_page)
+    pool = strided(pack_keys(keys, table.rows_per_page))
     found = kernels.select_entries(q, weights, pool, rotary, wide, table, topk, scale, True)
     plain = kernels.select_entries(q, weights, pool, rotary, tokens, table, topk, scale, True)
     plain[2] = -1
@@ -185,7 +185,7 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     q, turns = draw.normal(1, heads, width) * size[..., None], draw.quarter_turns(length, 64)
     q[0, 3] = 0
     weights = draw.normal(1, heads) / size  # so that every head counts
-    pool = pack_keys(keys, 64)
+    pool = strided(pack_keys(keys, 64))
     dense = unpack_keys(pool, 64, width)
     scores = scores_of(q.bfloat16(), weights, pool, turns, tokens, table)
     rotated = ref.apply_rope(q.bfloat16(), tokens.rotation(turns))

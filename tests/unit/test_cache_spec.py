@@ -142,8 +142,7 @@ def test_the_plan_s_bytes_are_the_tensors_bytes(
     budget = least + spare
     plan = make_plan(config, budget, wanted_tokens=wanted, **sizes)
     cache = allocate_cache(cache_spec(config), plan, dtype, torch.device("meta"))
-    pools = [pool for layers in cache.pools.values() for pool in layers.values()]
-    assert sum(pool.nbytes for pool in pools) == plan.total_bytes <= budget
+    assert sum(pages.nbytes for pages in cache.pages.values()) == plan.total_bytes <= budget
     assert plan.capacity_tokens % 256 == 0 and plan.capacity_tokens >= 256
     for g in cache_spec(config):
         if g.keep is None:
@@ -200,6 +199,51 @@ def test_page_zero_holds_numbers() -> None:
                 rows = cache.pool(f.name, layer)
                 assert rows.shape == (plan.num_pages[g.name] * g.rows_per_page, f.width)
                 assert rows[: g.rows_per_page].eq(0).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["flash", "pro", "tiny"])
+def test_parts_of_a_page_lie_apart_and_aligned(name: str, packed: bool) -> None:
+    """Each field and layer has bytes of its own, where 16 bytes can be loaded at once."""
+    config = tiny(3) if name == "tiny" else ModelConfig.preset(name)
+    for g in cache_spec(config):
+        if packed and name == "tiny" and not g.name.endswith("_state"):
+            continue  # its rows are too narrow to be packed
+        layout = g.layout(2, packed)
+        whole = layout.row_bytes or layout.page_bytes
+        ends = 0
+        for f in g.fields:
+            size = f.width * (4 if f.full_precision else 2)
+            if not layout.row_bytes:
+                size = f.packed_bytes(g.rows_per_page)
+            for layer in f.layers:
+                offset = layout.offsets[f.name, layer]
+                assert offset >= ends and offset % 16 == 0
+                ends = offset + size
+        assert ends <= whole <= 1.03 * ends + 128
+        assert layout.page_bytes == g.page_bytes(2, packed)
+        assert layout.page_bytes % (128 if not layout.row_bytes else 16) == 0
+        if layout.row_bytes:
+            assert layout.page_bytes == g.rows_per_page * layout.row_bytes
+            assert all(f.full_precision or layout.row_bytes % (2 * f.width) == 0 for f in g.fields)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_pools_are_views_of_their_pages(packed: bool) -> None:
+    config = ModelConfig.preset("flash").with_layers(8)
+    groups = cache_spec(config)
+    plan = CachePlan({g.name: 3 for g in groups}, 0, 0, 0)
+    cache = allocate_cache(groups, plan, torch.bfloat16, torch.device("cpu"), packed)
+    for g in groups:
+        cache.pages[g.name].zero_()
+        for f in g.fields:
+            for layer in f.layers:
+                pool = cache.pool(f.name, layer)
+                rows = 1 if pool.dtype == torch.uint8 else g.rows_per_page
+                assert len(pool) == 3 * rows
+                assert not pool.view(torch.uint8).any(), "another layer's bytes"
+                pool[2 * rows :].view(torch.uint8).fill_(1)
+        assert not cache.pages[g.name][:2].any() and cache.pages[g.name][2].any()
 
 
 def test_pages_of_groups_that_keep_everything_fit_each_other() -> None:

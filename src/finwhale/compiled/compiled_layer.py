@@ -1,5 +1,6 @@
 """A decoder layer that runs as compiled graphs."""
 
+import torch
 from torch import Tensor
 
 from finwhale.compiled.graph_store import GraphStore
@@ -9,6 +10,7 @@ from finwhale.models.deepseek_v4.layer import LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.paging import contiguous_rows
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the
 # time, and the graphs, which are made for few rows, save nothing.
@@ -30,7 +32,7 @@ class CompiledLayer:
         select = tracer.select()
         self.select = None if select is None else store.graph(select)
         self.enter, self.leave = store.graph(tracer.enter()), store.graph(tracer.leave())
-        self.enter_tensors = [tracer.pool, *tensors_of(tracer.enter_weights)]
+        self.enter_tensors = [tracer.window_rows, *tensors_of(tracer.enter_weights)]
         self.leave_tensors = tensors_of(tracer.leave_weights)
 
     def __call__(
@@ -51,7 +53,7 @@ class CompiledLayer:
         given = [x.contiguous()]
         if post_mix is not None and res_mix is not None and residual is not None:
             given += [post_mix, res_mix, residual]
-        given += self.step.flat(tokens, inputs.tables["window"], rotary)
+        given += self.step.flat(tokens, inputs.tables["window"], rotary, self.window_pool)
         post, res, residual, q_NX, *rest = self.enter(given + self.enter_tensors)
         projected = None
         if attn.entries is not None:
@@ -86,8 +88,9 @@ class CompiledLayer:
             return attn.choose(q_NX, projected, inputs, rotary, cache)
         assert isinstance(attn.entries, C4Entries)
         tokens, table = inputs.tokens, inputs.tables["c4"]
-        places = self.step.flat_entries(tokens, table, attn.entries.topk)
-        key_pool = cache.pool("index_keys", attn.layer)
-        given = [q_NX, projected, tokens.positions, tokens.rotation(rotary), *places, key_pool]
-        (slots,) = self.select(given)
+        keys, row_step = contiguous_rows(cache.pool("index_keys", attn.layer))
+        places = self.step.flat_entries(tokens, table, attn.entries.topk, row_step)
+        given = [q_NX, projected, tokens.positions, tokens.rotation(rotary), *places, keys]
+        (chosen,) = self.select(given)
+        slots = torch.div(chosen, row_step, rounding_mode="floor")  # -1 stays -1
         return Selected(cache.pool("c4", attn.layer), slots, table.rows_per_page)

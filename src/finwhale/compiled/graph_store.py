@@ -37,7 +37,8 @@ class Argument:
         """What a graph's code depends on."""
         t = self.sample
         shape = ["*" if i in self.open_dims else str(n) for i, n in enumerate(t.shape)]
-        strides = [] if self.open_dims else list(t.stride())
+        # How far a pool's rows lie apart follows from the number of the cache's layers.
+        strides = [] if len(self.open_dims) > 1 else list(t.stride())
         return f"{t.dtype} {t.device.type} {','.join(shape)} {strides}"
 
 

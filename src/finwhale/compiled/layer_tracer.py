@@ -24,6 +24,7 @@ from finwhale.models.protocol import PagedCache, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.attention import Selected
 from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.paging import contiguous_rows
 
 T = TypeVar("T")
 # Samples of the sizes that stay open in a graph. They differ, so that the tracer takes none for
@@ -86,6 +87,7 @@ class LayerTracer:
         self.rotary = layer.attn.rotary(model.tables)
         self.cache = cache
         self.pool = cache.pool("window", layer.attn.layer)
+        self.window_rows = self.pool if step.packed else contiguous_rows(self.pool)[0]
         self.step = step
         self.first = first
         w = layer.weights
@@ -115,7 +117,12 @@ class LayerTracer:
                 out.append(layer.attn.entries.project(x))
             return tuple(t.contiguous() for t in out)
 
-        arguments = [*state, *step, Argument(self.pool, (0,)), *map(Argument, tensors_of(weights))]
+        arguments = [
+            *state,
+            *step,
+            Argument(self.window_rows, (0,)),
+            *map(Argument, tensors_of(weights)),
+        ]
         rows = self.layer.attn.entries
         kind = ("window" if rows is None else type(rows).__name__) + (
             " first" if self.first else ""
@@ -145,7 +152,7 @@ class LayerTracer:
 
         w = layer.weights.attn
         assert isinstance(w.compressor, C4Weights)
-        key_pool = self.cache.pool("index_keys", index)
+        key_pool = contiguous_rows(self.cache.pool("index_keys", index))[0]
         slots = Argument(self._empty(2 * entries.topk, dtype=ints).sample, (0, 1))
         arguments = [
             self._empty(w.wq_b.weight.shape[0]),
@@ -203,7 +210,7 @@ class LayerTracer:
         rotation = self._empty(*self.rotary.shape[1:], dtype=torch.float32)
         seen = self._empty(self.layer.attn.window, dtype=torch.int64)
         slots = Argument(self._empty(SAMPLE_ENTRIES, dtype=torch.int32).sample, (0, 1))
-        pools = (Argument(self.pool[:rows], (0,)) for rows in (SAMPLE_ROWS, SAMPLE_ROWS + 1))
+        pools = (Argument(self.window_rows[:rows], (0,)) for rows in (SAMPLE_ROWS, SAMPLE_ROWS + 1))
         return [rotation, next(pools), seen, next(pools), slots]
 
     def _with_leave_weights(self, weights: tuple[Any, ...]) -> LayerWeights:

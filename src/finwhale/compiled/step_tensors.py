@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import PageTable, Tokens, contiguous_rows
 from finwhale.ops.slots import (
     IndexStep,
     complete_slots,
@@ -25,6 +25,9 @@ ENTRY_STEP = 32
 class StepTensors:
     """How the operators in a graph find positions and cached rows.
 
+    If the cache is not packed, a graph gets contiguous rows of a pool and their places in them
+    (`contiguous_rows`), whatever the pool's stride. So all layers of a kind share a graph.
+
     Attributes:
         packed: kernels read page tables, and attention runs between the graphs. Otherwise the
             operators read rotations and slots from the step's memo.
@@ -34,7 +37,9 @@ class StepTensors:
     packed: bool
     rows_per_page: int
 
-    def flat(self, tokens: Tokens, table: PageTable, rotary_LR: Tensor) -> list[Tensor]:
+    def flat(
+        self, tokens: Tokens, table: PageTable, rotary_LR: Tensor, window_pool: Tensor
+    ) -> list[Tensor]:
         """The tensors of one step for one kind of layer."""
         if self.packed:
             places = [tokens.positions, tokens.sequence, tokens.query_start]
@@ -44,7 +49,8 @@ class StepTensors:
         found: list[Tensor] | None = tokens.memo.get(key)
         if found is None:
             rotation = tokens.rotation(rotary_LR)
-            found = tokens.memo[key] = [tokens.positions, rotation, write_slots(tokens, table)]
+            written = write_slots(tokens, table) * contiguous_rows(window_pool)[1]
+            found = tokens.memo[key] = [tokens.positions, rotation, written]
         return found
 
     def back(self, tensors: list[Tensor]) -> tuple[Tokens, PageTable, Tensor]:
@@ -65,11 +71,18 @@ class StepTensors:
         self, tokens: Tokens, window: Window, entries: Selected | Complete | None
     ) -> list[Tensor]:
         """The rows that attention reads, for a graph that contains attention."""
-        seen = window_slots(tokens, window.table, window.size)
-        return [window.pool, seen, *_entries(tokens, window, entries)]
+        rows, row_step = contiguous_rows(window.pool)
+        key = ("window rows", window.table, window.size)
+        places: Tensor | None = tokens.memo.get(key)
+        if places is None:
+            places = window_slots(tokens, window.table, window.size) * row_step
+            tokens.memo[key] = places
+        return [rows, places, *_entries(tokens, rows, entries)]
 
-    def flat_entries(self, tokens: Tokens, table: PageTable, topk: int) -> list[Tensor]:
-        """For the indexer: the slots of each token's entries [N,E] and how many it sees [N]."""
+    def flat_entries(
+        self, tokens: Tokens, table: PageTable, topk: int, row_step: int
+    ) -> list[Tensor]:
+        """For the indexer: the places of each token's keys [N,E] and how many it sees [N]."""
         key = ("entries", table, topk)
         found: list[Tensor] | None = tokens.memo.get(key)
         if found is None:
@@ -78,7 +91,7 @@ class StepTensors:
             least = padded(topk)
             if slots.shape[1] < least:
                 slots = F.pad(slots, (0, least - slots.shape[1]), value=-1)
-            found = tokens.memo[key] = [slots, step.num_entries]
+            found = tokens.memo[key] = [slots * row_step, step.num_entries]
         return found
 
     def back_entries(self, tensors: list[Tensor], tokens: Tokens, table: PageTable) -> None:
@@ -96,11 +109,12 @@ class StepTensors:
 
 
 def _entries(
-    tokens: Tokens, window: Window, entries: Selected | Complete | None
+    tokens: Tokens, window_rows: Tensor, entries: Selected | Complete | None
 ) -> tuple[Tensor, Tensor]:
-    """A pool and its slots [N,K] int32. K is 0 if there are no entries."""
+    """Contiguous rows and those that are read [N,K] int32. K is 0 if there are no entries."""
+    rows, row_step = (window_rows, 1) if entries is None else contiguous_rows(entries.pool)
     if isinstance(entries, Selected):
-        return entries.pool, entries.slots
+        return rows, entries.slots * row_step
     key = ("selected", None if entries is None else entries.table)
     slots: Tensor | None = tokens.memo.get(key)
     if slots is None:
@@ -109,6 +123,7 @@ def _entries(
         else:
             count = tokens.max_len // entries.ratio
             wide = complete_slots(tokens, entries.table, entries.ratio)
-            slots = wide[:, : -(-count // ENTRY_STEP) * ENTRY_STEP].int().contiguous()
+            seen = wide[:, : -(-count // ENTRY_STEP) * ENTRY_STEP].int()
+            slots = (seen * row_step).contiguous()
         tokens.memo[key] = slots
-    return (window.pool if entries is None else entries.pool), slots
+    return rows, slots

@@ -7,7 +7,8 @@ residual streams; D hidden; V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import lcm
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol
 
@@ -25,6 +26,12 @@ from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
 
 P = ParamSpec("P")
 FieldKind = Literal["row", "key", "state"]
+
+# Bytes. Kernels load 16 bytes at once, so every part of a page begins at a multiple of 16. A page
+# of packed parts begins at a multiple of a cache line.
+PART_ALIGN, PAGE_ALIGN = 16, 128
+# Triton compiles a kernel anew for a row stride that is no multiple of 16 float32 values.
+STATE_ALIGN = 64
 
 
 # --- The cache ------------------------------------------------------------------------------------
@@ -52,21 +59,34 @@ class CacheField:
     def full_precision(self) -> bool:
         return self.kind == "state"
 
-    def page_bytes(self, rows_per_page: int, itemsize: int, packed: bool) -> int:
-        """Bytes of one page of one layer.
-
-        Args:
-            itemsize: bytes of one activation.
-            packed: rows and keys are stored as the bytes that the kernels read, not as values: an
-                index key of 128 values takes 68 bytes of FP4.
+    def packed_bytes(self, rows_per_page: int) -> int:
+        """Bytes of one layer's part of a page where rows and keys are packed for the kernels: an
+        index key of 128 values takes 68 bytes of FP4.
         """
-        if self.kind == "state":
-            return rows_per_page * self.width * 4
-        if not packed:
-            return rows_per_page * self.width * itemsize
+        assert not self.full_precision
         if self.kind == "row":
             return row_layout.page_bytes(rows_per_page, self.width, self.rope)
         return key_layout.page_bytes(rows_per_page, self.width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """Where the rows of a group lie in one of its pages.
+
+    A page of a packed group holds one part for each field and layer. A page of another group is
+    rows_per_page rows; each row holds the values of every field and layer. So row r of page p lies
+    row_bytes * (p * rows_per_page + r) bytes behind row 0 of page 0, and a layer's rows form a
+    tensor [rows, width] with a stride.
+
+    Attributes:
+        page_bytes: bytes of a page, and from one page to the next.
+        row_bytes: bytes from one row to the next; 0: the group is packed.
+        offsets: by field name and layer, where the part begins in a page: bytes.
+    """
+
+    page_bytes: int
+    row_bytes: int
+    offsets: Mapping[tuple[str, int], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,20 +149,59 @@ class CacheGroup:
         settled = end if end - start > self.max_verify_tokens else start + 1
         return max(start, self.first_needed(settled))
 
-    def page_bytes(self, itemsize: int, packed: bool = False) -> int:
-        """Bytes of one page over all fields and layers. Arguments as in CacheField.page_bytes."""
-        return sum(
-            f.page_bytes(self.rows_per_page, itemsize, packed) * len(f.layers) for f in self.fields
+    def layout(self, itemsize: int, packed: bool = False) -> PageLayout:
+        """Where everything lies in a page.
+
+        Args:
+            itemsize: bytes of one activation.
+            packed: rows and keys are stored as the bytes that the kernels read, not as values.
+        """
+        states = {f.full_precision for f in self.fields}
+        assert len(states) == 1, f"{self.name}: states have groups of their own"
+        packed = packed and states == {False}
+        offsets: dict[tuple[str, int], int] = {}
+        end = 0
+        for f in self.fields:
+            size = f.width * (4 if f.full_precision else itemsize)
+            if packed:
+                size = f.packed_bytes(self.rows_per_page)
+            for layer in f.layers:
+                offsets[f.name, layer] = end
+                end += _aligned(size, PART_ALIGN)
+        if packed:
+            return PageLayout(page_bytes=_aligned(end, PAGE_ALIGN), row_bytes=0, offsets=offsets)
+        # A row holds a whole number of each field's rows: a table on a CPU finds a layer's row r
+        # as row k * r of a contiguous array (ops/cpu_math.py).
+        widths = [f.width * itemsize for f in self.fields]
+        row_bytes = _aligned(end, STATE_ALIGN if states == {True} else lcm(PART_ALIGN, *widths))
+        return PageLayout(
+            page_bytes=self.rows_per_page * row_bytes, row_bytes=row_bytes, offsets=offsets
         )
+
+    def page_bytes(self, itemsize: int, packed: bool = False) -> int:
+        """Bytes of one page over all fields and layers. Arguments as those of `layout`."""
+        return self.layout(itemsize, packed).page_bytes
+
+
+def _aligned(size: int, align: int) -> int:
+    return -(-size // align) * align
 
 
 @dataclass(frozen=True, slots=True)
 class PagedCache:
-    """The pools: field -> layer -> [rows, width], page p's rows from p * rows_per_page on; or, of
-    packed rows and keys, uint8 [pages, bytes of a page].
+    """The memory of the cache.
+
+    Attributes:
+        pools: field -> layer -> the layer's rows in all pages, a view of `pages`: [rows, width],
+            where row r of page p is row p * rows_per_page + r; or, of packed rows and keys, uint8
+            [num_pages, bytes of the layer's part]. Both have a stride.
+        pages: group -> uint8 [num_pages, page_bytes]. One page is one piece of memory with the rows
+            of all layers: copying it keeps, moves or restores them. Empty where a graph is traced
+            with some pools alone.
     """
 
     pools: Mapping[str, Mapping[int, Tensor]]
+    pages: Mapping[str, Tensor] = field(default_factory=dict)
 
     def pool(self, field: str, layer: int) -> Tensor:
         return self.pools[field][layer]

@@ -235,9 +235,10 @@ def _pages(rows: range, rows_per_page: int) -> range:
 
 
 def strided(x: Tensor) -> Tensor:
-    """[N,..,W]: the same values with rows that lie apart, NaN between them."""
+    """[N,..,W]: the same values with rows that lie apart, NaN between them; between bytes, 255."""
     flat = x.flatten(1)
-    wide = flat.new_full((flat.shape[0], flat.shape[1] + MORE_COLUMNS), torch.nan)
+    between = 255 if x.dtype == torch.uint8 else torch.nan
+    wide = flat.new_full((flat.shape[0], flat.shape[1] + MORE_COLUMNS), between)
     wide[:, : flat.shape[1]] = flat
     own: Tensor = wide[:, : flat.shape[1]].unflatten(1, x.shape[1:])
     return own

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.number_formats import E4M3_MAX
+from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.rounding import MIN_AMAX
 
 F32 = NDArray[np.float32]
@@ -91,6 +92,14 @@ def view(tensor: Tensor) -> Any:
         array = tensor.numpy()
         setattr(tensor, "_host_view", array)  # noqa: B010
     return array
+
+
+def rows(pool: Tensor) -> tuple[Any, int]:
+    """A dense pool as an array and a step: `paging.contiguous_rows`. numpy would copy all of an
+    array with a stride before it takes rows of it.
+    """
+    flat, step = contiguous_rows(pool)
+    return view(flat), step
 
 
 @lru_cache(maxsize=256)

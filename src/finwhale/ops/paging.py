@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,6 +20,23 @@ BLOCK_TOKENS = 256
 
 # GPU kernels plan a step with at most this many tokens of each sequence as a decode.
 MAX_DECODE_QUERY = 4
+
+
+def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
+    """A dense pool [rows, width] as contiguous rows [X, width] and a step: row r of the pool is
+    row step * r; other layers' rows lie between. Kept on the pool, which every step reads.
+
+    A cache's rows are a whole number of widths apart (models/protocol.py, PageLayout).
+    """
+    found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)
+    if found is None:
+        width = pool.shape[1]
+        step, rest = divmod(pool.stride(0), width)
+        assert rest == 0 and pool.stride(1) == 1
+        shape = (len(pool) - 1) * step + 1, width
+        found = torch.as_strided(pool, shape, (width, 1)), step
+        setattr(pool, "_contiguous_rows", found)  # noqa: B010
+    return found
 
 
 @dataclass(frozen=True, eq=False)

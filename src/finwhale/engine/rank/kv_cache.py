@@ -7,7 +7,7 @@ import torch
 
 from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
-from finwhale.models.protocol import CacheGroup, PagedCache
+from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLayout
 
 # Of the memory that is left once every sequence can run: the part for states at the ends of blocks,
 # which let other sequences go on there. A state of Flash takes as much as five blocks, and a
@@ -102,21 +102,36 @@ def allocate_cache(
     device: torch.device,
     packed: bool = False,
 ) -> PagedCache:
-    """The pools of every field and layer, as PagedCache describes them."""
+    """The memory of every group, and each layer's view of it, as PagedCache describes them."""
     pools: dict[str, dict[int, torch.Tensor]] = {}
+    memory: dict[str, torch.Tensor] = {}
     for group in groups:
-        pages, rows = plan.num_pages[group.name], group.rows_per_page
+        layout = group.layout(dtype.itemsize, packed)
+        num_pages = plan.num_pages[group.name]
+        pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        # Masked slots read page 0: it must hold numbers.
+        pages[:1].zero_()
+        memory[group.name] = pages
         for field in group.fields:
-            pools[field.name] = {}
-            for layer in field.layers:
-                if packed and not field.full_precision:
-                    page_bytes = field.page_bytes(rows, dtype.itemsize, packed)
-                    pool = torch.empty(pages, page_bytes, dtype=torch.uint8, device=device)
-                    pool[:1].zero_()
-                else:
-                    field_dtype = torch.float32 if field.full_precision else dtype
-                    pool = torch.empty(pages * rows, field.width, dtype=field_dtype, device=device)
-                    pool[:rows].zero_()
-                # Masked slots read page 0: it must hold numbers.
-                pools[field.name][layer] = pool
-    return PagedCache(pools)
+            pools[field.name] = {
+                layer: _pool(pages, group, field, layout, layout.offsets[field.name, layer], dtype)
+                for layer in field.layers
+            }
+    return PagedCache(pools, memory)
+
+
+def _pool(
+    pages: torch.Tensor,
+    group: CacheGroup,
+    field: CacheField,
+    layout: PageLayout,
+    offset: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """One layer's rows in all pages; `offset` is where its part begins in a page."""
+    if not layout.row_bytes:
+        return pages[:, offset : offset + field.packed_bytes(group.rows_per_page)]
+    dtype = torch.float32 if field.full_precision else dtype
+    rows = pages.view(dtype).view(-1, layout.row_bytes // dtype.itemsize)
+    first = offset // dtype.itemsize
+    return rows[:, first : first + field.width]

@@ -99,12 +99,9 @@ class LargestSteps:
     ) -> None:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
         self.device = model.device
-        for group in groups:
-            for field in group.fields:
-                for pool in cache.pools[field.name].values():
-                    # Their tokens read what is not theirs: it must be numbers.
-                    pages = 1 if pool.dtype == torch.uint8 else group.rows_per_page
-                    pool[PAGE * pages : (PAGE + 1) * pages].zero_()
+        for pages in cache.pages.values():
+            # Tokens of these steps read rows that nobody wrote: they must be numbers.
+            pages[PAGE].zero_()
 
     @classmethod
     def alone(cls, model: Model, groups: Sequence[CacheGroup], ops: Ops) -> "LargestSteps":

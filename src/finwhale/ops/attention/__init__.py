@@ -6,7 +6,8 @@ window, K selected entries, S groups of 128 of a token's A C values.
 
 K and V are one row: [nope | rope] of C values, V with its rope, so the output is rotated back by
 the query's position. A pool is dense, [rows, C] of a float dtype, or packed, uint8 [pages, bytes]
-(layout.py). A slot is a row's number in its pool; -1 stands for no row.
+(layout.py); its rows or pages have a stride, because other layers' lie between them. A slot is a
+row's number in its pool; -1 stands for no row.
 """
 
 from dataclasses import dataclass

@@ -75,8 +75,9 @@ def sparse_attention(
     np.multiply(q, constant(scale), q)
     out: F32 = out_NAC.numpy()
     sink: F32 = view(sink_A)
-    window_pool, slots = view(window.pool), view(window_slots(tokens, window.table, window.size))
-    blocks = [(window_pool, part) for part in _split(slots, (0,))]
+    rows, row_step = cpu_math.rows(window.pool)
+    places = view(window_slots(tokens, window.table, window.size)) * row_step
+    blocks = [(rows, part) for part in _split(places, (0,))]
     entry_slots = visible_slots(tokens, entries)
     if entries is not None and entry_slots is not None:
         slots = view(entry_slots)
@@ -85,16 +86,16 @@ def sparse_attention(
             starts = (0, FIRST_ENTRIES)
             if tokens.max_len // entries.ratio <= FIRST_ENTRIES:
                 slots = slots[:, :FIRST_ENTRIES]
-        pool = view(entries.pool)
-        blocks += [(pool, part) for part in _split(slots, starts)]
+        rows, row_step = cpu_math.rows(entries.pool)
+        blocks += [(rows, part) for part in _split(slots * row_step, starts)]
     num_tokens, heads, width = q.shape
-    num_keys = sum(slots.shape[1] for _, slots in blocks)
+    num_keys = sum(places.shape[1] for _, places in blocks)
     step = max(1, MAX_GATHERED // (num_keys * width))
 
     def run(tokens: slice) -> None:
         for start in range(tokens.start, tokens.stop, step):
             some = slice(start, min(start + step, tokens.stop))
-            _attend(q[some], [(rows, slots[some]) for rows, slots in blocks], sink, out[some])
+            _attend(q[some], [(rows, places[some]) for rows, places in blocks], sink, out[some])
 
     if num_tokens <= step:
         _attend(q, blocks, sink, out)
@@ -115,22 +116,25 @@ def _split(slots_NK: Slots, starts: tuple[int, ...]) -> list[Slots]:
 
 
 def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F32) -> None:
-    """Attention over blocks of keys, their sums added in order, as in the reference."""
+    """Attention over blocks of keys, their sums added in order, as in the reference.
+
+    blocks: arrays of rows, and the rows of each that the tokens see; negative: none.
+    """
     num_tokens, heads, _ = q_NAC.shape
-    slots_NK = blocks[0][1]
+    places_NK = blocks[0][1]
     if len(blocks) > 1:
-        slots_NK = np.concatenate([slots for _, slots in blocks], axis=1)
-    weights_NAK = np.empty((num_tokens, heads, slots_NK.shape[1]), np.float32)
+        places_NK = np.concatenate([places for _, places in blocks], axis=1)
+    weights_NAK = np.empty((num_tokens, heads, places_NK.shape[1]), np.float32)
     gathered: list[tuple[F32, F32]] = []
     end = 0
-    for rows_PC, block_slots_NK in blocks:
-        # Slots of -1 read row 0, whose weight becomes 0.
-        rows_NKC = rows_PC.take(block_slots_NK, 0, mode="clip")
+    for rows_PC, block_places_NK in blocks:
+        # A negative place reads row 0, whose weight becomes 0.
+        rows_NKC = rows_PC.take(block_places_NK, 0, mode="clip")
         start, end = end, end + rows_NKC.shape[1]
         part = weights_NAK[:, :, start:end]
         cpu_math.matmul(q_NAC, rows_NKC.swapaxes(1, 2), part)
         gathered.append((part, rows_NKC))
-    missing_NK = np.less(slots_NK, 0)
+    missing_NK = np.less(places_NK, 0)
     if missing_NK.any():
         np.copyto(weights_NAK, -np.inf, where=missing_NK[:, None])
     maximum = np.maximum.reduce(weights_NAK, -1)

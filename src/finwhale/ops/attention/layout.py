@@ -10,7 +10,7 @@ G = ceil(N / 64) groups, a page of P rows is
 
 Row r of the pool is row r % P of page r // P. A nope value is its E4M3 value times its group's
 scale, which is exact in bfloat16. For C 512 and R 64 a row takes 448 + 128 + 8 = 584 bytes and a
-page is what FlashMLA reads on SM90 as [num_pages, P, 1, 584] with the page's stride
+page is what FlashMLA reads on SM90 as [num_pages, P, 1, 584] with the pool's stride
 (it takes any stride that is a multiple of 16). C 128 and R 64: 64 + 128 + 8 = 200 bytes.
 """
 
@@ -50,7 +50,7 @@ def scale_bytes(head_dim: int, rope_dim: int) -> int:
 
 
 def page_bytes(rows_per_page: int, head_dim: int, rope_dim: int) -> int:
-    """Bytes of one page: the second dimension of a packed pool, and the distance of its pages."""
+    """Bytes of one page of one layer: the second dimension of a packed pool."""
     row = value_bytes(head_dim, rope_dim) + scale_bytes(head_dim, rope_dim)
     return -(-rows_per_page * row // PAGE_ALIGN) * PAGE_ALIGN
 

@@ -52,12 +52,12 @@ def _prepare_qkv_kernel(
     stride_q,
     stride_kv,
     stride_pages,
+    stride_page,
     Q,
     C,
     R,
     GROUPS,
     eps,
-    PAGE_BYTES: tl.constexpr,
     ROWS: tl.constexpr,
     VALUE_BYTES: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
@@ -99,7 +99,7 @@ def _prepare_qkv_kernel(
     bits = ((amax * (1.0 / 448.0)).to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     rounded = tl.reshape(nope * inverse[:, None], [BLOCK_C]).to(tl.float8e4nv)
-    page_ptr = pool_ptr + page * PAGE_BYTES
+    page_ptr = pool_ptr + page * stride_page
     row_ptr = page_ptr + (position % ROWS) * VALUE_BYTES
     tl.store(row_ptr + columns, rounded.to(tl.uint8, bitcast=True), mask=is_nope)
     rope_ptr = (row_ptr + (C - R)).to(tl.pointer_type(tl.bfloat16)) - (C - R)
@@ -156,12 +156,12 @@ def prepare_qkv(
         q_lora_NQ.stride(0),
         kv_NC.stride(0),
         table.pages.stride(0),
+        pool.stride(0),
         q_width,
         width,
         rope,
         num_groups(width, rope),
         eps,
-        PAGE_BYTES=pool.stride(0),
         ROWS=table.rows_per_page,
         VALUE_BYTES=value_bytes(width, rope),
         SCALE_BYTES=scale_bytes(width, rope),

@@ -117,9 +117,9 @@ def _load_rows(
     entry_ptr,
     entry_rows_ptr,
     entry_first,
+    stride_window_page,
+    stride_entry_page,
     W: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr,
-    ENTRY_PAGE: gl.constexpr,
     WINDOW_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -137,7 +137,7 @@ def _load_rows(
         row = position - (W - 1) + key
         page = gl.load(window_pages_ptr + ((row >> WINDOW_LOG) - window_first), mask=valid, other=0)
         offset = row & (WINDOW_ROWS - 1)
-        page_ptr = window_ptr + page.to(gl.int64) * WINDOW_PAGE
+        page_ptr = window_ptr + page.to(gl.int64) * stride_window_page
         row_ptr = page_ptr + offset * 576
         word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
     else:
@@ -149,7 +149,7 @@ def _load_rows(
             place = (row >> ENTRY_LOG) - entry_first
             page = gl.load(entry_rows_ptr + place, mask=valid, other=0)
         offset = row & (ENTRY_ROWS - 1)
-        page_ptr = entry_ptr + page.to(gl.int64) * ENTRY_PAGE
+        page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
         row_ptr = page_ptr + offset * 576
         word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
     row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
@@ -228,9 +228,9 @@ def _produce(
     entry_ptr,
     entry_rows_ptr,
     entry_first,
+    stride_window_page,
+    stride_entry_page,
     W: gl.constexpr,
-    WINDOW_PAGE: gl.constexpr,
-    ENTRY_PAGE: gl.constexpr,
     WINDOW_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr,
     ENTRIES: gl.constexpr,
@@ -245,8 +245,8 @@ def _produce(
     STEPS: gl.constexpr = BLOCK_K // STEP
     wide, half, narrow, rope, low, high = _load_rows(
         begin * BLOCK_K, position, num_entries, window_ptr, window_pages_ptr, window_first,
-        entry_ptr, entry_rows_ptr, entry_first, W, WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS,
-        ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
+        entry_ptr, entry_rows_ptr, entry_first, stride_window_page, stride_entry_page, W,
+        WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
     )  # fmt: skip
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
@@ -256,8 +256,9 @@ def _produce(
             _store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
             wide, half, narrow, rope, low, high = _load_rows(
                 tile * BLOCK_K + (step + 1) * STEP, position, num_entries, window_ptr,
-                window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first, W,
-                WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
+                window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
+                stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP,
+                WIDE, HALF, NARROW,
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)
@@ -418,9 +419,9 @@ def _attend_kernel(
     stride_ss,
     stride_window,
     stride_entry,
+    stride_window_page,
+    stride_entry_page,
     NUM_SLOTS,
-    WINDOW_PAGE: gl.constexpr,
-    ENTRY_PAGE: gl.constexpr,
     W: gl.constexpr,
     WINDOW_ROWS: gl.constexpr,
     ENTRY_ROWS: gl.constexpr,
@@ -501,8 +502,9 @@ def _attend_kernel(
                 _produce,
                 (
                     words, ready, free, begin, end, position, num_entries, window_ptr,
-                    window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first, W,
-                    WINDOW_PAGE, ENTRY_PAGE, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP,
+                    window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
+                    stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES,
+                    BLOCK_K, STEP,
                 ),
             ),
         ],

@@ -176,9 +176,9 @@ def _attend_kernel(
     stride_ss,
     stride_window,
     stride_entry,
+    stride_window_page,
+    stride_entry_page,
     NUM_SLOTS,
-    WINDOW_PAGE: tl.constexpr,
-    ENTRY_PAGE: tl.constexpr,
     W: tl.constexpr,
     WINDOW_ROWS: tl.constexpr,
     ENTRY_ROWS: tl.constexpr,
@@ -276,7 +276,7 @@ def _attend_kernel(
             window_pages_ptr + row // WINDOW_ROWS - window_first, mask=valid, other=0
         ).to(tl.int64)
         offset = row % WINDOW_ROWS
-        page_at = page * WINDOW_PAGE
+        page_at = page * stride_window_page
         scale_at = WINDOW_ROWS * VALUE_BYTES
         if ENTRIES > 0:
             row = key - WINDOW_TILES * BLOCK_K
@@ -293,7 +293,7 @@ def _attend_kernel(
                 ).to(tl.int64)
             valid = valid | visible
             offset = tl.where(in_window, offset, entry_offset)
-            page_at = tl.where(in_window, page_at, page * ENTRY_PAGE)
+            page_at = tl.where(in_window, page_at, page * stride_entry_page)
             scale_at = tl.where(in_window, scale_at, ENTRY_ROWS * VALUE_BYTES)
             pool_ptr = tl.where(in_window, window_ptr, entry_ptr)
         else:
@@ -647,9 +647,9 @@ class Problem:
             "stride_qa": q.stride(1),
             "stride_window": window.table.pages.stride(0),
             "stride_entry": rows.stride(0),
+            "stride_window_page": window.pool.stride(0),
+            "stride_entry_page": pool.stride(0),
             "NUM_SLOTS": num_slots,
-            "WINDOW_PAGE": window.pool.stride(0),
-            "ENTRY_PAGE": pool.stride(0),
             "W": window.size,
             "WINDOW_ROWS": window.table.rows_per_page,
             "ENTRY_ROWS": rows_per_page,

@@ -45,7 +45,7 @@ class CompressPart:
         projected: [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4; rows may be
             strided.
         weight: its ape and norm.
-        state_pool: [rows, X] float32; row number = position.
+        state_pool: [rows, X] float32, rows may be strided.
         entry_pool: dense [rows, C], or packed: rows of attention ("nope", attention/layout.py) or
             index keys ("key", indexer/layout.py).
         rounding: "nope": all but the rope part in E4M3, a scale for each 64 values; "key": the

@@ -64,7 +64,7 @@ def _entries(
     """The entries that complete, roped and rounded: [M,C]."""
     rows = projected
     if step.history_slots.shape[0]:
-        rows = np.concatenate((view(part.state_pool).take(view(step.history_slots), 0), rows))
+        rows = np.concatenate((view(part.state_pool)[view(step.history_slots)], rows))
     sources: I64 = view(step.entry_sources)
     turn = cpu_math.turns(rotary_LR)[view(step.entry_positions)]
     ape, norm = view(part.weight.ape), view(part.weight.norm)

@@ -61,7 +61,8 @@ def select_entries(
                 where=np.arange(columns) < visible[:, None],
             )
             continue
-        keys_SEC = view(key_pool).take(slots_SE, 0, mode="clip")
+        rows, row_step = cpu_math.rows(key_pool)
+        keys_SEC = rows.take(slots_SE * row_step, 0, mode="clip")
         _select(q[some], weights[some], keys_SEC, visible, slots_SE, out[some])
     return torch.from_numpy(out)
 

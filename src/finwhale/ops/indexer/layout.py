@@ -3,7 +3,7 @@
 A key of C values is FP4: words of four bytes, each with the e2m1 codes of eight values, and an E8M0
 byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2 bytes of codes,
 then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8 [num_pages,
-page_bytes], a key a slot: slot s lies in page s // P at row s % P.
+page_bytes] with a stride; slot s is the key of row s % P in page s // P.
 
 Byte j of a word with the values 0 .. 7 holds, from its lowest bit on: the magnitude of value 2j in
 three bits, the sign of value 4 + j, the magnitude of value 2j + 1, the sign of value j. So the
