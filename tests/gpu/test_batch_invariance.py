@@ -42,6 +42,18 @@ def test_chunks(engine: Engine, cuts: list[int]) -> None:
     assert torch.equal(stepper.read(ids, cuts), stepper.read(ids))
 
 
+@pytest.mark.parametrize("cut", [130, 1025])
+def test_pages_moved_as_bytes(engine: Engine, cut: int) -> None:
+    """The bytes of a sequence's pages, copied to other pages, are all of its state."""
+    stepper, ids = Stepper(engine), text(0, 1500)
+    sequence = stepper.sequence(ids)
+    stepper.step([(sequence, cut)])
+    sequence = stepper.moved(sequence)
+    (found,) = stepper.step([(sequence, len(ids) - cut)])
+    assert torch.equal(found, stepper.read(ids)[cut:])
+    stepper.release(sequence)
+
+
 @torch.inference_mode()
 def test_batches_and_graphs(engine: Engine) -> None:
     """Decodes of 1 to 8 sequences captured, one eager, and beside a prompt that is being read."""

@@ -132,6 +132,20 @@ def test_the_engine_s_tokens_are_the_nvidia_table_s(
     assert tokens_of(amd[0]) == tokens_of(nvidia)
 
 
+def test_a_packed_page_is_one_piece_of_memory(amd: tuple[LLM, tuple[Tensor, Tensor]]) -> None:
+    """The bytes of a sequence's pages, copied to other pages, are all of its state."""
+    stepper = Stepper(amd[0].engine)
+    results = []
+    for moves in (False, True):
+        sequence = stepper.sequence(TEXT)
+        stepper.step([(sequence, 6)])
+        if moves:
+            sequence = stepper.moved(sequence)
+        results += stepper.step([(sequence, 2)])
+        stepper.release(sequence)
+    assert results[0].isfinite().all() and torch.equal(*results)
+
+
 def test_compiled_layers_give_the_same(
     path: Path,
     amd: tuple[LLM, tuple[Tensor, Tensor]],

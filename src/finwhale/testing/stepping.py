@@ -72,6 +72,26 @@ class Stepper:
             chunks.append(Chunk(sequence, end - 1, end))
         return chunks
 
+    def moved(self, sequence: RunningSequence) -> RunningSequence:
+        """The sequence in other pages: their bytes are copied page by page, and every byte of the
+        old pages is overwritten. Releases `sequence`.
+        """
+        end = sequence.num_computed
+        other = self.sequence(sequence.token_ids)
+        self.pages.grow(other.tables, 0, end)
+        self.pages.trim(other.tables, end)
+        for name, pages in self.runner.cache.pages.items():
+            old, new = sequence.tables[name], other.tables[name]
+            assert old.first == new.first
+            for source, target in zip(old.pages, new.pages, strict=True):
+                assert bool(source) == bool(target) and (source != target or not source)
+                if source:
+                    pages[target] = pages[source]
+                    pages[source] = 255  # values become NaN
+        other.num_computed = end
+        self.release(sequence)
+        return other
+
     def release(self, sequence: RunningSequence) -> None:
         """Give the sequence's pages back."""
         self.pages.release(sequence.tables)
