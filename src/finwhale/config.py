@@ -94,6 +94,13 @@ class EngineConfig:
         "do not reuse cached prefixes between requests; reuse changes no token",
         flag="--no-prefix-caching",
     )
+    prefix_salt: str | None = option(
+        None,
+        "secret in the hashes of cached prefixes; processes with the same secret have the same "
+        "hashes",
+        unset="random",
+        metavar="SECRET",
+    )
     compile: bool = option(
         False,
         "compile the decoder layers ahead of time; the first start takes a minute or two longer, "
@@ -141,6 +148,8 @@ class EngineConfig:
                 f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.graph_sizes}"
             )
+        if self.prefix_salt == "":
+            raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")
         drafts = self.draft_tokens
         if drafts != "auto" and (type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS):
             raise FinwhaleError(

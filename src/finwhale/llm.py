@@ -22,7 +22,8 @@ from finwhale.config import (
 )
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.runner import choose_device
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.startup import choose_device
 from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig, WeightStream
 from finwhale.models.registry import architecture_of, parse_config
@@ -72,6 +73,7 @@ class LLM:
         gpu_memory_utilization: float = 0.9,
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        prefix_salt: str | None = None,
         compile: bool = False,
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,
@@ -262,7 +264,7 @@ def open_engine(
     directory = DEMO_PATH if path is None else Path(path)
     model_config, weights = _open_weights(config, directory, progress)
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
-    return Engine(config, model_config, weights, tokenizer)
+    return start_engine(config, model_config, weights, tokenizer)
 
 
 def _open_weights(

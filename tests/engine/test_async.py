@@ -11,8 +11,11 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.sequences import PENDING, Chunk
-from finwhale.engine.rank import host_transfer as transfer
+from finwhale.engine.plan.step_plan import PENDING, StepPlan
+from finwhale.engine.rank import host_transfer
+from finwhale.engine.rank.executor import local_executor
+
+from .plans import completing
 
 EOS = 1
 
@@ -30,7 +33,7 @@ def engines(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> lis
 def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None = None) -> None:
     """What is brought to the host is rubbish until somebody waits for it."""
 
-    class Late(transfer.Arrival):
+    class Late(host_transfer.Arrival):
         def __init__(self, tensors: Sequence[Tensor], stream: Any) -> None:
             super().__init__(tensors, stream)
             self.real = [tensor.clone() for tensor in tensors]
@@ -43,19 +46,19 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
                 host.copy_(real)
             return self._host
 
-    class Slow(transfer.Receiver):
-        def begin(self, tensors: Sequence[Tensor]) -> transfer.Arrival:
+    class Slow(host_transfer.Receiver):
+        def begin(self, tensors: Sequence[Tensor]) -> host_transfer.Arrival:
             return Late(tensors, None)
 
-    monkeypatch.setattr(engine.sampler, "_receiver", Slow(torch.device("cpu")))
+    monkeypatch.setattr(engine.executor, "receiver", Slow(torch.device("cpu")))
     if log is not None:
-        logits = engine.runner.logits
+        logits = local_executor(engine.executor).runner.logits
 
-        def launch(chunks: Sequence[Chunk]) -> Tensor:
+        def launch(plan: StepPlan) -> Tensor:
             log.append("launch")
-            return logits(chunks)
+            return logits(plan)
 
-        monkeypatch.setattr(engine.runner, "logits", launch)
+        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launch)
 
 
 def random_params(draw: random.Random) -> SamplingParams:
@@ -172,17 +175,16 @@ def test_an_end_of_sequence_costs_one_step(
     log: list[str] = []
     slow(engines[1], monkeypatch, log)
     for engine in engines:
-        logits = engine.runner.logits
+        logits = local_executor(engine.executor).runner.logits
 
-        def ending(chunks: Sequence[Chunk], logits: Any = logits) -> Tensor:
-            out: Tensor = logits(chunks).clone()
-            done = [c.sequence for c in chunks if c.completes]
-            for row, sequence in enumerate(done):
+        def ending(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
+            out: Tensor = logits(plan).clone()
+            for row, sequence in enumerate(completing(engine, plan)):
                 if sequence.request_id == "short" and len(sequence.token_ids) == 6:
                     out[row, EOS] = 1000.0
             return out
 
-        monkeypatch.setattr(engine.runner, "logits", ending)
+        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", ending)
     params = SamplingParams(temperature=0, max_tokens=10)
     results = []
     for engine in engines:
@@ -206,17 +208,16 @@ def test_a_row_without_numbers_ends_one_request(
 ) -> None:
     results = []
     for engine in engines:
-        logits = engine.runner.logits
+        logits = local_executor(engine.executor).runner.logits
 
-        def spoilt(chunks: Sequence[Chunk], logits: Any = logits) -> Tensor:
-            out: Tensor = logits(chunks).clone()
-            done = [c.sequence for c in chunks if c.completes]
-            for row, sequence in enumerate(done):
+        def spoilt(plan: StepPlan, engine: Any = engine, logits: Any = logits) -> Tensor:
+            out: Tensor = logits(plan).clone()
+            for row, sequence in enumerate(completing(engine, plan)):
                 if sequence.request_id == "bad" and len(sequence.token_ids) == 5:
                     out[row, 17] = torch.nan
             return out
 
-        monkeypatch.setattr(engine.runner, "logits", spoilt)
+        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", spoilt)
         params = SamplingParams(temperature=1.0, seed=4, max_tokens=8, ignore_eos=True)
         pair = [engine.add_request(name, [9, 8, 7], params) for name in ("good", "bad")]
         while engine.has_work:
@@ -236,16 +237,16 @@ def test_a_step_that_breaks_off_loses_nothing(
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=8, ignore_eos=True)
     results = []
     for engine in engines:
-        logits, count = engine.runner.logits, [0]
+        logits, count = local_executor(engine.executor).runner.logits, [0]
 
-        def breaking(chunks: Sequence[Chunk], logits: Any = logits, count: Any = count) -> Tensor:
+        def breaking(plan: StepPlan, logits: Any = logits, count: Any = count) -> Tensor:
             count[0] += 1
             if count[0] in (2, 5):
                 raise KeyboardInterrupt
-            out: Tensor = logits(chunks)
+            out: Tensor = logits(plan)
             return out
 
-        monkeypatch.setattr(engine.runner, "logits", breaking)
+        monkeypatch.setattr(local_executor(engine.executor).runner, "logits", breaking)
         result = engine.add_request("one", [9, 8, 7], params)
         broken = 0
         while engine.has_work:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
+from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -235,6 +236,8 @@ def test_a_path_that_is_no_directory(path: Path, capsys: Capture) -> None:
         ("max_num_batched_tokens", 0, "max_num_batched_tokens must be at least 1"),
         ("cache_memory_bytes", 2e9, "cache_memory_bytes must be an integer"),
         ("cache_memory_bytes", 1000, "the cache needs at least"),
+        ("prefix_salt", "", "prefix_salt must not be empty"),
+        ("prefix_salt", b"secret", "prefix_salt must be"),
     ],
 )
 def test_options(tiny_path: Path, option: str, value: Any, wanted: str) -> None:
@@ -283,7 +286,8 @@ def test_weights_that_do_not_fit(
 
 def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 1, "enable_prefix_caching": False}
-    plan = LLM(tiny_path, device="cpu", max_model_len=256, **sizes).engine.runner.plan
+    executor = LLM(tiny_path, device="cpu", max_model_len=256, **sizes).engine.executor
+    plan = local_executor(executor).runner.cache_plan
     sizes["cache_memory_bytes"] = plan.total_bytes
     with pytest.raises(ResourceError, match="max_model_len 512 was asked for") as error:
         LLM(tiny_path, device="cpu", max_model_len=512, **sizes)
@@ -445,7 +449,7 @@ def test_dspark_is_said_plainly_and_runs_without_drafting(
     save_file(kept | stages, path / "model.safetensors")
     llm = LLM(path, device="cpu", activations="exact")
     assert "DSpark is not supported" in caplog.text
-    assert llm.engine.runner.model.draft_head is None
+    assert local_executor(llm.engine.executor).runner.model.draft_head is None
     wanted = LLM(plain, device="cpu", activations="exact").generate([[5, 6]], GREEDY)[0]
     assert llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids == wanted.outputs[0].token_ids
     assert main(["inspect", str(path)]) == 0

@@ -1,6 +1,7 @@
 """The tensors of a step against the chunks and page tables that they describe."""
 
 import random
+from collections.abc import Sequence as Items
 
 import pytest
 import torch
@@ -12,13 +13,19 @@ from finwhale.engine.plan.sequences import Chunk, Sequence
 from finwhale.engine.rank.batch import BatchBuilder
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
-from finwhale.testing.traffic import Traffic
+from finwhale.testing.traffic import Traffic, planned
 
 PARAMS = SamplingParams()
 SEEDS, NUM_SEQS, DECODE = st.integers(0, 40), st.integers(1, 5), st.booleans()
 DRAWS = st.integers(0, 2**32).map(random.Random)
+
+
+def build(groups: Items[CacheGroup], chunks: list[Chunk]) -> StepInputs:
+    plan, tables = planned(chunks)
+    return BatchBuilder(groups, tables, torch.device("cpu")).build(plan).inputs
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,9 +78,9 @@ def test_a_model_of_window_layers_has_one_table() -> None:
     config = ModelConfig.from_dict(raw | {"compress_ratios": [0] * (raw["num_hidden_layers"] + 1)})
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
-    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables())
+    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0)
     pages.grow(sequence.tables, 0, 3)
-    inputs = BatchBuilder(groups, torch.device("cpu")).build([Chunk(sequence, 0, 3)]).inputs
+    inputs = build(groups, [Chunk(sequence, 0, 3)])
     assert list(inputs.tables) == ["window"]
 
 
@@ -82,8 +89,8 @@ def test_before_the_first_entry_its_table_has_no_page(count: int) -> None:
     config = ModelConfig.from_dict(tiny_config(0))
     groups = cache_spec(config)
     pages = PageManager(groups, {g.name: 9 for g in groups})
-    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables())
+    sequence = Sequence("a", "a", 0, [1, 2, 3], 3, 9, PARAMS, tables=pages.new_tables(), slot=0)
     pages.grow(sequence.tables, 0, count)
-    inputs = BatchBuilder(groups, torch.device("cpu")).build([Chunk(sequence, 0, count)]).inputs
+    inputs = build(groups, [Chunk(sequence, 0, count)])
     for name in ("c4", "c128"):
         assert inputs.tables[name].pages.tolist() == [[0] * 16]

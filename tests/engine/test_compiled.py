@@ -19,6 +19,8 @@ from finwhale.compiled import graph_forms, graph_store
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_forms import Graph
 from finwhale.compiled.graph_store import GraphStore, Traceable
+from finwhale.config import EngineConfig
+from finwhale.engine.rank.startup import launches
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -49,7 +51,7 @@ options = json.loads(sys.argv[2])
 llm = LLM(sys.argv[1], device="cpu", activations="exact", max_num_seqs=4, **options)
 params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
 tokens = [r.outputs[0].token_ids for r in llm.generate(json.loads(sys.argv[3]), params)]
-runner, stepper = llm.engine.runner, Stepper(llm.engine)
+runner, stepper = llm.engine.executor.runner, Stepper(llm.engine)
 text = list(range(20, 40))
 with torch.inference_mode():
     sequence = stepper.sequence(text)
@@ -59,7 +61,8 @@ with torch.inference_mode():
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
     draft = mtp.compute_logits(draft, 0)
 kinds = sorted({type(layer).__name__ for layer in [*runner.model.layers, *mtp.layers]})
-print(json.dumps([tokens, draft.argmax(-1).tolist(), draft.tolist(), runner.num_compiled, kinds]))
+count = llm.engine.executor.description.compiled_layers
+print(json.dumps([tokens, draft.argmax(-1).tolist(), draft.tolist(), count, kinds]))
 """
 # A second start may neither trace nor compile.
 NO_TRACING = """
@@ -208,7 +211,7 @@ def test_layers_of_a_kind_share_their_graphs(
     tiny_path: Path, tmp_path: Path, one_thread: None
 ) -> None:
     llm = LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
-    model = llm.engine.runner.model
+    model = llm.engine.executor.runner.model
     assert model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
     assert all(isinstance(layer, CompiledLayer) for layer in layers) and len(layers) == 5
@@ -217,10 +220,14 @@ def test_layers_of_a_kind_share_their_graphs(
 def test_a_cache_that_one_mode_filled_is_not_complete_for_the_other(tiny_path: Path) -> None:
     """They launch different kernels: attention rounds its output in the default mode alone."""
     engine = LLM(tiny_path, device="cpu").engine
-    launches, config = engine.runner._launches, engine.config
-    assert launches(config, 64) == launches(replace(config, cache_dir="elsewhere"), 64)
+    config, model = engine.config, engine.model_config
+
+    def of(config: EngineConfig) -> object:
+        return launches(config, model, can_capture=False, max_len=64)
+
+    assert of(config) == of(replace(config, cache_dir="elsewhere"))
     for changes in ({"compile": True}, {"wo_a_input": "bf16"}):
-        assert launches(config, 64) != launches(replace(config, **changes), 64)
+        assert of(config) != of(replace(config, **changes))
 
 
 def signatures(make: Callable[..., LLM], **options: Any) -> set[str]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,48 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.step_loop import Launcher
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import tiny_config
 
 from .arrivals import random_arrivals
+from .plans import planned
 from .test_async import play
 
 BLOCK = 256
+
+
+@dataclass
+class Run:
+    """What a step gave a chunk: `accepted` of its drafts are the tokens that were chosen."""
+
+    drafts: tuple[int, ...]
+    propose: int
+    chosen: list[int]
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        while self.accepted < len(self.drafts):
+            if self.chosen[self.accepted] != self.drafts[self.accepted]:
+                break
+            self.accepted += 1
+
+
+def runs(plan: StepPlan, chosen: Tensor) -> list[Run]:
+    """One for each chunk; without tokens where it wants no logits."""
+    assert plan.draft is not None
+    tokens = iter(chosen.tolist())
+    columns = zip(plan.draft.drafts, plan.draft.propose, plan.num_logits, strict=True)
+    return [
+        Run(drafts, propose, [next(tokens) for _ in range(count)])
+        for drafts, propose, count in columns
+    ]
 
 
 class Oracle:
@@ -41,7 +71,7 @@ class Oracle:
         self.engine, self.right = engine, right
         self.draw = random.Random(seed)
         self.known: dict[str, list[int]] = {}
-        drafter = engine.runner.drafter
+        drafter = engine.executor.runner.drafter
         assert drafter is not None
         self.real = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -52,26 +82,20 @@ class Oracle:
                 key = f"{result.request_id}/{output.index}"
                 self.known[key] = [*result.prompt_token_ids, *output.token_ids]
 
-    def propose(
-        self, forward: Forward, chunks: Sequence[Chunk], chosen: Tensor | None
-    ) -> Tensor | None:
-        drafts = self.real(forward, chunks, chosen)
+    def propose(self, forward: Forward, plan: StepPlan, chosen: Tensor | None) -> Tensor | None:
+        drafts = self.real(forward, plan, chosen)
         if drafts is None or chosen is None:
             return drafts
         out = drafts.clone()
         vocab = self.engine.model_config.vocab_size
-        at, column = 0, 0
-        for chunk in chunks:
-            mine = chosen[at : at + chunk.num_logits].tolist()
-            at += chunk.num_logits
-            if not chunk.propose:
+        column = 0
+        sequences = planned(self.engine, plan)
+        for sequence, end, verified in zip(sequences, plan.ends, runs(plan, chosen), strict=True):
+            if not verified.propose:
                 continue
-            accepted = 0
-            while accepted < len(chunk.drafts) and mine[accepted] == chunk.drafts[accepted]:
-                accepted += 1
-            text = self.known.get(chunk.sequence.key, [])
-            for step in range(chunk.propose):
-                place = chunk.known + accepted + 1 + step
+            text = self.known.get(sequence.key, [])
+            for step in range(verified.propose):
+                place = end - len(verified.drafts) + verified.accepted + 1 + step
                 if self.draw.random() < self.right and place < len(text):
                     out[step, column] = text[place]
                 elif self.draw.random() < 0.7:
@@ -104,7 +128,7 @@ def test_as_many_as_pay(new_llm: Callable[..., LLM]) -> None:
     schedule = engine.scheduler.schedule
 
     def watched() -> list[Chunk]:
-        numbers.add(engine.scheduler.draft_tokens)
+        numbers.add(engine.scheduler.drafting.draft_tokens)
         return schedule()
 
     engine.scheduler.schedule = watched  # type: ignore[method-assign]
@@ -145,9 +169,9 @@ def test_a_step_that_breaks_off_loses_nothing(
     engine = new_llm(draft_tokens=2).engine
     oracle = Oracle(engine, right=0.8)
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
-    drafter, count = engine.runner.drafter, 0
+    drafter, count = engine.executor.runner.drafter, 0
     assert drafter is not None
-    for owner, name in ((drafter, "propose"), (engine.runner, "read")):
+    for owner, name in ((drafter, "propose"), (engine.executor.runner, "read")):
         run_it = getattr(owner, name)
 
         def breaking(*args: Any, run_it: Any = run_it) -> Any:
@@ -177,19 +201,20 @@ def test_a_row_without_numbers_ends_one_request(
     oracle.learn(plain)
     for place, result in enumerate(plain):
         oracle.known[f"{place}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    read = engine.runner.read
+    read = engine.executor.runner.read
 
-    def spoilt(chunks: Sequence[Chunk]) -> Forward:
-        forward, at = read(chunks), 0
+    def spoilt(plan: StepPlan) -> Forward:
+        forward, at = read(plan), 0
         logits = forward.logits.clone()
-        for chunk in chunks:
-            for end in range(chunk.known, chunk.known + chunk.num_logits):
-                if chunk.sequence.request_id == "0" and end == 8:
+        sequences = planned(engine, plan)
+        for sequence, last, count in zip(sequences, plan.ends, plan.num_logits, strict=True):
+            for end in range(last - count + 1, last + 1):
+                if sequence.request_id == "0" and end == 8:
                     logits[at, 17] = torch.nan
                 at += 1
         return replace(forward, logits=logits)
 
-    monkeypatch.setattr(engine.runner, "read", spoilt)
+    monkeypatch.setattr(engine.executor.runner, "read", spoilt)
     bad, good = (
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(plain)
@@ -271,35 +296,26 @@ def test_the_distribution_is_the_model_s(
     table = torch.full((vocab, vocab), -torch.inf)
     generator = torch.Generator().manual_seed(8)
     table[:, :width] = 1.5 * torch.randn(vocab, width, generator=generator)
-    drafter = engine.runner.drafter
+    drafter = engine.executor.runner.drafter
     assert drafter is not None
 
-    def tabled(chunks: Sequence[Chunk]) -> Forward:
-        last = [t for c in chunks if c.completes for t in c.ids[-c.num_logits :]]
-        return Forward(engine.runner.batches.build(chunks), torch.empty(0), table[last])
+    def tabled(plan: StepPlan) -> Forward:
+        last = [plan.token_ids[row] for row in plan.logits_rows]
+        return Forward(engine.executor.runner.batches.build(plan), torch.empty(0), table[last])
 
-    def likeliest(
-        forward: Forward, chunks: Sequence[Chunk], chosen: Tensor | None
-    ) -> Tensor | None:
+    def likeliest(forward: Forward, plan: StepPlan, chosen: Tensor | None) -> Tensor | None:
         """Of each row's token the likeliest next, and the next after it: as an MTP layer would."""
         assert chosen is not None
-        proposing = [c for c in chunks if c.propose]
+        proposing = [run for run in runs(plan, chosen) if run.propose]
         if not proposing:
             return None
-        out, at, column = torch.zeros(2, len(proposing), dtype=torch.int64), 0, 0
-        for chunk in chunks:
-            mine = chosen[at : at + chunk.num_logits].tolist()
-            at += chunk.num_logits
-            if chunk.propose:
-                accepted = 0
-                while accepted < len(chunk.drafts) and mine[accepted] == chunk.drafts[accepted]:
-                    accepted += 1
-                out[0, column] = table[mine[accepted]].argmax()
-                out[1, column] = table[int(out[0, column])].argmax()
-                column += 1
+        out = torch.zeros(2, len(proposing), dtype=torch.int64)
+        for column, run in enumerate(proposing):
+            out[0, column] = table[run.chosen[run.accepted]].argmax()
+            out[1, column] = table[int(out[0, column])].argmax()
         return out
 
-    monkeypatch.setattr(engine.runner, "read", tabled)
+    monkeypatch.setattr(engine.executor.runner, "read", tabled)
     monkeypatch.setattr(drafter, "propose", likeliest)
     draws = 10_000
     params = SamplingParams(
@@ -356,8 +372,8 @@ class Machine:
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3).engine
-        self.read = type(self.engine.runner).read.__get__(self.engine.runner)
-        drafter = self.engine.runner.drafter
+        self.read = type(self.engine.executor.runner).read.__get__(self.engine.executor.runner)
+        drafter = self.engine.executor.runner.drafter
         assert drafter is not None
         self.propose = drafter.propose
         self.stepper = Stepper(LLM(path, **options).engine)
@@ -365,9 +381,9 @@ class Machine:
 
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
-        engine, groups = self.engine, self.engine.runner.groups
+        engine, groups = self.engine, self.engine.executor.runner.groups
         # A test that failed may have left something behind.
-        for left in (engine._requests, engine._streams, engine._flying, engine.sampler._requests):
+        for left in (engine._requests, engine._streams, engine._in_flight):
             left.clear()  # type: ignore[attr-defined]
         num_pages = {}
         for group in groups:
@@ -378,27 +394,27 @@ class Machine:
         engine.scheduler = Scheduler(
             PageManager(groups, num_pages), max_num_seqs=seqs, max_num_batched_tokens=step
         )
-        engine._drafting = DraftLoop(
-            engine.runner, engine.scheduler, engine.sampler, engine._meter, drafts
-        )
+        launcher = Launcher(engine.executor, engine.scheduler, engine.model_config.vocab_size)
+        engine._loop = DraftLoop(launcher, engine._meter, drafts, 3)
         self.rows = {}
-        engine.runner.read = self.record  # type: ignore[method-assign]
-        drafter = engine.runner.drafter
+        engine.executor.runner.read = self.record  # type: ignore[method-assign]
+        drafter = engine.executor.runner.drafter
         assert drafter is not None
         drafter.propose = self.propose  # type: ignore[method-assign]
         return engine
 
-    def record(self, chunks: Sequence[Chunk]) -> Forward:
+    def record(self, plan: StepPlan) -> Forward:
         """Note every row of logits with the text that it came after, drafts included."""
-        forward: Forward = self.read(chunks)
-        at = 0
-        for chunk in chunks:
-            if chunk.completes:
-                whole = [*chunk.sequence.token_ids, *chunk.drafts]
-                for end in range(chunk.known, chunk.end + 1):
-                    row = forward.logits[at].clone()
-                    self.rows.setdefault((chunk.sequence.key, end), []).append((whole[:end], row))
-                    at += 1
+        assert plan.draft is not None
+        forward: Forward = self.read(plan)
+        rows = iter(forward.logits)
+        for sequence, last, drafts, count in zip(
+            planned(self.engine, plan), plan.ends, plan.draft.drafts, plan.num_logits, strict=True
+        ):
+            whole = [*sequence.token_ids, *drafts]
+            for end in range(last - count + 1, last + 1):
+                row = next(rows).clone()
+                self.rows.setdefault((sequence.key, end), []).append((whole[:end], row))
         return forward
 
     def check(self, result: RequestOutput) -> int:

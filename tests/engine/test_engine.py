@@ -1,7 +1,7 @@
 """The engine's loop: mixed batches, aborts in every phase, failures of one request alone."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.kv_cache import plan_cache
+
+from .plans import completing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -71,7 +74,7 @@ def test_more_requests_than_memory_take_turns(new_llm: Callable[..., LLM]) -> No
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     roomy = new_llm(**sizes)
     three = plan_cache(
-        roomy.engine.runner.groups,
+        local_executor(roomy.engine.executor).runner.groups,
         itemsize=4,
         budget_bytes=10**12,
         max_num_seqs=8,
@@ -185,15 +188,14 @@ class Poison:
     """Stands in for the runner's logits: spoils the rows of the sequences with one prompt."""
 
     def __init__(self, engine: Engine, value: float, prompt_length: int, after: int = 0) -> None:
-        self.logits = engine.runner.logits
+        self.engine, self.logits = engine, local_executor(engine.executor).runner.logits
         self.value = value
         self.prompt_length = prompt_length
         self.after = after
 
-    def __call__(self, chunks: Sequence[Chunk]) -> Tensor:
-        logits = self.logits(chunks).clone()
-        complete = [c.sequence for c in chunks if c.completes]
-        for row, sequence in enumerate(complete):
+    def __call__(self, plan: StepPlan) -> Tensor:
+        logits = self.logits(plan).clone()
+        for row, sequence in enumerate(completing(self.engine, plan)):
             made = len(sequence.token_ids) - sequence.num_prompt
             if sequence.num_prompt == self.prompt_length and made >= self.after:
                 logits[row, 17] = self.value
@@ -209,7 +211,9 @@ def test_logits_that_are_no_numbers_fail_one_request(
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=8, ignore_eos=True)
     prompts = [prompt(6), prompt(9), prompt(40)]
     wanted = [tokens(r) for r in llm.generate(prompts, params)]
-    monkeypatch.setattr(llm.engine.runner, "logits", Poison(llm.engine, value, 9, after))
+    monkeypatch.setattr(
+        local_executor(llm.engine.executor).runner, "logits", Poison(llm.engine, value, 9, after)
+    )
     good, bad, other = llm.generate(prompts, params)
     assert [tokens(good), tokens(other)] == [wanted[0], wanted[2]]
     assert good.error is None and other.error is None
@@ -221,7 +225,9 @@ def test_logits_that_are_no_numbers_fail_one_request(
 def test_minus_infinity_is_a_token_that_never_comes(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llm.engine.runner, "logits", Poison(llm.engine, -torch.inf, 9))
+    monkeypatch.setattr(
+        local_executor(llm.engine.executor).runner, "logits", Poison(llm.engine, -torch.inf, 9)
+    )
     result = llm.generate([prompt(9)], SamplingParams(seed=3, max_tokens=8, ignore_eos=True))[0]
     assert result.error is None and len(tokens(result)) == 8
 
@@ -233,17 +239,17 @@ def test_a_step_that_breaks_off_loses_nothing(
 ) -> None:
     """Ctrl-C in the middle of a forward: pages go back, and the engine serves on."""
     wanted = alone(llm, prompt(30))
-    logits, steps = llm.engine.runner.logits, 0
+    logits, steps = local_executor(llm.engine.executor).runner.logits, 0
 
-    def breaking(chunks: Sequence[Chunk]) -> Tensor:
+    def breaking(plan: StepPlan) -> Tensor:
         nonlocal steps
         steps += 1
         if steps == at:
             raise error("stop")
-        return logits(chunks)
+        return logits(plan)
 
     with monkeypatch.context() as patched:
-        patched.setattr(llm.engine.runner, "logits", breaking)
+        patched.setattr(local_executor(llm.engine.executor).runner, "logits", breaking)
         with pytest.raises(error):
             llm.generate([prompt(30), prompt(200)], GREEDY)
     assert not llm.engine.has_work

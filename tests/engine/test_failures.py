@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
 from finwhale.engine.loop.watchdog import Watchdog
+from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import EngineDeadError
+
+from .plans import completing
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -68,7 +71,7 @@ def test_steps_that_are_quick_or_idle_show_nothing(tmp_path: Path) -> None:
 
 def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path) -> None:
     engine = new_llm().engine
-    logits = engine.runner.logits
+    logits = local_executor(engine.executor).runner.logits
     path = tmp_path / "stacks"
     seen: list[float] = []
 
@@ -78,7 +81,7 @@ def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path
             seen.append(engine.metrics().step_seconds)
         return logits(chunks)
 
-    engine.runner.logits = slow  # type: ignore[method-assign]
+    local_executor(engine.executor).runner.logits = slow  # type: ignore[assignment,method-assign]
     with path.open("w+") as file:
         engine._watchdog = Watchdog(0.2, file)
         engine.add_request("a", [5, 6], GREEDY)
@@ -100,7 +103,8 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
     """An engine whose third step fails, on the device or when its tokens are read."""
     engine = llm.engine
     engine.steps_ahead = ahead
-    owner: Any = engine.runner if where == "logits" else engine.sampler
+    loop: Any = engine._loop
+    owner: Any = local_executor(engine.executor).runner if where == "logits" else loop._reader
     real, count = getattr(owner, where), [0]
 
     def failing(*args: Any) -> Any:
@@ -113,7 +117,7 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
     return engine
 
 
-@pytest.mark.parametrize("where", ["logits", "commit"])
+@pytest.mark.parametrize("where", ["logits", "read"])
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_dead_engine_tells_everybody(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int
@@ -147,7 +151,7 @@ def test_who_waits_in_another_thread_learns_of_it(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(tiny_path, device="cpu")
-    doomed(llm, monkeypatch, "commit", 0)
+    doomed(llm, monkeypatch, "read", 0)
     ends: list[str] = []
 
     def generate(number: int) -> None:
@@ -175,18 +179,18 @@ def test_counters(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) 
     blank = engine.metrics()
     assert (blank.running, blank.waiting, blank.requests, blank.output_tokens) == (0, 0, 0, 0)
     assert all(use.used == 0 and use.total > 0 for use in blank.pages.values())
-    logits = engine.runner.logits
+    logits = local_executor(engine.executor).runner.logits
 
-    def spoilt(chunks: Sequence[Any]) -> Any:
-        out = logits(chunks).clone()
-        for row, chunk in enumerate(c for c in chunks if c.completes):
-            if chunk.sequence.request_id == "fails":
+    def spoilt(plan: Any) -> Any:
+        out = logits(plan).clone()
+        for row, sequence in enumerate(completing(engine, plan)):
+            if sequence.request_id == "fails":
                 out[row, 3] = torch.nan
-            if chunk.sequence.request_id == "stops":
+            if sequence.request_id == "stops":
                 out[row, 99] = 1000
         return out
 
-    monkeypatch.setattr(engine.runner, "logits", spoilt)
+    monkeypatch.setattr(local_executor(engine.executor).runner, "logits", spoilt)
     engine.add_request("long", [5, 6, 7], GREEDY)
     stops = SamplingParams(temperature=0, stop_token_ids=[99], n=2)
     engine.add_request("stops", [5, 6], stops)

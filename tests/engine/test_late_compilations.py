@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 
 from finwhale import LLM, SamplingParams
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.loop.warmup import rehearse
+from finwhale.engine.loop.warmup import warm_up
+from finwhale.engine.rank.executor import local_executor
 from finwhale.server.metrics import engine_families
 
 
@@ -18,12 +19,12 @@ class Builds:
 def test_what_was_compiled_late_is_told(llm: LLM) -> None:
     engine = llm.engine
     assert sum(engine.metrics().late_compilations.values()) == 0
-    kept = engine.runner.builds
-    engine.runner.builds = Builds()  # type: ignore[assignment]
+    kept = local_executor(engine.executor).builds
+    local_executor(engine.executor).builds = Builds()  # type: ignore[assignment]
     try:
         found = engine.metrics()
     finally:
-        engine.runner.builds = kept
+        local_executor(engine.executor).builds = kept
     assert found.late_compilations == {"triton": 2, "deepgemm": 0}
     (family,) = [m for m in engine_families(found) if m.name == "finwhale_late_compilations"]
     told = {sample.labels["compiler"]: sample.value for sample in family.samples}
@@ -38,18 +39,18 @@ def text(engine: Engine, name: str) -> list[int]:
     return request.outputs[0].token_ids
 
 
-def test_a_rehearsal_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
+def test_warm_up_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
     """Neither counters nor blocks nor other tokens."""
     engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64).engine
     before, counters = text(engine, "a"), engine.metrics()
     engine.forget()
     empty = engine.metrics()
-    rehearse(engine)
+    warm_up(engine)
     after = engine.metrics()
     assert after == empty
     assert counters.requests == 1 and after.requests == after.steps == after.idle_blocks == 0
     assert text(engine, "a") == before
 
 
-def test_a_rehearsal_fits_the_shortest_context(new_llm: Callable[..., LLM]) -> None:
-    rehearse(new_llm(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=2).engine)
+def test_warm_up_fits_the_shortest_context(new_llm: Callable[..., LLM]) -> None:
+    warm_up(new_llm(max_model_len=8, max_num_seqs=1, max_num_batched_tokens=2).engine)

@@ -313,7 +313,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     def say(text: str) -> None:
         assert llm.tokenizer is not None
         script = iter([*llm.tokenizer.encode_with_special(text), 1])
-        logits = llm.engine.runner.logits
+        logits = llm.engine.executor.runner.logits
 
         def speak(chunks: Any) -> torch.Tensor:
             out = logits(chunks).clone()
@@ -321,7 +321,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
                 row[next(script)] += 1000
             return out
 
-        monkeypatch.setattr(llm.engine.runner, "logits", speak)
+        monkeypatch.setattr(llm.engine.executor.runner, "logits", speak)
 
     return say
 

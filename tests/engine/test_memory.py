@@ -18,7 +18,7 @@ def test_the_largest_steps_touch_one_page(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reference: bool, num_tokens: int
 ) -> None:
     """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
-    runner = new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.runner
+    runner = new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.executor.runner
     chosen: list[torch.Tensor] = []
     sample = runner.ops.sample
 
@@ -54,7 +54,7 @@ def test_what_counts_as_workspace(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step, and for graphs a second time with what each of them gives."""
-    runner = new_llm(max_model_len=300).engine.runner
+    runner = new_llm(max_model_len=300).engine.executor.runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
@@ -80,8 +80,8 @@ def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    held, runner = llm.engine.memory, llm.engine.runner
-    assert held.cache == runner.plan.total_bytes
+    held, runner = llm.engine.memory, llm.engine.executor.runner
+    assert held.cache == runner.cache_plan.total_bytes
     assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
     embed = runner.model.weights.embed
     assert embed.nbytes < held.weights < 2**24

@@ -17,10 +17,12 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
-from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.executor import local_executor
 from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals
+from .plans import completing
 
 BLOCK = 256
 
@@ -42,7 +44,7 @@ class Model:
             ahead: plan each step before the tokens of the last are known.
             prefix_caching: whether blocks are kept.
         """
-        groups = self.run.runner.groups
+        groups = local_executor(self.run.executor).runner.groups
         ahead, caching = options.get("ahead", False), options.get("prefix_caching", True)
         num_pages = {}
         for group in groups:
@@ -50,13 +52,17 @@ class Model:
             if group.keep is not None:
                 more = states * pages_at_block_end(group)
                 num_pages[group.name] = windowed_pages(group, seqs, step, caching) + more
-            assert num_pages[group.name] <= self.run.runner.plan.num_pages[group.name]
+            assert (
+                num_pages[group.name]
+                <= local_executor(self.run.executor).runner.cache_plan.num_pages[group.name]
+            )
         self.run.scheduler = Scheduler(
             PageManager(groups, num_pages),
             max_num_seqs=seqs,
             max_num_batched_tokens=step,
             prefix_caching=caching,
         )
+        self.run._loop = self.run._new_loop()
         self.run.steps_ahead = int(ahead)
         return self.run
 
@@ -80,17 +86,20 @@ class Recorder:
     """Stands in for the runner's logits and notes them: sequence, tokens read, logits."""
 
     def __init__(self, engine: Engine) -> None:
-        self.run = type(engine.runner).logits.__get__(engine.runner)
+        self.engine = engine
+        self.run = type(local_executor(engine.executor).runner).logits.__get__(
+            local_executor(engine.executor).runner
+        )
         self.rows: dict[tuple[str, int], list[Tensor]] = {}
         self.num_read = 0
-        engine.runner.logits = self  # type: ignore[method-assign,assignment]
+        local_executor(engine.executor).runner.logits = self  # type: ignore[method-assign,assignment]
 
-    def __call__(self, chunks: Sequence[Chunk]) -> Tensor:
-        logits = self.run(chunks)
-        self.num_read += sum(c.end - c.start for c in chunks)
-        complete = [c for c in chunks if c.completes]
-        for chunk, row in zip(complete, logits, strict=True):
-            self.rows.setdefault((chunk.sequence.key, chunk.end), []).append(row.clone())
+    def __call__(self, plan: StepPlan) -> Tensor:
+        logits = self.run(plan)
+        self.num_read += plan.num_tokens
+        ends = [end for end, count in zip(plan.ends, plan.num_logits, strict=True) if count]
+        for sequence, end, row in zip(completing(self.engine, plan), ends, logits, strict=True):
+            self.rows.setdefault((sequence.key, end), []).append(row.clone())
         return logits
 
 

@@ -1,15 +1,23 @@
 """The per-request sampler: seeds, penalties, batches, errors."""
 
 import math
+from collections.abc import Hashable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from finwhale.engine.rank.sampler import SampledToken, Sampler
-from finwhale.engine.rank.sampling_state import NOT_FINITE
+from finwhale.engine.loop.sampled_tokens import NOT_FINITE, SampledToken, TokenReader
+from finwhale.engine.plan.sampling import RequestSampling
+from finwhale.engine.plan.sequences import Sequence
+from finwhale.engine.plan.step_plan import SlotAdmission
+from finwhale.engine.plan.step_planner import Choice, StepPlanner
+from finwhale.engine.rank.executor import LocalResult, bring
+from finwhale.engine.rank.host_transfer import Receiver
+from finwhale.engine.rank.sampler import Sampler as RankSampler
 from finwhale.errors import RequestError
-from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.ops.sampling import Sample, SampledTokens, SamplingBatch
 from finwhale.ops.sampling.ref import sample
 from finwhale.request import SamplingParams
 
@@ -23,6 +31,57 @@ PARAMS = (
     SamplingParams(temperature=0, presence_penalty=0.7, logprobs=0),
     SamplingParams(temperature=1e-60, seed=5),
 )
+
+
+class Sampler:
+    """The engine's side of sampling and a rank's, one step at a time."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.rank, self.receiver = RankSampler(sample), Receiver(torch.device("cpu"))
+        self.reader = TokenReader()
+        self.sequences: dict[Hashable, Sequence] = {}
+        self.slots = 0
+
+    def add(
+        self,
+        key: Hashable,
+        params: SamplingParams,
+        prompt: list[int],
+        vocab_size: int,
+        index: int = 0,
+    ) -> None:
+        sampling = RequestSampling(params, prompt, vocab_size, index)
+        self.slots += 1
+        self.sequences[key] = Sequence(
+            str(key), str(key), index, list(prompt), len(prompt), 10**6, params,
+            sampling=sampling, slot=self.slots,
+        )  # fmt: skip
+        self.rank.admit([SlotAdmission(self.slots, sampling.settings)])
+
+    def remove(self, key: Hashable) -> None:
+        self.rank.admit([], [self.sequences.pop(key).slot])
+
+    def sample(self, keys: list[Any], logits: torch.Tensor) -> list[SampledToken]:
+        sequences = [self.sequences[key] for key in keys]
+        positions, histories = [], []
+        for sequence in sequences:
+            assert sequence.sampling is not None
+            histories.append(sequence.sampling.history)
+            if not sequence.sampling.settings.greedy:
+                positions.append(len(sequence.token_ids) - sequence.num_prompt)
+        plan = StepPlanner(logits.shape[1]).sampling(
+            tuple(sequence.slot for sequence in sequences), Choice(positions, histories)
+        )
+        if not plan.slots:
+            return []
+        sampled = self.rank.sample(plan, logits)
+        result = LocalResult(bring(self.receiver, sampled)).wait()
+        tokens = self.reader.read(result, sequences, histories)
+        for sequence, history, token in zip(sequences, histories, tokens, strict=True):
+            if token.error is None:
+                sequence.token_ids.append(token.token_id)
+                history.accept(token.token_id)
+        return tokens
 
 
 def logits_of(request: int, step: int) -> torch.Tensor:

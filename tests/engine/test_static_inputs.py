@@ -6,8 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finwhale.engine.plan.sequences import PENDING, Chunk
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import PENDING, StepPlan
+from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.graphs import decode_sizes, prefill_sizes
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.protocol import StepInputs
 from finwhale.testing.traffic import Traffic
@@ -41,13 +44,28 @@ def assert_same(found: StepInputs, traffic: Traffic, chunks: list[Chunk], size: 
             assert torch.equal(static.pages[row, :held], table.pages[row, :held])
 
 
-def filled(static: StaticInputs, chunks: list[Chunk], size: int, decode: bool) -> StepInputs:
+class Filled:
+    """Buffers, and what a rank knows of the steps in them."""
+
+    def __init__(self, traffic: Traffic, num_tokens: int, num_seqs: int) -> None:
+        self.planner = StepPlanner(vocab_size=0)
+        self.tables = SlotTables([group.name for group in traffic.groups])
+        self.static = StaticInputs(num_tokens, num_seqs, traffic.groups, self.tables, MAX_LEN, CPU)
+
+    def plan(self, chunks: list[Chunk]) -> StepPlan:
+        plan = self.planner.plan(chunks)
+        self.tables.apply(plan)
+        return plan
+
+
+def filled(buffers: Filled, chunks: list[Chunk], size: int, decode: bool) -> StepInputs:
     """What a graph of `size` tokens reads once it has put the ids in their place."""
-    static.fill(chunks, decode=decode)
+    static, plan = buffers.static, buffers.plan(chunks)
+    static.fill(plan, decode=decode)
     static.gather_ids(size)
     inputs = static.inputs(size, decode=decode)
     assert (inputs.token_ids >= 0).all()  # padding, too, is looked up in the embedding
-    return inputs if decode else with_bounds(inputs, chunks)
+    return inputs if decode else with_bounds(inputs, plan)
 
 
 @settings(max_examples=150, deadline=None)
@@ -58,7 +76,8 @@ def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
     Some of the tokens are pending: their ids stand among those sampled last, anywhere.
     """
     traffic = Traffic(seed, draw, num_seqs, decode=True)
-    static = StaticInputs(9, 6, traffic.groups, MAX_LEN, CPU)
+    buffers = Filled(traffic, 9, 6)
+    static = buffers.static
     chunks = everyone = traffic.chunks
     for _ in range(16):
         rows = draw.sample(range(6), len(chunks))
@@ -71,7 +90,7 @@ def test_decodes(seed: int, draw: random.Random, num_seqs: int) -> None:
                 chunk.sequence.sampled_row = row
                 static.sampled[row] = token
         size = draw.randint(len(chunks), 6)
-        found = filled(static, chunks, size, decode=True)
+        found = filled(buffers, chunks, size, decode=True)
         for chunk, token in zip(chunks, known, strict=True):
             chunk.sequence.token_ids[chunk.start] = token
         assert_same(found, traffic, chunks, size)
@@ -94,9 +113,9 @@ def test_prefills(seed: int, draw: random.Random, num_seqs: int) -> None:
     traffic = Traffic(seed, draw, num_seqs)
     chunks = traffic.chunks
     count = sum(c.end - c.start for c in chunks)
-    static = StaticInputs(count + 3, 5, traffic.groups, MAX_LEN, CPU)
+    buffers = Filled(traffic, count + 3, 5)
     for some in (chunks, chunks[:1], chunks):
-        inputs = filled(static, some, count + 3, decode=False)
+        inputs = filled(buffers, some, count + 3, decode=False)
         assert_same(inputs, traffic, some, count + 3)
         assert inputs.tokens.max_len == max(c.end for c in some)
         assert inputs.tokens.max_query == max(c.end - c.start for c in some)

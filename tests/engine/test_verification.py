@@ -12,9 +12,13 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import Forced
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.startup import draft_on_device, new_verifications
+from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.models.deepseek_v4.streams import SideStreams
 
+from .plans import planned
 from .test_async import play, slow
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
@@ -22,8 +26,7 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300
 
 def on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Verifications:
     """As on a GPU, but for the capture: one step ahead, and nothing is there before it is due."""
-    steps = engine.runner.new_verifications(engine.config, None)
-    engine.runner.verifications = steps
+    steps = draft_on_device(engine.executor, engine.config)
     engine.steps_ahead = 1
     slow(engine, monkeypatch)
     return steps
@@ -33,9 +36,10 @@ class Oracle:
     """In place of the layer's guesses on the device: what will come, or anything."""
 
     def __init__(
-        self, steps: Verifications, results: Sequence[RequestOutput], right: float, vocab: int
+        self, engine: Engine, steps: Verifications, results: Sequence[RequestOutput], right: float
     ) -> None:
-        self.steps, self.right, self.vocab = steps, right, vocab
+        self.engine, self.steps, self.right = engine, steps, right
+        self.vocab = engine.model_config.vocab_size
         self.draw = random.Random(1)
         self.real = steps.draft
         self.ahead = self.count = 0
@@ -48,11 +52,12 @@ class Oracle:
         self.fill = steps._static.fill
         steps._static.fill = self.watch  # type: ignore[method-assign]
 
-    def watch(self, chunks: Any, *, decode: bool) -> None:
-        self.keys = [chunk.sequence for chunk in chunks]
+    def watch(self, plan: StepPlan, *, decode: bool) -> None:
+        assert plan.draft is not None
+        self.keys = planned(self.engine, plan)
         self.count += 1
-        self.ahead += chunks[0].floats
-        self.fill(chunks, decode=decode)
+        self.ahead += plan.draft.links is not None
+        self.fill(plan, decode=decode)
 
     @torch.inference_mode()
     def draft(self, chosen: Tensor) -> Tensor:
@@ -84,7 +89,7 @@ def test_no_token_changes(
     wanted = play(new_llm(**OPTIONS).engine, seed)
     engine = new_llm(**OPTIONS, draft_tokens=draft_tokens).engine
     steps = on_the_device(engine, monkeypatch)
-    oracle = Oracle(steps, wanted, 0.8, engine.model_config.vocab_size)
+    oracle = Oracle(engine, steps, wanted, 0.8)
     assert play(engine, seed) == wanted
     # Most steps read some prompt besides: those do not run ahead.
     assert oracle.count >= 10 and oracle.ahead > 0
@@ -114,9 +119,7 @@ def test_over_edges_of_pages_and_blocks(
 
     wanted = whole(new_llm(**options).engine)
     engine = new_llm(**options, draft_tokens=draft_tokens).engine
-    oracle = Oracle(
-        on_the_device(engine, monkeypatch), wanted, right, engine.model_config.vocab_size
-    )
+    oracle = Oracle(engine, on_the_device(engine, monkeypatch), wanted, right)
     assert whole(engine) == wanted
     # The last tokens before the end of the context have no room for drafts.
     assert oracle.ahead > 0.7 * oracle.count
@@ -128,7 +131,7 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6], [11]], params)
     engine = new_llm(**OPTIONS, draft_tokens=2).engine
-    Oracle(on_the_device(engine, monkeypatch), wanted, 0.9, engine.model_config.vocab_size)
+    Oracle(engine, on_the_device(engine, monkeypatch), wanted, 0.9)
     results = [
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(wanted)
@@ -141,7 +144,7 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
         engine.step()
         engine.check_integrity()
     assert results[0].outputs == wanted[0].outputs and results[2].outputs == wanted[2].outputs
-    assert not engine._flying
+    assert not engine._in_flight
     for pool in engine.scheduler.pages.pools.values():
         engine.reset_prefix_cache()
         assert pool.num_free == pool.num_pages - 1
@@ -155,7 +158,7 @@ def test_a_step_that_breaks_off_loses_nothing(
     wanted = new_llm(**OPTIONS).generate([[9, 8, 7], [5, 6]], params)
     engine = new_llm(**OPTIONS, draft_tokens=2).engine
     steps = on_the_device(engine, monkeypatch)
-    Oracle(steps, wanted, 0.8, engine.model_config.vocab_size)
+    Oracle(engine, steps, wanted, 0.8)
     run, count = getattr(steps, name), 0
 
     def breaking(*args: Any) -> Any:
@@ -187,7 +190,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1).engine
     on_the_device(engine, monkeypatch)
-    engine.sampler.choose_with(Forced(engine, rate))
+    engine.executor.sampler.choose_with(Forced(engine, rate))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
@@ -212,7 +215,7 @@ def test_one_set_of_side_streams(
     monkeypatch.setattr(SideStreams, "__init__", counting)
     engine = new_llm(**OPTIONS, draft_tokens=3).engine
     on_the_device(engine, monkeypatch)
-    model = engine.runner.model
+    model = engine.executor.runner.model
     assert made == [model.side_streams] and SideStreams.NUM == 2 and model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):
         assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
@@ -221,8 +224,8 @@ def test_one_set_of_side_streams(
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2).engine
-    steps = engine.runner.new_verifications(engine.config, None)
-    steps._static.fill([], decode=True)
+    steps = new_verifications(engine.executor.runner, engine.config, None)
+    steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
     inputs = steps._inputs(4, 3, 300)
     steps._take_over(inputs)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-import finwhale.engine.rank.runner as runner
+import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
@@ -29,8 +29,8 @@ PROMPTS = ["Call me Ishmael.", "Once upon a time there was a little girl who", "
 def amd() -> Iterator[LLM]:
     """No early launches, no inline assembler, no kernels for Hopper alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "choose_device", lambda name: (AMD, torch.device("cuda")))
-        patch.setattr(runner, "load_builds", lambda *args: NothingToBuild())
+        patch.setattr(startup, "choose_device", lambda name: (AMD, torch.device("cuda")))
+        patch.setattr(startup, "load_builds", lambda *args: NothingToBuild())
         yield LLM(**OPTIONS)
 
 
@@ -42,7 +42,7 @@ def nvidia() -> LLM:
 @torch.inference_mode()
 def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each token, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm.engine), llm.engine.runner
+    stepper, run = Stepper(llm.engine), llm.engine.executor.runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(ids[:-1])
@@ -55,7 +55,7 @@ def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_no_side_streams_and_no_nvidia_package(amd: LLM) -> None:
-    run = amd.engine.runner
+    run = amd.engine.executor.runner
     assert run.ops is load_ops(AMD)
     assert run.model.side_streams.streams == ()
     assert not [where for _, where in run.ops.implementations() if "deepgemm" in where]

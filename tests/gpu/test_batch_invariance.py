@@ -10,7 +10,9 @@ from finwhale import LLM
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper
@@ -27,7 +29,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         return
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(device="cuda", max_num_batched_tokens=4096, **options)
-    yield Engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    yield start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
 
 
 def text(seed: int, length: int) -> list[int]:
@@ -57,16 +59,21 @@ def test_pages_moved_as_bytes(engine: Engine, cut: int) -> None:
 @torch.inference_mode()
 def test_batches_and_graphs(engine: Engine) -> None:
     """Decodes of 1 to 8 sequences captured, one eager, and beside a prompt that is being read."""
-    stepper, graphs = Stepper(engine), engine.runner.graphs
+    stepper, graphs = Stepper(engine), local_executor(engine.executor).runner.graphs
     assert graphs is not None
     chunks = stepper.prefilled([text(seed, length) for seed, length in enumerate(LENGTHS)])
-    alone = torch.cat([graphs.run([chunk]).clone() for chunk in chunks])
+    alone = torch.cat([graphs.run(stepper.plan([chunk])).clone() for chunk in chunks])
     assert alone.isfinite().all()
     for size in (2, 3, 5, 8):
-        assert torch.equal(graphs.run(chunks[-size:]), alone[-size:])
-    _, streams = engine.runner.forward(chunks[:1])
-    assert torch.equal(engine.runner.model.compute_logits(streams), alone[:1])
+        assert torch.equal(graphs.run(stepper.plan(chunks[-size:])), alone[-size:])
+    _, streams = local_executor(engine.executor).runner.forward(stepper.plan(chunks[:1]))
+    assert torch.equal(
+        local_executor(engine.executor).runner.model.compute_logits(streams), alone[:1]
+    )
     other = stepper.sequence(text(99, 900))
     stepper.pages.grow(other.tables, 0, 900)
-    _, streams = engine.runner.forward([*chunks, Chunk(other, 0, 900)])
-    assert torch.equal(engine.runner.model.compute_logits(streams[:8]), alone)
+    plan = stepper.plan([*chunks, Chunk(other, 0, 900)])
+    _, streams = local_executor(engine.executor).runner.forward(plan)
+    assert torch.equal(
+        local_executor(engine.executor).runner.model.compute_logits(streams[:8]), alone
+    )

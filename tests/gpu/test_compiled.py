@@ -24,8 +24,9 @@ llm = LLM(device="cuda", max_num_seqs=8, max_model_len=2048, cache_memory_bytes=
 params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 prompts = ["Call me Ishmael.", "Once upon a time there was a little girl who", "The whale"]
 tokens = [r.outputs[0].token_ids for r in llm.generate(prompts, params)]
-runner, stepper = llm.engine.runner, Stepper(llm.engine)
-late = sum(runner.builds.late().values())
+runner, stepper = llm.engine.executor.runner, Stepper(llm.engine)
+rank, builds = llm.engine.executor.description, llm.engine.executor.builds
+late = sum(builds.late().values())
 text = llm.encode(" ".join(prompts))
 with torch.inference_mode():
     sequence = stepper.sequence(text)
@@ -34,7 +35,7 @@ with torch.inference_mode():
     mtp = runner.model.draft_head
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
     drafts = mtp.compute_logits(draft, 0).argmax(-1).tolist()
-print(json.dumps([tokens, drafts, runner.num_compiled, runner.builds._counter.compiled, late]))
+print(json.dumps([tokens, drafts, rank.compiled_layers, builds._counter.compiled, late]))
 """
 
 

@@ -14,6 +14,8 @@ from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens, EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper
@@ -66,7 +68,7 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     llm = load(draft_tokens, enforce_eager=enforce_eager)
-    assert llm.engine.runner.verifications is not None
+    assert local_executor(llm.engine.executor).runner.verifications is not None
     for params in (PARAMS, HISTORIC):
         assert tokens(llm, params) == wanted[len(params)]
     metrics = llm.engine.metrics()
@@ -77,14 +79,14 @@ def test_no_token_changes(
 def test_steps_are_launched_ahead() -> None:
     """Nearly all of them, where all decode: the host waits for none to launch the next."""
     llm = load(1, enforce_eager=False)
-    steps = llm.engine.runner.verifications
+    steps = local_executor(llm.engine.executor).runner.verifications
     assert steps is not None
     floats: list[bool] = []
     fill = steps._static.fill
 
-    def watched(chunks: Any, *, decode: bool) -> None:
-        floats.append(chunks[0].floats)
-        fill(chunks, decode=decode)
+    def watched(plan: Any, *, decode: bool) -> None:
+        floats.append(plan.draft.links is not None)
+        fill(plan, decode=decode)
 
     steps._static.fill = watched  # type: ignore[method-assign]
     llm.generate(PROMPTS[:4], SamplingParams(temperature=0, **FREE))
@@ -105,13 +107,13 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
         cache_memory_bytes=2**31,
         draft_tokens=2,
     )
-    yield Engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    yield start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
 
 
 @pytest.mark.parametrize("rate", [0, 0.5, 1])
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
-    flash.sampler.choose_with(Forced(flash, rate))
+    local_executor(flash.executor).sampler.choose_with(Forced(flash, rate))
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]
@@ -142,7 +144,10 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
     """
     llm = load(draft_tokens, enforce_eager=False)
     engine = llm.engine
-    assert llm.tokenizer is not None and engine.runner.verifications is not None
+    assert (
+        llm.tokenizer is not None
+        and local_executor(engine.executor).runner.verifications is not None
+    )
     watch = Watch(engine)
     texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=48)
     accepted, proposed = engine.metrics().drafts_accepted[0], engine.metrics().drafts_proposed[0]

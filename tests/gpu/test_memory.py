@@ -10,7 +10,7 @@ import torch
 
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
-from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -25,7 +25,7 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
     model = ModelConfig.preset("flash").without_draft_head().with_layers(num_layers)
     config = EngineConfig(device="cuda", max_num_seqs=16, max_model_len=8192, **options)
     source = DummySource(weight_specs(model), torch.device("cuda"))
-    memory = Engine(config, model, source, None).runner.memory
+    memory = start_engine(config, model, source, None).memory
     free, total = torch.cuda.mem_get_info()
     return {"workspace": memory.workspace, "used": total - free, "gpu": total}
 

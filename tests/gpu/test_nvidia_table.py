@@ -16,6 +16,8 @@ import torch
 from finwhale import LLM, SamplingParams
 from finwhale.bench.ops import NO_KERNEL
 from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.host_transfer import Arrival
 from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.ops import load_ops
@@ -51,8 +53,8 @@ def agreeing(one: list[list[int]], other: list[list[int]]) -> int:
 
 
 def test_the_table_is_not_the_reference(llm: LLM) -> None:
-    names = dict(llm.engine.runner.ops.implementations())
-    assert llm.engine.runner.ops.capabilities.packed_cache
+    names = dict(local_executor(llm.engine.executor).runner.ops.implementations())
+    assert local_executor(llm.engine.executor).runner.ops.capabilities.packed_cache
     assert not [op for op, where in names.items() if ".ref." in where and op not in NO_KERNEL]
 
 
@@ -92,16 +94,17 @@ def test_text_is_the_cpu_s(llm: LLM) -> None:
 @pytest.mark.parametrize("batch", [1, 2, 3, 5, 8])
 @torch.inference_mode()
 def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
-    runner = llm.engine.runner
+    runner = local_executor(llm.engine.executor).runner
     stepper = Stepper(llm.engine)
     chunks = stepper.prefilled([text(i, n) for i, n in enumerate(LENGTHS[:batch])])
-    assert runner.graphs is not None and runner.graphs.fits(chunks)
-    captured = runner.graphs.run(chunks).clone()
+    plan = stepper.plan(chunks)
+    assert runner.graphs is not None and runner.graphs.fits(plan)
+    captured = runner.graphs.run(plan).clone()
     inputs = runner.graphs._of(batch).inputs
     eager = runner.model.compute_logits(runner.model(inputs, runner.cache, runner.segments))
     assert captured.isfinite().all()
     assert torch.equal(captured, eager[:batch])
-    _, streams = runner.forward(chunks)
+    _, streams = runner.forward(plan)
     alone = runner.model.compute_logits(streams)
     assert (alone - captured).abs().max() <= 0.02 * captured.abs().max()
     for chunk in chunks:
@@ -110,7 +113,7 @@ def test_a_captured_decode_gives_the_eager_bits(llm: LLM, batch: int) -> None:
 
 @torch.inference_mode()
 def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
-    runner = llm.engine.runner
+    runner = local_executor(llm.engine.executor).runner
     stepper = Stepper(llm.engine)
     for lengths in ([1], [9, 30], [128], [200, 1, 50], [700, 1, 300], [1900, 5]):
         sequences = [stepper.sequence(text(9, n)) for n in lengths]
@@ -118,10 +121,10 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
         for sequence, length in zip(sequences, lengths, strict=True):
             stepper.pages.grow(sequence.tables, 0, length)
             chunks.append(Chunk(sequence, 0, length))
-        graphs = runner.prefill_graphs
-        assert graphs is not None and graphs.fits(chunks)
-        captured = graphs.run(chunks).clone()
-        inputs = with_bounds(graphs._of(sum(lengths)).inputs, chunks)
+        graphs, plan = runner.prefill_graphs, stepper.plan(chunks)
+        assert graphs is not None and graphs.fits(plan)
+        captured = graphs.run(plan).clone()
+        inputs = with_bounds(graphs._of(sum(lengths)).inputs, plan)
         eager = runner.model(inputs, runner.cache, runner.segments)[: sum(lengths)]
         assert torch.equal(captured, eager)
         for sequence in sequences:
@@ -131,17 +134,18 @@ def test_captured_prefill_segments_give_the_eager_bits(llm: LLM) -> None:
 @torch.inference_mode()
 def test_inputs_and_replay_neither_allocate_nor_wait(llm: LLM) -> None:
     """No allocation on the device, no host that waits for it."""
-    runner = llm.engine.runner
+    runner = local_executor(llm.engine.executor).runner
     stepper = Stepper(llm.engine)
     chunks = stepper.prefilled([text(1, n) for n in (300, 20, 5)])
+    plan = stepper.plan(chunks)
     assert runner.graphs is not None
     for _ in range(2):
-        runner.graphs.run(chunks)
+        runner.graphs.run(plan)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        runner.graphs.run(chunks)
+        runner.graphs.run(plan)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
@@ -168,18 +172,18 @@ def test_a_decode_step_waits_for_tokens_alone(
     for _ in range(6):
         engine.step()
     log: list[str] = []
-    wait, logits = Arrival.wait, engine.runner.logits
+    wait, logits = Arrival.wait, local_executor(engine.executor).runner.logits
 
     def waiting(arrival: Arrival) -> Any:
         log.append("wait")
         return wait(arrival)
 
-    def launching(chunks: list[Chunk]) -> torch.Tensor:
+    def launching(plan: StepPlan) -> torch.Tensor:
         log.append("launch")
-        return logits(chunks)
+        return logits(plan)
 
     monkeypatch.setattr(Arrival, "wait", waiting)
-    monkeypatch.setattr(engine.runner, "logits", launching)
+    monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launching)
     torch.cuda.synchronize()
     segments = torch.cuda.memory_stats()["segment.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
@@ -228,7 +232,7 @@ result = engine.add_request("a", [1, 2, 3], params)
 for _ in range(4):
     engine.step()
 with torch.inference_mode():
-    engine.runner.sampled.fill_(2**40)
+    engine.executor.runner.sampled.fill_(2**40)
 try:
     while engine.has_work:
         engine.step()
@@ -257,7 +261,7 @@ def test_reported_memory_is_what_is_held() -> None:
     print(held)
     reserved = torch.cuda.memory_reserved()
     assert held.total == reserved - before
-    assert held.cache == llm.engine.runner.plan.total_bytes
+    assert held.cache == local_executor(llm.engine.executor).runner.cache_plan.total_bytes
     free, total = torch.cuda.mem_get_info()
     assert total - free <= 0.9 * total
     drawn = SamplingParams(top_p=0.9, top_k=50, logprobs=5, presence_penalty=1.0, max_tokens=20)

@@ -61,7 +61,7 @@ def logits(llm: LLM, ids: list[int]) -> Tensor:
     stepper = Stepper(llm.engine)
     with torch.inference_mode():
         streams = stepper.read(ids, range(37, len(ids), 37))
-        return llm.engine.runner.model.compute_logits(streams).cpu()
+        return llm.engine.executor.runner.model.compute_logits(streams).cpu()
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:
@@ -122,9 +122,9 @@ def test_the_demo_model_s_greedy_tokens() -> None:
 def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()
-    assert gpu.engine.runner.device.type == "cuda"
-    assert gpu.engine.runner.dtype == torch.bfloat16
-    assert gpu.engine.runner.platform.vendor == "nvidia"
+    assert gpu.engine.executor.runner.device.type == "cuda"
+    assert gpu.engine.executor.runner.dtype == torch.bfloat16
+    assert gpu.engine.executor.runner.platform.vendor == "nvidia"
     results = gpu.generate(PROMPTS, GREEDY)
     cpu = LLM(device="cpu")
     same, total = 0, 0
@@ -151,7 +151,7 @@ def test_side_streams_are_two_and_shared(tiny: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")
-    model = llm.engine.runner.model
+    model = llm.engine.executor.runner.model
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
     assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == 2
@@ -159,13 +159,13 @@ def test_side_streams_are_two_and_shared(tiny: Path, monkeypatch: pytest.MonkeyP
     assert model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
-    assert load(tiny, "cpu", "float32").engine.runner.model.side_streams.streams == ()
+    assert load(tiny, "cpu", "float32").engine.executor.runner.model.side_streams.streams == ()
     # The engine's own brings results to the host.
     assert len({stream.cuda_stream for stream in made} - {0} - handles) <= 1
 
 
 def test_devices(tiny: Path) -> None:
     count = torch.cuda.device_count()
-    assert load(tiny, "cuda:0", "float32").engine.runner.device.index == 0
+    assert load(tiny, "cuda:0", "float32").engine.executor.runner.device.index == 0
     with pytest.raises(ResourceError, match=f"torch sees {count} GPUs"):
         load(tiny, f"cuda:{count}", "float32")

@@ -15,6 +15,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
@@ -45,13 +46,13 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     }[request.param]
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(max_num_batched_tokens=1500, max_model_len=40000, **options)
-    return Engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    return start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
 
 
 def test_nothing_is_compiled_after_ready(engine: Engine) -> None:
     """Over prompts of every length, alone and together, every sampling option, found prefixes."""
     draw = random.Random(0)
-    assert engine.runner.built.kernels > 100
+    assert engine.executor.description.kernels > 100
     vocab, longest = engine.model_config.vocab_size, engine.max_model_len - 40
     lengths = [*range(1, 40), *(int(longest ** draw.random()) for _ in range(150)), longest]
     count = 0
@@ -93,7 +94,7 @@ llm = LLM(device="cuda", max_num_seqs=8, max_model_len=1024, cache_memory_bytes=
           max_num_batched_tokens=128, cache_dir=sys.argv[1])
 out = llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=24))
 engine = llm.engine
-print(json.dumps([engine.runner.built.kernels, engine.runner.built.compiled,
+print(json.dumps([engine.executor.description.kernels, engine.executor.description.compiled_kernels,
                   out[0].outputs[0].token_ids, sum(engine.metrics().late_compilations.values())]))
 """
 

@@ -74,7 +74,7 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         llm = load(
             "bf16", batch_invariant=True, enforce_eager=enforce_eager, draft_tokens=draft_tokens
         )
-        assert not llm.engine.runner.model.weights.layers[0].attn.wo_a.round_input
+        assert not llm.engine.executor.runner.model.weights.layers[0].attn.wo_a.round_input
         found.append(tokens(llm))
         long = [[5 + i % 900 for i in range(n)] for n in (17, 65, 300, 900)]
         llm.generate(long, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))

@@ -7,6 +7,7 @@ from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.loading import inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper
@@ -73,7 +74,7 @@ def test_mtp_layer_foresees_the_model(llm: LLM) -> None:
     """
     text = llm.encode(STORY)
     stepper = Stepper(llm.engine)
-    runner, layer = stepper.runner, llm.engine.runner.model.draft_head
+    runner, layer = stepper.runner, local_executor(llm.engine.executor).runner.model.draft_head
     assert layer is not None
     sequence = stepper.sequence(text[:-1])
     (streams,) = stepper.step([(sequence, len(text) - 1)])

@@ -8,6 +8,7 @@ from torch import Tensor
 from finwhale import LLM
 from finwhale.checkpoint.reader import read_config
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.rank.startup import draft_on_device
 
 from .drafts import STORY, Watch, compare, demo_weights, generate
 from .oracle import single_threaded
@@ -29,7 +30,7 @@ def test_every_proposal(
 ) -> None:
     """Prompts of many lengths, read in chunks; after drafts that were right and that were wrong.
 
-    "on-the-device" runs what a GPU captures (verification.py), a step ahead of the host.
+    "on-the-device" runs what a GPU captures (draft_decode.py), a step ahead of the host.
     """
     with single_threaded():
         llm = LLM(
@@ -44,7 +45,7 @@ def test_every_proposal(
         engine = llm.engine
         assert llm.tokenizer is not None
         if ahead:
-            engine.runner.verifications = engine.runner.new_verifications(engine.config, None)
+            draft_on_device(engine.executor, engine.config)
             engine.steps_ahead = 1
         watch = Watch(engine)
         texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=24)

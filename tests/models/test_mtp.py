@@ -11,6 +11,7 @@ from torch import Tensor
 
 from finwhale import LLM
 from finwhale.config import Activations
+from finwhale.engine.rank.executor import local_executor
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -100,5 +101,5 @@ def test_without_an_mtp_layer(tmp_path: Path) -> None:
         for name in ("with", "without"):
             llm = LLM(tmp_path / name, device="cpu", dtype="float32", activations="exact")
             streams.append(Stepper(llm.engine).read([4, 2, 9]))
-    assert llm.engine.runner.model.draft_head is None
+    assert local_executor(llm.engine.executor).runner.model.draft_head is None
     assert torch.equal(*streams)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import finwhale.engine.rank.batch as batch
-import finwhale.engine.rank.runner as runner
+import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
 from finwhale.models.protocol import Inline
@@ -59,8 +59,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 def llm_on(platform: Platform, path: Path, **options: Any) -> LLM:
     """An engine on the CPU that takes itself to be on another platform."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "choose_device", lambda name: (platform, torch.device("cpu")))
-        patch.setattr(runner, "load_builds", no_builds)
+        patch.setattr(startup, "choose_device", lambda name: (platform, torch.device("cpu")))
+        patch.setattr(startup, "load_builds", no_builds)
         return LLM(path, max_num_seqs=2, max_model_len=256, enforce_eager=True, **options)
 
 
@@ -73,7 +73,7 @@ def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -
 @torch.inference_mode()
 def read(llm: LLM) -> tuple[Tensor, Tensor]:
     """Logits after the last two tokens of two steps, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm.engine), llm.engine.runner
+    stepper, run = Stepper(llm.engine), llm.engine.executor.runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(TEXT[:-1])
@@ -117,7 +117,7 @@ def test_the_table_is_complete_and_portable() -> None:
 def amd(path: Path) -> tuple[LLM, tuple[Tensor, Tensor]]:
     """An engine with the table, and what it reads."""
     llm = llm_on(AMD, path)
-    assert llm.engine.runner.ops is load_ops(AMD)
+    assert llm.engine.executor.runner.ops is load_ops(AMD)
     return llm, read(llm)
 
 
@@ -161,7 +161,7 @@ def test_compiled_layers_give_the_same(
 
     monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
-    assert llm.engine.runner.num_compiled > 0
+    assert llm.engine.executor.description.compiled_layers > 0
     for found, wanted in zip(read(llm), amd[1], strict=True):
         assert torch.equal(found, wanted)
     monkeypatch.setattr(batch, "PageTable", apart)

@@ -91,7 +91,7 @@ class ChangedLayer(DecoderLayer):
 @torch.inference_mode()
 def check_draft_layer(llm: LLM) -> None:
     """Draft and decoder layers are of one class and signature, and both run."""
-    model, stepper = llm.engine.runner.model, Stepper(llm.engine)
+    model, stepper = llm.engine.executor.runner.model, Stepper(llm.engine)
     assert model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
     signatures = {str(inspect.signature(layer)) for layer in layers}
@@ -101,7 +101,9 @@ def check_draft_layer(llm: LLM) -> None:
     (streams,) = stepper.step([(sequence, 4)])
     assert stepper.inputs is not None
     following = torch.tensor([6, 7, 8, 9])
-    draft = model.draft_head(stepper.inputs, streams, following, llm.engine.runner.cache, Inline())
+    draft = model.draft_head(
+        stepper.inputs, streams, following, llm.engine.executor.runner.cache, Inline()
+    )
     assert draft.shape == streams.shape and draft.isfinite().all()
     stepper.release(sequence)
 
@@ -126,7 +128,7 @@ def test_the_draft_layer_left_behind(
     if not mistake:
         check_draft_layer(llm)
         return
-    for layer in llm.engine.runner.model.layers:
+    for layer in llm.engine.executor.runner.model.layers:
         (layer.layer if platform == "compiled" else layer).__class__ = ChangedLayer
         if platform == "compiled":  # one compiled class of its own for the changed layer
             layer.__class__ = type("ChangedCompiledLayer", (CompiledLayer,), {})
@@ -212,7 +214,7 @@ def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two, once a model, which the MTP layer shares."""
-    run = LLM(tiny_path, device="cpu", max_num_seqs=2).engine.runner
+    run = LLM(tiny_path, device="cpu", max_num_seqs=2).engine.executor.runner
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or device)
 
@@ -264,7 +266,7 @@ llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("finwhale")]
 assert not names, f"left registered: {names}"
 from finwhale.ops.tables.cpu import OPS
-layer = llm.engine.runner.model.layers[0]
+layer = llm.engine.executor.runner.model.layers[0]
 assert layer.mhc_pre is OPS.mhc_pre and layer.attn.linear is OPS.linear
 """
 

@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "gpu_memory_utilization": (["--gpu-memory-utilization", "0.5"], 0.5),
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
+    "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
     "compile": (["--compile"], True),
     "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
     "draft_tokens": (["--draft-tokens", "auto"], "auto"),
@@ -78,7 +79,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         raise OpenedError
 
     for module in ("llm", "bench.offline", "bench.throughput", "bench.start"):
-        monkeypatch.setattr(f"finwhale.{module}.Engine", engine)
+        monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
     monkeypatch.setattr("finwhale.server.logs.configure", lambda level: None)
     monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git

@@ -216,3 +216,16 @@ def test_a_token_of_a_prompt_takes_no_page_ahead() -> None:
         pages.trim(tables, end)
     pages.release(tables)
     pages.check_integrity([])
+
+
+def test_keys_depend_on_the_salt() -> None:
+    """Processes with one salt have the same keys; without one, each has its own."""
+
+    def keys(salt: str | None) -> list[bytes]:
+        found: list[bytes] = []
+        PrefixIndex(manager(), salt).extend_keys(found, list(range(600)))
+        return found
+
+    assert len(keys("a")) == 2 and keys("a") == keys("a")
+    assert not set(keys("a")) & set(keys("b"))
+    assert not set(keys(None)) & set(keys(None))

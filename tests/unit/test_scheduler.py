@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from finwhale.bench import prefix as bench_prefix
 from finwhale.engine.plan import prefix_index as prefix
+from finwhale.engine.plan.admission import PATIENCE
 from finwhale.engine.plan.pages import PageManager
-from finwhale.engine.plan.scheduler import PATIENCE, Scheduler
-from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -231,8 +233,8 @@ class Driver:
 
 
 def living(scheduler: Scheduler) -> list[Sequence]:
-    aside = [s for some in scheduler.followers.values() for s in some]
-    return [*scheduler.running, *scheduler.waiting, *aside]
+    aside = [s for some in scheduler.admission.followers.values() for s in some]
+    return [*scheduler.running, *scheduler.admission.waiting, *aside]
 
 
 def assert_empty(scheduler: Scheduler) -> None:
@@ -547,10 +549,10 @@ def test_who_waited_for_a_block_reads_it_when_its_reader_is_gone() -> None:
     for sequence in (leader, one, two):
         driver.add(sequence)
     driver.step()
-    assert scheduler.num_waiting == 2 and not scheduler.waiting
+    assert scheduler.num_waiting == 2 and not scheduler.admission.waiting
     driver.end(two)
     driver.end(leader)
-    assert scheduler.waiting == [one]
+    assert scheduler.admission.waiting == [one]
     driver.run()
     assert driver.finished == [one]
     assert_empty(scheduler)

@@ -22,7 +22,8 @@ from finwhale.bench.record import append_record, stamp
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.runner import choose_device
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.startup import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -55,9 +56,9 @@ def read(
 
     Read whole, and with `every_way` in chunks and the tail token by token.
     """
-    model = engine.runner.model
-    assert isinstance(model, DeepseekV4)
     stepper, reading = Stepper(engine), Reading()
+    model = stepper.runner.model
+    assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
     indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
     kept = [indexer.select_entries for indexer in indexers]
@@ -118,7 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         (TABLE, {}),
     ):
         start = time.perf_counter()
-        engine = Engine(
+        engine = start_engine(
             EngineConfig(
                 device=args.device,
                 wo_a_input=args.wo_a_input,
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             None,
         )
         readings[name] = read(
-            engine, text, wanted.to(engine.runner.device), cuts, tail, name != TRUTH
+            engine, text, wanted.to(engine.executor.description.device), cuts, tail, name != TRUTH
         )
         if args.verbose:
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)

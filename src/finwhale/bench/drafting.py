@@ -19,6 +19,9 @@ from torch import Tensor
 from finwhale.bench.record import summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import WeightStream
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
@@ -37,12 +40,12 @@ class Forced:
     """
 
     def __init__(self, engine: Engine, rate: float) -> None:
-        steps = engine.runner.verifications
-        assert steps is not None
-        self._steps, self.rate = steps, rate
-        self._sample = engine.runner.ops.sample
+        runner = local_executor(engine.executor).runner
+        assert runner.verifications is not None
+        self._steps, self.rate = runner.verifications, rate
+        self._sample = runner.ops.sample
         self._vocab = engine.model_config.vocab_size
-        self._drawn = torch.zeros((), dtype=torch.float64, device=engine.runner.device)
+        self._drawn = torch.zeros((), dtype=torch.float64, device=runner.device)
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self._sample(logits_SV, batch)
@@ -84,9 +87,10 @@ def measure(
     rows: list[dict[str, Any]] = []
     plain: dict[int, float] = {}
     for drafts in (0, draft_tokens):
-        engine = Engine(replace(config, draft_tokens=drafts), *model, None)
-        if drafts and engine.runner.verifications is None:
-            engine.runner.verifications = engine.runner.new_verifications(engine.config, None)
+        engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
+        local = local_executor(engine.executor)
+        if drafts and local.runner.verifications is None:
+            draft_on_device(local, engine.config)
         for batch in batches:
             for rate in rates if drafts else (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
@@ -106,8 +110,9 @@ def _decode(
     engine: Engine, batch: int, context: int, steps: int, rate: float | None
 ) -> dict[str, Any]:
     """Steps in which `batch` requests decode, from one step's tokens to the next one's."""
-    engine.sampler.choose_with(engine.runner.ops.sample if rate is None else Forced(engine, rate))
-    most = 1 + engine.scheduler.draft_tokens
+    local = local_executor(engine.executor)
+    local.sampler.choose_with(local.runner.ops.sample if rate is None else Forced(engine, rate))
+    most = 1 + engine.scheduler.drafting.draft_tokens
     params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
     generator = torch.Generator().manual_seed(batch)
     results = []

@@ -34,7 +34,11 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.rank.runner import choose_device
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_planner import StepPlanner
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.startup import choose_device
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -67,6 +71,7 @@ class Bench:
     def __init__(self, engine: Engine, steps: int) -> None:
         assert isinstance(engine.model_config, ModelConfig)
         self.engine = engine
+        self.runner = local_executor(engine.executor).runner
         self.steps = steps
         self.config = engine.model_config
         self.random = random.Random(0)
@@ -168,10 +173,10 @@ class Bench:
             len(s.token_ids) - s.num_computed > 1 for s in running
         ):
             self.engine.step()
-        graphs, chunks = self.engine.runner.graphs, self._chunks()
-        if graphs is None or not graphs.fits(chunks):
-            return lambda: self.engine.runner.logits(chunks)
-        return lambda: graphs.run(chunks)
+        graphs, plan = self.runner.graphs, self._plan()
+        if graphs is None or not graphs.fits(plan):
+            return lambda: self.runner.logits(plan)
+        return lambda: graphs.run(plan)
 
     def _prefill_once(self, prompt: list[int]) -> None:
         name = self.begin(prompt, 1)
@@ -185,26 +190,27 @@ class Bench:
         run()
         return 1e3 * (time.perf_counter() - start)
 
-    def _chunks(self) -> list[Any]:
-        """The step that would come next, as chunks; nothing is planned."""
+    def _plan(self) -> StepPlan:
+        """The step that would come next; the engine knows nothing of it."""
         scheduler = self.engine.scheduler
         chunks: list[Any] = []
         for sequence in scheduler.running:
             scheduler._read(sequence, 1, chunks)
-        return chunks
+        plan = StepPlanner(self.config.vocab_size).plan(chunks)
+        self.runner.tables.apply(plan)
+        return plan
 
     def _graph_ms(self) -> float | None:
         """Median milliseconds of the captured graph of this batch."""
-        graphs = self.engine.runner.graphs
-        chunks = self._chunks()
-        if graphs is None or not graphs.fits(chunks):
+        graphs, plan = self.runner.graphs, self._plan()
+        if graphs is None or not graphs.fits(plan):
             return None
-        graphs.run(chunks)
+        graphs.run(plan)
         times: list[float] = []
         for _ in range(self.steps):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            graphs.replay(len(chunks))
+            graphs.replay(plan.num_tokens)
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end))
@@ -214,7 +220,7 @@ class Bench:
         """Different experts that the next step hits, the mean over layers; run eagerly."""
         hits: list[int] = []
         # A compiled layer holds the layer, which has the experts.
-        model = self.engine.runner.model
+        model = self.runner.model
         assert isinstance(model, DeepseekV4)
         layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
         kept = [layer.ffn.dispatch for layer in layers]
@@ -229,7 +235,7 @@ class Bench:
         for layer, run in zip(layers, kept, strict=True):
             layer.ffn.dispatch = counting(run)
         try:
-            self.engine.runner.forward(self._chunks())
+            self.runner.forward(self._plan())
         finally:
             for layer, run in zip(layers, kept, strict=True):
                 layer.ffn.dispatch = run
@@ -311,10 +317,12 @@ SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 
 def memory(engine: Engine) -> dict[str, float]:
-    """GiB on the device: the cache's, all that torch holds, and the most it ever held."""
+    """GiB on a GPU: the cache's, all that torch holds, and the most it ever held."""
+    if not engine.executor.description.device.startswith("cuda"):
+        return {}
     gib = 2.0**30
     return {
-        "cache_gib": round(engine.runner.plan.total_bytes / gib, 2),
+        "cache_gib": round(engine.memory.cache / gib, 2),
         "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
     }
@@ -373,7 +381,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     longest = max(_room(shape, args.steps, args.max_num_batched_tokens) for shape in shapes) + 8
     config, weights = source(args)
     start = time.perf_counter()
-    engine = Engine(
+    engine = start_engine(
         read_options(
             args,
             EngineConfig,
@@ -399,7 +407,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     for shape in shapes if args.kernels else ():
         kernels[str(shape)] = bench.kernels(shape, args.kernels)
         show_kernels(console, shape, kernels[str(shape)])
-    held = memory(engine) if engine.runner.device.type == "cuda" else {}
+    held = memory(engine)
     console.print(f"loaded and captured in {load_s} s; {held}")
     return {
         "benchmark": "offline",

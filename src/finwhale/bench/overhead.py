@@ -24,14 +24,16 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.graphs import are_decodes
+from finwhale.engine.plan.executor import MemoryUse, RankDescription
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.kv_cache import plan_cache
-from finwhale.engine.rank.memory import MemoryUse
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import CacheGroup
 from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
@@ -54,44 +56,25 @@ class StubRunner:
     Every token is the one after the last row's, so that texts differ.
     """
 
-    def __init__(self, config: EngineConfig, model_config: ModelConfig) -> None:
+    def __init__(self, config: EngineConfig, groups: tuple[CacheGroup, ...], max_len: int) -> None:
         self.device = torch.device("cpu")
-        self.groups = cache_spec(model_config)
-        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
-        self.plan = plan_cache(
-            self.groups,
-            itemsize=2,
-            packed=True,
-            budget_bytes=2**37,
-            max_num_seqs=config.max_num_seqs,
-            max_step_tokens=config.max_num_batched_tokens,
-            wanted_tokens=config.max_num_seqs * self.max_model_len,
-            shares=config.enable_prefix_caching,
-        )
-        self.memory = MemoryUse(weights=0, workspace=0, cache=self.plan.total_bytes)
         self.ops = self
-        self.builds = NothingToBuild()
-        self.drafter = None
-        self.static = StaticInputs(
-            config.max_num_seqs,
-            config.max_num_seqs,
-            self.groups,
-            self.max_model_len,
-            self.device,
-        )
-        self._logits = torch.zeros(config.max_num_seqs, 1)
-        self._ids = torch.arange(300, 300 + 4 * config.max_num_seqs)
-        self._valid = torch.ones(config.max_num_seqs, dtype=torch.bool)
+        self.verifications = None
+        self.tables = SlotTables([group.name for group in groups])
+        most = config.max_num_seqs
+        self.static = StaticInputs(most, most, groups, self.tables, max_len, self.device)
+        self._logits = torch.zeros(most, 1)
+        self._ids = torch.arange(300, 300 + 4 * most)
+        self._valid = torch.ones(most, dtype=torch.bool)
         self._step = 0
 
     def use_device(self) -> None:
         pass
 
-    def logits(self, chunks: Sequence[Chunk]) -> Tensor:
-        if are_decodes(chunks):
-            self.static.fill(chunks, decode=True)
-            return self._logits[: len(chunks)]
-        return self._logits[: sum(chunk.completes for chunk in chunks)]
+    def logits(self, plan: StepPlan) -> Tensor:
+        if plan.decodes:
+            self.static.fill(plan, decode=True)
+        return self._logits[: sum(plan.num_logits)]
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> SampledTokens:
         count = len(logits)
@@ -104,16 +87,38 @@ class StubRunner:
         self.static.sampled[: len(ids)].copy_(ids)
 
 
-class StubEngine(Engine):
+def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     """An engine over a StubRunner, one step ahead."""
-
-    def __init__(self, config: EngineConfig, model_config: ModelConfig, text: Tokenizer) -> None:
-        self._stub = StubRunner(config, model_config)
-        super().__init__(config, model_config, None, text)  # type: ignore[arg-type]
-        self.steps_ahead = 1
-
-    def _new_runner(self, weights: Any) -> Any:
-        return self._stub
+    groups = cache_spec(model_config)
+    max_len = config.max_model_len or model_config.max_position_embeddings
+    plan = plan_cache(
+        groups,
+        itemsize=2,
+        packed=True,
+        budget_bytes=2**37,
+        max_num_seqs=config.max_num_seqs,
+        max_step_tokens=config.max_num_batched_tokens,
+        wanted_tokens=config.max_num_seqs * max_len,
+        shares=config.enable_prefix_caching,
+    )
+    description = RankDescription(
+        device="cpu",
+        asynchronous=True,
+        needs_warm_up=False,
+        groups=groups,
+        num_pages=plan.num_pages,
+        max_model_len=max_len,
+        can_draft=False,
+        device_drafts=None,
+        memory=MemoryUse(weights=0, workspace=0, cache=plan.total_bytes),
+        kernels=0,
+        compiled_kernels=0,
+        compiled_layers=0,
+        start_seconds={},
+    )
+    runner: Any = StubRunner(config, groups, max_len)
+    executor = LocalExecutor(runner, NothingToBuild(), description)
+    return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
@@ -124,7 +129,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         max_num_batched_tokens=8192,
         max_model_len=args.context + 2 * (args.steps + WARM_UP) + 64,
     )
-    engine = StubEngine(config, model_config, Tokenizer.open(DEMO_PATH))
+    engine = stub_engine(config, model_config)
     for number in range(batch):
         # Requests at different places: pages and blocks do not all change in the same step.
         prompt = [number + 5] * (args.context - number % 128)

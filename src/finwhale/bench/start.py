@@ -26,6 +26,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_start
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
@@ -40,7 +41,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if demo:
         args = argparse.Namespace(**vars(args) | {"model": DEMO_PATH})
     config, weights = source(args)
-    engine = Engine(
+    engine = start_engine(
         read_options(
             args,
             EngineConfig,
@@ -51,7 +52,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         Tokenizer.open(DEMO_PATH) if demo else None,
     )
     freeze_heap()  # as finwhale serve does
-    phases = whole_start(engine.runner.phases.seconds, began)
+    phases = whole_start(engine.start_seconds, began)
     ready = time.monotonic()
     first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     engine.add_request("first", [1, 2, 3], first)
@@ -65,8 +66,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "phases": {name: round(spent, 3) for name, spent in phases.items()},
         "ready_s": round(ready - process_start(), 3),
         "first_token_s": round(first_token, 3),
-        "kernels": engine.runner.built.kernels,
-        "compiled": engine.runner.built.compiled,
+        "kernels": engine.executor.description.kernels,
+        "compiled": engine.executor.description.compiled_kernels,
         "early_ttft_ms": summary(early) | {"p99": percentile(early, 0.99)},
         # Where they come: the first few would be something's first time.
         "early_slowest": sorted(range(len(early)), key=lambda i: -early[i])[:5],

@@ -22,6 +22,7 @@ from finwhale.bench.offline import memory, source
 from finwhale.bench.record import append_record, percentile, stamp, summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
@@ -172,7 +173,7 @@ def main(argv: Sequence[str]) -> int:
     load = Load(args.requests, args.prompt_tokens, args.output_tokens)
     longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * INTRUDER_TOKENS
     start = time.perf_counter()
-    engine = Engine(
+    engine = start_engine(
         read_options(
             args, EngineConfig, max_model_len=min(longest, config.max_position_embeddings)
         ),
@@ -201,7 +202,7 @@ def main(argv: Sequence[str]) -> int:
             "max_num_batched_tokens": args.max_num_batched_tokens,
             "wo_a_input": args.wo_a_input,
             "start_s": start_s,
-            "memory": memory(engine) if engine.runner.device.type == "cuda" else {},
+            "memory": memory(engine),
             "late_compilations": late,
             "results": rows,
         }

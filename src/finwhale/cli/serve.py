@@ -2,7 +2,9 @@
 
 import argparse
 import os
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +42,9 @@ def run(argv: Sequence[str]) -> int:
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
     engine = engine_config(args)
+    if engine.prefix_salt is None:
+        # Made here, once, for every engine process of this server.
+        engine = replace(engine, prefix_salt=secrets.token_hex(16))
     logs.configure(config.log_level)
     load = partial(load_engine, args.path, config.log_level, engine)
     architecture = architecture_of(parse_config(read_config(directory)))

@@ -16,19 +16,19 @@ def run(argv: Sequence[str]) -> int:
     config = engine_config(args)
     began = time.monotonic()
     engine = open_engine(config, args.path)
-    console, built = Console(soft_wrap=True), engine.runner.built
-    console.print(table(whole_start(engine.runner.phases.seconds, began)), highlight=False)
-    if built.kernels:
+    console, rank = Console(soft_wrap=True), engine.executor.description
+    console.print(table(whole_start(engine.start_seconds, began)), highlight=False)
+    if rank.kernels:
         console.print(
-            f"{built.kernels} kernels, {built.compiled} of them compiled now, are in "
+            f"{rank.kernels} kernels, {rank.compiled_kernels} of them compiled now, are in "
             f"{config.cache_dir}",
             highlight=False,
         )
     elif not args.compile:
-        console.print(f"{engine.runner.device} needs no compiled kernels", highlight=False)
+        console.print(f"{rank.device} needs no compiled kernels", highlight=False)
     if args.compile:
         console.print(
-            f"layers: {engine.runner.num_compiled} graphs compiled now, the others loaded, in "
+            f"layers: {rank.compiled_layers} graphs compiled now, the others loaded, in "
             f"{config.cache_dir}",
             highlight=False,
         )

@@ -44,7 +44,7 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
     except FinwhaleError as error:
         connection.send(Failed(str(error)))
         return
-    phases = whole_start(engine.runner.phases.seconds, began)
+    phases = whole_start(engine.start_seconds, began)
     freeze_heap()
     EngineLoop(engine, connection, phases).run()
 

@@ -10,6 +10,9 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_planner import StepPlanner
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.protocol import StepInputs
 from finwhale.request import SamplingParams
 
@@ -20,8 +23,9 @@ class Stepper:
     def __init__(self, engine: Engine) -> None:
         assert not engine.has_work
         self.engine = engine
-        self.runner = engine.runner
-        self.pages = PageManager(self.runner.groups, self.runner.plan.num_pages)
+        self.runner = local_executor(engine.executor).runner
+        self.pages = PageManager(self.runner.groups, self.runner.cache_plan.num_pages)
+        self.planner = StepPlanner(engine.model_config.vocab_size)
         self.inputs: StepInputs | None = None
         self._count = 0
 
@@ -39,6 +43,7 @@ class Stepper:
             num_prompt=len(token_ids),
             max_len=self.runner.max_model_len,
             params=SamplingParams(),
+            slot=self._count,
             tables=self.pages.new_tables(),
         )
 
@@ -54,12 +59,18 @@ class Stepper:
             assert start + count <= len(sequence.token_ids)
             self.pages.grow(sequence.tables, start, start + count)
             chunks.append(Chunk(sequence, start, start + count))
-        batch, streams = self.runner.forward(chunks)
+        batch, streams = self.runner.forward(self.plan(chunks))
         self.inputs = batch.inputs
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.end
             self.pages.trim(chunk.sequence.tables, chunk.end)
         return list(torch.split(streams, [count for _, count in parts]))
+
+    def plan(self, chunks: Sequence[Chunk]) -> StepPlan:
+        """The plan of a step; the runner knows its pages."""
+        plan = self.planner.plan(chunks)
+        self.runner.tables.apply(plan)
+        return plan
 
     def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
         """Decodes: the last token of each text, of which all others have been read."""

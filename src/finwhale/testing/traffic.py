@@ -1,17 +1,29 @@
 """Random steps: chunks of sequences at random places, with the pages that an engine gives them."""
 
 import random
+from collections.abc import Sequence as Items
 
 import torch
 
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import PrefixIndex
 from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.batch import Batch, BatchBuilder
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import tiny_config
+
+
+def planned(chunks: Items[Chunk]) -> tuple[StepPlan, SlotTables]:
+    """A step's plan, and the page tables of its slots as a rank knows them."""
+    plan = StepPlanner(vocab_size=0).plan(chunks)
+    tables = SlotTables(list(chunks[0].sequence.tables))
+    tables.apply(plan)
+    return plan, tables
 
 
 class Traffic:
@@ -49,6 +61,7 @@ class Traffic:
             known = start + count + draw.choice((0, 0, 1, 7))
             token_ids = [draw.randrange(self.config.vocab_size) for _ in range(known)]
             sequence = Sequence(str(i), str(i), i, token_ids, known, known + 5, SamplingParams())
+            sequence.slot = i
             sequence.tables = self.pages.new_tables()
             at = 0
             while at < start:
@@ -61,7 +74,8 @@ class Traffic:
 
     def build(self) -> Batch:
         """The step's inputs on the CPU."""
-        return BatchBuilder(self.groups, torch.device("cpu")).build(self.chunks)
+        plan, tables = planned(self.chunks)
+        return BatchBuilder(self.groups, tables, torch.device("cpu")).build(plan)
 
     def has_page(self, sequence: Sequence, group: str, row: int) -> bool:
         """Whether a row of a sequence lies in a page."""

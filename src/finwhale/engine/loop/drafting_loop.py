@@ -1,131 +1,126 @@
-"""The loop over steps of an engine that drafts: verify, choose, draft; hand out runs of tokens.
+"""The loop over steps of an engine that drafts: a step gives each sequence a run of tokens.
 
-While every sequence decodes, the next step is launched before this one's tokens are read, as in an
-engine that does not draft: where it begins and what it reads is on the device (verification.py).
-It waits for them where a prompt is to be read or somebody could be admitted, where a choice needs
-the tokens on the host (penalties, grammars), and where "auto" changes the number of drafts.
+While every sequence decodes, the next step is launched before this one's tokens are known, as in
+an engine that does not draft: the device knows where it begins and what it reads
+(rank/draft_decode.py). The loop waits for the tokens where a prompt needs prefill or a sequence
+could be admitted, where a choice needs the tokens before it (penalties, grammars), and where "auto"
+changes the number of drafts.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from finwhale.config import DraftTokens
-from finwhale.engine.loop.in_flight import Flight, Rows, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
 from finwhale.engine.loop.metrics import Meter
+from finwhale.engine.loop.sampled_tokens import TokenReader
+from finwhale.engine.loop.step_loop import Launcher, NewToken
 from finwhale.engine.plan.draft_policy import DraftPolicy
-from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.executor import StepResult
+from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
-from finwhale.engine.rank.host_transfer import Instant
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.sampler import SampledToken, Sampler
-
-Run = tuple[Stream, int, list[SampledToken]]
+from finwhale.engine.plan.step_plan import DraftPlan
+from finwhale.engine.plan.step_planner import Choice
 
 
 class DraftLoop:
-    """Launches and collects the steps of a drafting engine."""
+    """Launches and collects the steps of a drafting engine (StepLoop)."""
 
     def __init__(
         self,
-        runner: ModelRunner,
-        scheduler: Scheduler,
-        sampler: Sampler,
+        launcher: Launcher,
         meter: Meter,
         draft_tokens: DraftTokens,
+        max_draft_tokens: int,
     ) -> None:
-        assert runner.drafter is not None
-        self._runner, self._scheduler, self._sampler = runner, scheduler, sampler
-        self._meter = meter
+        self._launcher, self._meter = launcher, meter
+        self._reader = TokenReader()
         self._policy: DraftPolicy | None = None
         if draft_tokens == "auto":
-            self._policy = DraftPolicy(runner.model_config.max_draft_tokens)
+            self._policy = DraftPolicy(max_draft_tokens)
         else:
-            scheduler.draft_tokens = draft_tokens
+            launcher.scheduler.drafting.draft_tokens = draft_tokens
         self._last_collected = 0.0
 
-    def launch(self, streams: Mapping[str, Stream], before: Flight | None) -> Flight | None:
-        """Plan a step and put it on the device; None: there is nothing to do, or not yet.
+    def forget_rows(self) -> None:
+        pass
 
-        Args:
-            before: a step in flight.
-        """
-        captured = self._runner.verifications
-        self._scheduler.alike = captured is not None
+    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
+        pass
+
+    def launch(
+        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+    ) -> InFlightStep | None:
+        scheduler = self._launcher.scheduler
+        device_drafts = self._launcher.executor.description.device_drafts
+        scheduler.drafting.alike = device_drafts is not None
         if self._policy is not None:
-            draft_tokens = self._policy.choose(len(self._scheduler.running))
-            self._scheduler.draft_tokens = draft_tokens
-        if before is not None:
-            if captured is None or not before.alike or before.followed or before.rows.historic:
+            scheduler.drafting.draft_tokens = self._policy.choose(len(scheduler.running))
+        if in_flight:
+            before = in_flight[-1]
+            if not before.on_device or before.followed or before.rows.historic:
                 return None
             # Once alone: if this breaks off, the device may have forgotten where to go on.
             before.followed = True
-            chunks = self._scheduler.again(before.chunks)
+            chunks = scheduler.again(before.chunks)
         else:
-            chunks = self._scheduler.schedule()
+            chunks = scheduler.schedule()
         if not chunks:
             return None
-        if captured is not None and captured.fits(chunks):
-            return self._launch_alike(streams, chunks)
-        assert before is None
-        return self._launch_any(streams, chunks)
-
-    def _launch_alike(self, streams: Mapping[str, Stream], chunks: list[Chunk]) -> Flight:
-        steps = self._runner.verifications
-        assert steps is not None
-        rows = Rows([streams[c.sequence.key] for c in chunks])
-        instants = [Instant(self._runner.device)]
-        logits = steps.verify(chunks)
-        further = steps.further() if chunks[0].floats else None
-        sampling = self._sampler.start_runs(rows.keys, [c.drafts for c in chunks], logits, further)
-        assert sampling.ids_S is not None
-        instants.append(Instant(self._runner.device))
-        drafts = steps.draft(sampling.ids_S)
-        instants.append(Instant(self._runner.device))
-        proposed = self._sampler.bring([drafts]) if drafts.shape[1] else None
-        for row, sequence in enumerate(rows.sequences):
-            sequence.sampled_row = row
-        return Flight(rows, [], None, sampling, chunks, proposed, instants, alike=True)
-
-    def _launch_any(self, streams: Mapping[str, Stream], chunks: list[Chunk]) -> Flight:
-        drafter, device = self._runner.drafter, self._runner.device
-        assert drafter is not None
-        if self._runner.verifications is not None:
-            self._runner.verifications.forget()
-        instants = [Instant(device)]
-        forward = self._runner.read(chunks)
-        complete = [c for c in chunks if c.completes]
+        on_device = self._fit_device(chunks)
+        assert on_device or not in_flight
+        complete = chunks if on_device else [c for c in chunks if c.completes]
         rows = Rows([streams[c.sequence.key] for c in complete])
-        sampling = self._sampler.start_runs(rows.keys, [c.drafts for c in complete], forward.logits)
-        instants.append(Instant(device))
-        drafts = drafter.propose(forward, chunks, sampling.ids_S)
-        instants.append(Instant(device))
-        proposed = None if drafts is None else self._sampler.bring([drafts.T])
-        self._scheduler.computed([c for c in chunks if not c.completes])
-        if not all(c.decodes for c in chunks):
-            instants = []
-        return Flight(rows, [], None, sampling, complete, proposed, instants)
+        step = InFlightStep(rows, [], chunks=complete, began=time.monotonic(), on_device=on_device)
+        draft = DraftPlan(
+            drafts=tuple([c.drafts for c in chunks]),
+            propose=tuple([c.propose for c in chunks]),
+            next_ids=tuple([0 if c.floats or c.completes else c.next_id for c in chunks]),
+            on_device=on_device,
+            links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
+        )
+        if rows.historic:
+            # Masks are computed while the forward runs.
+            self._launcher.launch(chunks, None, draft)
+            step.histories = _histories(complete)
+            slots = [c.sequence.slot for c in complete for _ in range(c.num_logits)]
+            choice = Choice(_positions(complete), step.histories)
+            step.result = self._launcher.sample(tuple(slots), choice)
+        else:
+            step.result = self._launcher.launch(chunks, Choice(_positions(complete)), draft)
+        if on_device:
+            for row, sequence in enumerate(rows.sequences):
+                sequence.sampled_row = row
+        else:
+            scheduler.computed([c for c in chunks if not c.completes])
+            if not all(c.decodes for c in chunks):
+                step.began = 0.0
+        return step
 
-    def collect(self, flight: Flight, after: Items[Flight]) -> Iterator[Run]:
-        """Wait for a step's tokens: each sequence's run, and where in its token_ids it begins.
+    def _fit_device(self, chunks: Items[Chunk]) -> bool:
+        """Whether the rank's device steps run these chunks."""
+        steps, count = self._launcher.executor.description.device_drafts, len(chunks[0].drafts)
+        return (
+            steps is not None
+            and len(chunks) <= steps.max_seqs
+            and count in steps.counts
+            and all(c.decodes and len(c.drafts) == c.propose == count for c in chunks)
+        )
 
-        Args:
-            after: the steps in flight behind it.
-        """
-        assert flight.sampling is not None
-        expected = [chunk.drafts for chunk in flight.chunks]
-        runs = self._sampler.commit_runs(flight.sampling, expected)
-        proposed: list[list[int]] = []
-        if flight.proposed is not None:
-            (drafts,) = flight.proposed.wait()
-            proposed = drafts.tolist()
-        if flight.instants:
-            self._time(flight)
+    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+        assert step.result is not None
+        result, rows = step.result.wait(), step.rows
+        expected = [chunk.drafts for chunk in step.chunks]
+        runs = self._reader.read_runs(result, rows.sequences, expected, step.histories)
+        if step.began:
+            self._time(step, result)
         now = self._last_collected = time.monotonic()
-        floating = {c.sequence.key: c for f in after for c in f.chunks}
-        next_drafts = iter(proposed)
+        floating = {c.sequence.key: c for flight in later for c in flight.chunks}
+        next_drafts = iter(result.drafts or ())
         self._meter.steps += 1
-        for stream, chunk, run in zip(flight.rows.streams, flight.chunks, runs, strict=True):
+        tokens: list[NewToken] = []
+        for stream, chunk, run in zip(rows.streams, step.chunks, runs, strict=True):
             drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
             if stream.ended:
                 continue
@@ -137,23 +132,44 @@ class DraftLoop:
             sequence.drafts = drafts_after
             if sequence.key in floating:
                 floating[sequence.key].land(num_accepted, drafts_after)
-            self._scheduler.verified(chunk, num_accepted)
+            self._launcher.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
             num_drafts = len(chunk.drafts) - chunk.num_any
             self._meter.drafted(num_drafts, min(num_accepted, num_drafts))
             if self._policy is not None:
                 self._policy.verified(num_drafts, min(num_accepted, num_drafts))
-            yield stream, place, run
+            tokens += [(stream, at, token) for at, token in enumerate(run, start=place)]
+        return tokens
 
-    def _time(self, flight: Flight) -> None:
-        """Note how long a step took in which all decode; what it gave has arrived."""
-        begin, chosen, drafted = flight.instants
-        self._meter.time_of_verification.add(begin.seconds_to(chosen))
-        if flight.proposed is not None:
-            self._meter.time_of_draft.add(chosen.seconds_to(drafted))
+    def _time(self, step: InFlightStep, result: StepResult) -> None:
+        """Note how long a step took in which all sequences decode."""
+        assert result.verify_seconds is not None
+        self._meter.time_of_verification.add(result.verify_seconds)
+        if result.draft_seconds is not None:
+            self._meter.time_of_draft.add(result.draft_seconds)
         if self._policy is not None:
-            drafts = [len(chunk.drafts) for chunk in flight.chunks]
-            # One that was launched ahead took as long as there was between two steps' tokens.
-            began = max(begin.time, self._last_collected)
-            wanted = drafts[0] if flight.alike else self._scheduler.draft_tokens
+            drafts = [len(chunk.drafts) for chunk in step.chunks]
+            # A step that was launched ahead took the time between two steps' tokens.
+            began = max(step.began, self._last_collected)
+            wanted = drafts[0] if step.on_device else self._launcher.scheduler.drafting.draft_tokens
             self._policy.took(drafts, wanted, time.monotonic() - began)
+
+
+def _positions(chunks: Items[Chunk]) -> list[int]:
+    """Of the draws of the rows that are not greedy: a row after each chunk's tokens and drafts."""
+    return [
+        chunk.known - chunk.sequence.num_prompt + further
+        for chunk in chunks
+        if chunk.sequence.sampling is not None and not chunk.sequence.sampling.settings.greedy
+        for further in range(1 + len(chunk.drafts))
+    ]
+
+
+def _histories(chunks: Items[Chunk]) -> list[History]:
+    """Of each row."""
+    return [
+        history
+        for chunk in chunks
+        if chunk.sequence.sampling is not None
+        for history in chunk.sequence.sampling.history.after(chunk.drafts)
+    ]

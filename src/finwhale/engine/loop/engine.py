@@ -1,8 +1,8 @@
-"""Requests in, tokens out: the loop over schedule, forward, sample, detokenise.
+"""Requests in, tokens out: schedule, launch, collect, detokenise.
 
-On a GPU the loop runs one step ahead: while the device computes a step whose tokens the host does
-not know yet, the next one is planned and launched with their ids taken from the device; only then
-are they waited for, appended, detokenised.
+On a GPU the engine runs one step ahead: while the device computes a step whose tokens the host does
+not know yet, the engine plans and launches the next one, which takes their ids from the device.
+Only then it waits for the tokens, appends and detokenises them.
 """
 
 import logging
@@ -15,25 +15,25 @@ from collections.abc import Sequence
 import torch
 
 from finwhale.chat.detokenizer import Detokenizer
-from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.drafting_loop import DraftLoop
-from finwhale.engine.loop.in_flight import Flight, Request, Rows, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
 from finwhale.engine.loop.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
+from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
+from finwhale.engine.loop.sampled_tokens import SampledToken
+from finwhale.engine.loop.step_loop import Launcher, StepLoop
 from finwhale.engine.loop.stop_strings import StopChecker
-from finwhale.engine.loop.warmup import rehearse
 from finwhale.engine.loop.watchdog import Watchdog
+from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
+from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
-from finwhale.engine.plan.sequences import PENDING
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
-from finwhale.engine.rank.memory import MemoryUse
-from finwhale.engine.rank.runner import ModelRunner
-from finwhale.engine.rank.sampler import SampledToken, Sampler
+from finwhale.engine.plan.step_plan import PENDING
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
     CompletionOutput,
     FinishReason,
@@ -45,77 +45,69 @@ from finwhale.request import (
 logger = logging.getLogger(__name__)
 
 
-# What was in flight when an engine died.
-_ABANDONED: list[Flight] = []
+# Steps that were in flight when an engine died.
+_ABANDONED: list[InFlightStep] = []
 
 
 class Engine:
     """One model and the requests that run on it; may be called from several threads.
 
-    Attributes:
-        steps_ahead: steps launched before the oldest one's tokens are read: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host. The tokens are the same.
+    Args:
+        executor: runs the engine's step plans (loop/opening.py opens a local one).
 
-    Raises:
-        ResourceError: device or memory do not allow it.
-        CheckpointError: the weights are not those of the configuration.
+    Attributes:
+        steps_ahead: steps launched before the oldest one's tokens are collected: 1 on a GPU; 0 on a
+            CPU, where the forward runs on the host. The tokens are the same.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         model_config: ModelConfig,
-        weights: WeightStream,
+        executor: Executor,
         tokenizer: Tokenizer | None,
     ) -> None:
         self.config = config
         self.model_config = model_config
         self.tokenizer = tokenizer
-        self.runner = self._new_runner(weights)
-        logger.info("%s holds %s", self.runner.device, self.runner.memory)
-        plan = self.runner.plan
+        self.executor = executor
+        rank = executor.description
+        logger.info("%s holds %s", rank.device, rank.memory)
         self.scheduler = Scheduler(
-            PageManager(self.runner.groups, plan.num_pages),
+            PageManager(rank.groups, rank.num_pages),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             prefix_caching=config.enable_prefix_caching,
-            max_model_len=self.runner.max_model_len,
+            prefix_salt=config.prefix_salt,
+            max_model_len=rank.max_model_len,
         )
-        self.sampler = Sampler(self.runner.ops.sample)
+        self.start_seconds = dict(rank.start_seconds)
+        self.steps_ahead = int(rank.asynchronous)
         self._requests: dict[str, Request] = {}
         self._streams: dict[str, Stream] = {}
-        self._flying: deque[Flight] = deque()
-        self._rows = self._fed = Rows([])
-        self.steps_ahead = 0 if self.runner.device.type == "cpu" else 1
+        self._in_flight: deque[InFlightStep] = deque()
         self._meter = Meter(self.model_config.max_draft_tokens)
-        self._drafting = self._new_draft_loop()
+        self._loop = self._new_loop()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
         self._lock = threading.RLock()
         self._process = os.getpid()
-        if self.runner.device.type != "cpu" and self.runner.ops.capabilities.builds_kernels:
-            rehearse(self)
-            self.runner.phases.end("rehearsal")
-        self.runner.builds.ready()
 
-    def _new_runner(self, weights: WeightStream) -> ModelRunner:
-        return ModelRunner(self.config, self.model_config, weights)
-
-    def _new_draft_loop(self) -> DraftLoop | None:
-        if self.runner.drafter is None:
-            return None
-        return DraftLoop(
-            self.runner, self.scheduler, self.sampler, self._meter, self.config.draft_tokens
-        )
+    def _new_loop(self) -> StepLoop:
+        launcher = Launcher(self.executor, self.scheduler, self.model_config.vocab_size)
+        if self.executor.description.can_draft:
+            most = self.model_config.max_draft_tokens
+            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most)
+        return PlainLoop(launcher, self._meter)
 
     @property
     def max_model_len(self) -> int:
-        return self.runner.max_model_len
+        return self.executor.description.max_model_len
 
     @property
     def memory(self) -> MemoryUse:
-        """What is held on the device."""
-        return self.runner.memory
+        """Bytes held on the device."""
+        return self.executor.description.memory
 
     @property
     def has_work(self) -> bool:
@@ -129,15 +121,15 @@ class Engine:
         prompt: str | None = None,
         stop_after: int | None = None,
         priority: int = 0,
-        matcher: Matcher | None = None,
+        matcher: TokenMatcher | None = None,
     ) -> RequestOutput:
-        """Begin a request; the object returned is filled as `step` runs.
+        """Begin a request; `step` fills the object returned.
 
         Args:
             matcher: `params.guide` compiled; None: it is compiled here, while other threads may
                 step.
             stop_after: look for stop strings only after this token: the end of the reasoning.
-            priority: lower goes first; those of one priority in the order of their arrival.
+            priority: lower goes first; requests of one priority in the order of their arrival.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
@@ -159,7 +151,7 @@ class Engine:
         prompt: str | None,
         stop_after: int | None,
         priority: int,
-        matcher: Matcher | None,
+        matcher: TokenMatcher | None,
     ) -> RequestOutput:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
@@ -189,17 +181,16 @@ class Engine:
                 max_len=longest,
                 params=params,
                 priority=priority,
+                sampling=RequestSampling(
+                    params,
+                    prompt_token_ids,
+                    self.model_config.vocab_size,
+                    index,
+                    None if matcher is None else matcher.copy(),
+                ),
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
-            self.sampler.add(
-                sequence.key,
-                params,
-                prompt_token_ids,
-                self.model_config.vocab_size,
-                index,
-                None if matcher is None else matcher.copy(),
-            )
             self._streams[sequence.key] = Stream(
                 sequence,
                 running,
@@ -209,7 +200,6 @@ class Engine:
                 StopChecker(tuple(params.stop)) if params.stop else None,
                 stop_after if params.stop else None,
                 Clock(began),
-                self.sampler.needs_history(sequence.key),
             )
             self.scheduler.add(sequence)
         self._requests[request_id] = running
@@ -239,13 +229,12 @@ class Engine:
         """
         with self._lock, self._watchdog:
             self._check_usable()
-            self.runner.use_device()
             try:
-                while len(self._flying) <= self.steps_ahead and self._launch():
+                while len(self._in_flight) <= self.steps_ahead and self._launch():
                     pass
             except torch.AcceleratorError as error:
                 raise self._die(error) from error
-            if not self._flying:
+            if not self._in_flight:
                 return []
             try:
                 return self._collect()
@@ -265,96 +254,38 @@ class Engine:
             request.output.finished = True
         self._streams.clear()
         self._requests.clear()
-        # To free what is in flight on a device that failed would end the process.
-        _ABANDONED.extend(self._flying)
-        self._flying.clear()
+        # Freeing the in-flight steps of a device that failed would end the process.
+        _ABANDONED.extend(self._in_flight)
+        self._in_flight.clear()
         return EngineDeadError(self._dead)
 
     def _launch(self) -> bool:
-        """Plan the next step and put it on the device; whether there was anything to do."""
-        if self._drafting is not None:
-            before = self._flying[-1] if self._flying else None
-            launched = self._drafting.launch(self._streams, before)
-            if launched is not None:
-                self._flying.append(launched)
-            return launched is not None
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            return False
-        complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
-        if complete != self._rows.sequences:
-            self._rows = Rows([self._streams[s.key] for s in complete])
-        rows = self._rows
-        flight = Flight(rows, [len(s.token_ids) for s in complete], self.runner.logits(chunks))
-        if not any(stream.sequence.token_ids[-1] == PENDING for stream in rows.historic):
-            self._choose(flight)
-        # On a GPU all of this is still running. Pages may go to others even so: what these write
-        # is launched later.
-        self.scheduler.computed(chunks)
-        for sequence in complete:
-            sequence.token_ids.append(PENDING)
-        self._flying.append(flight)
-        return True
-
-    def _choose(self, flight: Flight) -> None:
-        """Launch the choice of a step's tokens, for those that have not ended since."""
-        assert flight.logits is not None
-        logits, flight.logits = flight.logits, None
-        left = flight.drop_ended()
-        if left is not None:
-            logits = self.runner.rows(logits, left)
-        rows = flight.rows
-        flight.sampling = self.sampler.start(rows.keys, logits)
-        if self.steps_ahead and flight.sampling.ids_S is not None:
-            self.runner.feed(flight.sampling.ids_S)
-            if rows is not self._fed:
-                self._fed = rows
-                for row, sequence in enumerate(rows.sequences):
-                    sequence.sampled_row = row
-
-    def _collect_runs(self, loop: DraftLoop) -> list[RequestOutput]:
-        """The same in an engine that drafts: a step gives each sequence a run of tokens."""
-        flight = self._flying[0]
-        runs = list(loop.collect(flight, list(self._flying)[1:]))
-        self._flying.popleft()
-        for stream, place, run in runs:
-            for at, token in enumerate(run, start=place):
-                self._append(stream, at, token)
-                if stream.ended:
-                    break
-        self._forget_if_idle()
-        return list(flight.rows.outputs)
+        """Plan the next step and launch it; whether there was anything to do."""
+        step = self._loop.launch(self._streams, self._in_flight)
+        if step is not None:
+            self._in_flight.append(step)
+        return step is not None
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the tokens of the oldest step in flight, and hand them out."""
-        flight = self._flying[0]
-        assert flight.sampling is not None
-        if self._drafting is not None:
-            return self._collect_runs(self._drafting)
-        sampled = self.sampler.commit(flight.sampling)
-        self._flying.popleft()
-        # One that ended while this step was in flight was run once too often.
-        left = flight.drop_ended()
-        if left is not None:
-            sampled = [sampled[row] for row in left]
-        streams = flight.rows.streams
-        pairs = zip(streams, sampled, strict=True)
-        self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
-        for stream, place, token in zip(streams, flight.places, sampled, strict=True):
-            self._append(stream, place, token)
+        step, *later = self._in_flight
+        tokens = self._loop.collect(step, later)
+        self._in_flight.popleft()
+        for stream, place, token in tokens:
+            if not stream.ended:
+                self._append(stream, place, token)
         self._forget_if_idle()
-        if self._flying and self._flying[0].undecided:
-            self._choose(self._flying[0])
-        return list(flight.rows.outputs)
+        self._loop.choose_waiting(self._in_flight)
+        return list(step.rows.outputs)
 
     def _forget_if_idle(self) -> None:
-        """What is in flight for nobody is not waited for."""
+        """If no sequence remains, discard the steps still in flight."""
         if not self._streams:
-            self._flying.clear()
-            self._rows = self._fed = Rows([])
+            self._in_flight.clear()
+            self._loop.forget_rows()
 
     def abort(self, request_id: str) -> None:
-        """End a request now; its pages go back. Unknown or finished requests are ignored."""
+        """End a request now and free its pages. Unknown or finished requests are ignored."""
         with self._lock:
             if self._requests.pop(request_id, None) is None:
                 return
@@ -413,31 +344,29 @@ class Engine:
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
-        self.sampler.remove(stream.sequence.key)
         del self._streams[stream.sequence.key]
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was read: no later request goes on from it."""
+        """Forget all cached prefixes: no later request goes on from them."""
         with self._lock:
             self.scheduler.reset_prefix_cache()
 
     def forget(self) -> None:
-        """Begin to count anew, with nothing read before. Only while there is no request."""
+        """Begin to count anew, without cached prefixes. Only while there is no request."""
         with self._lock:
             assert not self._requests
             self.scheduler.reset_prefix_cache()
             self.scheduler.counts = SchedulerCounts()
             self._meter = Meter(self.model_config.max_draft_tokens)
-            self._drafting = self._new_draft_loop()
+            self._loop = self._new_loop()
 
     def metrics(self) -> EngineMetrics:
         """The present state and the counters; waits for no step."""
-        return read_metrics(
-            self.scheduler, self._meter, self._watchdog.elapsed, self.runner.builds.late()
-        )
+        late = self.executor.late_compilations()
+        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late)
 
     def check_integrity(self) -> None:
-        """Assert that nothing is lost: pages, blocks and who holds them, requests."""
+        """Assert that no page, block or request is lost."""
         self.scheduler.check_integrity()
-        assert self._streams or not self._flying
+        assert self._streams or not self._in_flight
         assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting

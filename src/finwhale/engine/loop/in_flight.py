@@ -1,17 +1,15 @@
-"""Running sequences, and the steps that were launched for them and whose tokens are not known."""
+"""Running sequences, and the in-flight steps: launched, and their tokens not known yet."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.stop_strings import StopChecker
+from finwhale.engine.plan.executor import PendingResult
+from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
-from finwhale.engine.rank.host_transfer import Arrival, Instant
-from finwhale.engine.rank.sampler import Sampling
 from finwhale.request import CompletionOutput, RequestOutput
 
 
@@ -21,8 +19,8 @@ class Stream:
 
     Attributes:
         ends: token ids that end it.
-        stop_after: stop strings are looked for once this has been generated; None: from the start.
-        needs_history: the host must know all of its tokens before the next is chosen.
+        stop_after: look for stop strings once this token has been generated; None: from the start.
+        ended: the sequence takes no more tokens.
     """
 
     sequence: RunningSequence
@@ -33,7 +31,6 @@ class Stream:
     stop: StopChecker | None
     stop_after: int | None
     clock: Clock
-    needs_history: bool
     ended: bool = False
 
     def read(self, detokenizer: Detokenizer, token_id: int) -> bool:
@@ -66,54 +63,61 @@ class Request:
 
 
 class Rows:
-    """Who gets a token in a step, row by row; often the same for many steps.
+    """The sequences that get tokens in a step, in order. Often the same for many steps.
 
     Attributes:
-        sequences, streams, keys: one a row.
-        historic: the streams that need their history.
+        sequences, streams: one a row.
+        drawing: the rows that are not greedy.
+        historic: the rows whose choice needs the tokens before it (penalties, grammars).
         outputs: of their requests, each once.
     """
 
-    __slots__ = ("historic", "keys", "outputs", "sequences", "streams")
+    __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")
 
     def __init__(self, streams: list[Stream]) -> None:
         self.streams = streams
         self.sequences = [stream.sequence for stream in streams]
-        self.keys = [sequence.key for sequence in self.sequences]
-        self.historic = [stream for stream in streams if stream.needs_history]
+        self.drawing: list[int] = []
+        self.historic: list[int] = []
+        for row, sequence in enumerate(self.sequences):
+            assert sequence.sampling is not None
+            if not sequence.sampling.settings.greedy:
+                self.drawing.append(row)
+            if sequence.sampling.history.needed:
+                self.historic.append(row)
         outputs = {stream.sequence.request_id: stream.request.output for stream in streams}
         self.outputs = list(outputs.values())
 
+    @property
+    def histories(self) -> list[History]:
+        """Of each row; empty: no row needs any."""
+        if not self.historic:
+            return []
+        return [s.sampling.history for s in self.sequences if s.sampling is not None]
+
 
 @dataclass(slots=True)
-class Flight:
+class InFlightStep:
     """A step that was launched and whose tokens are not known yet.
 
     Attributes:
-        rows: who gets a token.
-        places: where in each one's token_ids it will stand.
-        logits: [M,V] until tokens are chosen from them.
-        sampling: the tokens.
-        chunks: of the streams, where the engine drafts; then places are not used.
-        proposed: their next drafts, [B,K] for those chunks that have any.
-        instants: before the forward, after the choice, after the drafts.
-        alike: all decode with as many drafts, and the next step may go on from it on the device.
+        places: where in each row's token_ids its (first) token will stand.
+        result: None: the choice of tokens was not launched yet.
+        chunks: of the rows, in an engine that drafts.
+        histories: of each row of logits, in an engine that drafts. Empty: no row needs any.
+        began: when it was launched (time.monotonic()), in an engine that drafts.
+        on_device: the next step may go on from this one on the device.
         followed: that was tried.
     """
 
     rows: Rows
     places: list[int]
-    logits: Tensor | None
-    sampling: Sampling | None = None
+    result: PendingResult | None = None
     chunks: Sequence[Chunk] = ()
-    proposed: Arrival | None = None
-    instants: Sequence[Instant] = ()
-    alike: bool = False
+    histories: Sequence[History] = ()
+    began: float = 0.0
+    on_device: bool = False
     followed: bool = False
-
-    @property
-    def undecided(self) -> bool:
-        return self.logits is not None
 
     def drop_ended(self) -> list[int] | None:
         """Leave out the streams that have ended; the rows of the others, None: all are left."""

@@ -1,7 +1,6 @@
 """What an engine did and holds, in numbers: counters since its start, and the present state."""
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
@@ -160,7 +159,9 @@ class Meter:
         self.steps += 1
         self.output_tokens += len(clocks)
         # Most had their last token in the same step: few different times.
-        for last, times in Counter([clock.last for clock in clocks]).items():
+        lasts = [clock.last for clock in clocks]
+        for last in set(lasts):
+            times = lasts.count(last)
             if last:
                 self.time_between_tokens.add(now - last, times)
             else:
@@ -211,7 +212,7 @@ def read_metrics(
     prefix = scheduler.prefix
     return EngineMetrics(
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + sum(map(len, list(scheduler.followers.values()))),
+        waiting=scheduler.num_waiting,
         step_seconds=step_seconds,
         pages={
             name: PageUse(pool.num_pages - 1 - pool.num_free, pool.num_pages - 1)
@@ -228,7 +229,7 @@ def read_metrics(
         drafts_proposed=tuple(meter.drafts_proposed),
         drafts_accepted=tuple(meter.drafts_accepted),
         verifications=meter.verifications,
-        draft_tokens=scheduler.draft_tokens,
+        draft_tokens=scheduler.drafting.draft_tokens,
         time_of_verification=meter.time_of_verification.read(),
         time_of_draft=meter.time_of_draft.read(),
         time_to_first_token=meter.time_to_first_token.read(),

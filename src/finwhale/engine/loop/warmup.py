@@ -1,27 +1,39 @@
-"""Requests of every kind, run before anybody waits: what is only there after a first time is then.
+"""Warm-up: requests of each kind before the engine is ready, so that lazy initialisation is over.
 
-Kernels and graphs are built before (runner.py). What is left is torch's own kernels, which the
-driver loads when they are first called, pinned memory, and the host's code: with random tokens, and
-forgotten afterwards.
+Kernels are built and steps are captured before (rank/startup.py). What is left is torch's own
+kernels, which the driver loads at their first call, pinned memory, and the host's code. The prompts
+are arbitrary tokens, and nothing of them is kept.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
-from finwhale.ops.sampling import AllowedTokens, SamplingBatch
+from finwhale.engine.loop.engine import Engine
 from finwhale.request import SamplingParams
 
-if TYPE_CHECKING:
-    from finwhale.engine.loop.engine import Engine
-
 TOKENS = 3
-# Prompts beside the one of more than a step: a few tokens, one, some hundred.
+# Lengths of prompts, beside one that is longer than a step.
 LENGTHS = (20, 1, 600)
 
 
-def rehearse(engine: "Engine") -> None:
+class AnyToken:
+    """The matcher of a grammar that allows everything. It needs no tokenizer."""
+
+    error: str | None = None
+
+    def copy(self) -> "AnyToken":
+        return self
+
+    def allow(self, words: NDArray[np.int32]) -> None:
+        words[:] = -1
+
+    def accept(self, token_id: int) -> None:
+        pass
+
+
+def warm_up(engine: Engine) -> None:
     """Run requests to their ends. The engine must be idle; it is as new afterwards."""
     longest = max(1, engine.max_model_len - TOKENS)
     few, *lengths = (
@@ -34,7 +46,9 @@ def rehearse(engine: "Engine") -> None:
     _run(engine, [(few, params) for params in kinds])
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     _run(engine, [(few, greedy)] * engine.config.max_num_seqs)
-    _allow(engine)
+    for rows in (1, 2):
+        guided = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, n=rows)
+        _run(engine, [(few, guided)], AnyToken())
     engine.forget()
 
 
@@ -58,24 +72,15 @@ def _kinds(vocab_size: int) -> Iterator[SamplingParams]:
     yield params(n=2)
 
 
-def _run(engine: "Engine", requests: list[tuple[int, SamplingParams]]) -> None:
+def _run(
+    engine: Engine, requests: list[tuple[int, SamplingParams]], matcher: AnyToken | None = None
+) -> None:
     vocab_size = engine.model_config.vocab_size
-    # Nothing is found instead of read.
+    # Every prompt is prefilled whole.
     engine.reset_prefix_cache()
     for number, (length, params) in enumerate(requests):
         # No prompt begins like another.
         prompt = [(7 * i + 13 * number + 1) % vocab_size for i in range(length)]
-        engine.add_request(f"rehearsal-{number}", prompt, params)
+        engine.add_request(f"warm-up-{number}", prompt, params, matcher=matcher)
     while engine.has_work:
         engine.step()
-
-
-@torch.inference_mode()
-def _allow(engine: "Engine") -> None:
-    """Grammars' masks, which a request would need a tokenizer for."""
-    vocab_size, device = engine.model_config.vocab_size, engine.runner.device
-    for rows in (1, 2):
-        logits = torch.zeros(rows, vocab_size, device=device)
-        words = torch.full((rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device)
-        allowed = AllowedTokens(rows_G=torch.arange(rows, device=device), words_GW=words)
-        engine.runner.ops.sample(logits, SamplingBatch(allowed=allowed))

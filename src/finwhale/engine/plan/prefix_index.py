@@ -44,15 +44,21 @@ class PrefixIndex:
     Blocks that no running sequence uses are given up least recently used first, a block before the
     one that it follows.
 
+    Args:
+        salt: a secret that all processes of a deployment share: the same tokens have the same keys
+            in all of them. None: a random one.
+
     Attributes:
         blocks: by key.
     """
 
-    def __init__(self, pages: PageManager) -> None:
+    def __init__(self, pages: PageManager, salt: str | None = None) -> None:
         self.pages = pages
         self.block_tokens = pages.groups[0].block_tokens
         self.blocks: dict[bytes, Block] = {}
-        self._salt = secrets.token_bytes(KEY_BYTES)
+        # Without the salt nobody can find two prompts with the same key.
+        secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
+        self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
         self._idle: OrderedDict[bytes, Block] = OrderedDict()
         self._passed: OrderedDict[bytes, Block] = OrderedDict()
         self._lasting: OrderedDict[bytes, Block] = OrderedDict()

@@ -1,35 +1,33 @@
-"""Which sequences run next. Pure Python: no torch.
+"""Which sequences run in the next step. Pure Python: no torch.
 
-One budget of tokens a step: first every running sequence's next token, then prompts, in order of
-priority and arrival. A sequence is admitted when there are pages for all its tokens so far; what it
-generates later may find none left, and then the last in order gives its pages back and waits to be
-read again (preemption). What it had read often still lies in the prefix index.
+Each step has one budget of tokens: first the next token of every running sequence, then prefill, in
+order of priority and arrival. A sequence is admitted when there are pages for all its tokens so far
+(admission.py). Later there may be none left for what it generates; then the last sequence in order
+is preempted: it frees its pages, waits, and is prefilled again. The prefix index often still has
+its blocks.
 """
 
 import sys
 from bisect import insort
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from itertools import count
 
+from finwhale.engine.plan.admission import Admission, in_order
+from finwhale.engine.plan.draft_rules import DraftRules
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.prefix_index import Block, PrefixIndex
-from finwhale.engine.plan.sequences import PENDING, Chunk, Sequence
+from finwhale.engine.plan.sequences import Chunk, Sequence
 
-# Tokens of a step in which sequences decode, of max_num_batched_tokens. On one H200 (Flash, 8
-# layers, 128 sequences) a decode takes 8.2 ms and a step with three quarters of 2,048 tokens 20.4,
-# 2.5 times as long; one with all of them and no decode 21.8.
+# Share of max_num_batched_tokens that a step may have if sequences decode in it. On one H200
+# (Flash, 8 layers, 128 sequences) a decode takes 8.2 ms, and a step with three quarters of 2,048
+# tokens 20.4, 2.5 times as long. A step with all 2,048 tokens and no decode takes 21.8.
 MIXED_SHARE = (3, 4)
-# Tokens of a step for a prompt that needs several steps, while anyone else has something to read or
-# decodes. They get fewer as its context grows, for one at DOUBLE_COST takes twice as long; but
-# FEWEST_LONG at least.
+# Share of a step for a prompt that needs several steps, while any other sequence prefills or
+# decodes. The share shrinks as the prompt's context grows, because a chunk at DOUBLE_COST tokens
+# takes twice as long; it never falls below FEWEST_LONG tokens.
 LONG_SHARE = (1, 4)
 DOUBLE_COST = 65536
 FEWEST_LONG = 32
-# Admissions that may pass over the longest waiting request because it has a lower priority.
-PATIENCE = 64
-# Blocks that admission leaves free: one of so many.
-WATERMARK = 100
 
 
 @dataclass(slots=True)
@@ -38,7 +36,7 @@ class SchedulerCounts:
 
     Attributes:
         prompt_tokens, cached_tokens: of admitted prompts, and how many of them were found.
-        preemptions: sequences that gave their pages back to be read again.
+        preemptions: sequences that freed their pages, to be prefilled again.
     """
 
     prompt_tokens: int = 0
@@ -50,16 +48,15 @@ class Scheduler:
     """Holds the waiting and the running sequences.
 
     Args:
-        prefix_caching: let sequences go on from blocks that others have read.
+        prefix_caching: let sequences reuse blocks that others have computed.
+        prefix_salt: of the blocks' keys (PrefixIndex).
         max_model_len: no token stands further back, drafts included.
 
     Attributes:
-        draft_tokens: how many drafts a sequence may have; 0: none.
-        alike: let all decodes have so many drafts, real or not, that a captured step serves them.
-        waiting: in order of priority and arrival.
-        running: in the same order.
-        followers: those that wait for a block that a running sequence is about to read.
-        prefix: the blocks that were read; None: not kept.
+        admission: the waiting sequences.
+        drafting: the rules for drafts.
+        running: in order of priority and arrival.
+        prefix: the cached blocks; None: nothing is cached.
     """
 
     def __init__(
@@ -69,6 +66,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
+        prefix_salt: str | None = None,
         max_model_len: int = sys.maxsize,
     ) -> None:
         self.pages = pages
@@ -76,35 +74,30 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.mixed_tokens = _share(max_num_batched_tokens, MIXED_SHARE)
         self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
-        self.max_model_len = max_model_len
-        self.draft_tokens = 0
-        self.alike = False
-        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.followers: dict[bytes, list[Sequence]] = {}
         self.counts = SchedulerCounts()
         # A model of window layers alone has no blocks to find.
-        self.prefix = PrefixIndex(pages) if prefix_caching and pages.keeping else None
-        self._coming: dict[bytes, Sequence] = {}
-        self._arrivals = count()
-        self._passed_over = 0
-        self._num_blocks = pages.free_blocks
+        self.prefix: PrefixIndex | None = None
+        if prefix_caching and pages.keeping:
+            self.prefix = PrefixIndex(pages, prefix_salt)
+        self.admission = Admission(pages, self.prefix, self.running)
+        self.drafting = DraftRules(pages, max_model_len)
+        self._free_slots = list(reversed(range(max_num_seqs)))
+        self._freed_slots: list[int] = []
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running or self.followers)
+        return bool(self.running or self.num_waiting)
 
     @property
     def num_waiting(self) -> int:
-        return len(self.waiting) + sum(map(len, self.followers.values()))
+        return self.admission.num_waiting
 
     def add(self, sequence: Sequence) -> None:
-        assert self._blocks(sequence.max_len) <= self._num_blocks
-        sequence.arrival = next(self._arrivals)
-        insort(self.waiting, sequence, key=_order)
+        self.admission.add(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their pages given; empty when there is nothing to read."""
+        """The next step's chunks, with their pages; empty when there is nothing to compute."""
         chunks: list[Chunk] = []
         reading: list[Sequence] = []
         preempted = self.counts.preemptions
@@ -122,9 +115,8 @@ class Scheduler:
         decodes = bool(chunks)
         if decodes:
             taken = len(chunks)
-            if self.draft_tokens:
-                if not (self.alike and self._add_alike(chunks, budget - taken)):
-                    self._add_drafts(chunks, budget - taken)
+            if self.drafting.draft_tokens:
+                self.drafting.add_to_decodes(chunks, budget - taken)
                 taken = sum(chunk.end - chunk.start for chunk in chunks)
             mixed = max(self.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
@@ -136,8 +128,8 @@ class Scheduler:
         for sequence in reading:
             if sequence not in long:
                 budget -= self._read(sequence, budget - kept, chunks)
-        while budget > kept and self.waiting and len(self.running) < self.max_num_seqs:
-            # Who just gave its pages back must not take them again.
+        while budget > kept and len(self.running) < self.max_num_seqs:
+            # A sequence that was just preempted must not take its pages again.
             admitted = self._admit() if self.counts.preemptions == preempted else None
             if admitted is None:
                 break
@@ -147,100 +139,21 @@ class Scheduler:
             else:
                 budget -= self._read(admitted, budget - kept, chunks)
         if long:
-            turn = min(long, key=_order)
+            turn = min(long, key=in_order)
             least = min(FEWEST_LONG, kept)
             part = max(least, kept * DOUBLE_COST // (DOUBLE_COST + turn.num_computed))
             self._read(turn, min(budget, part) if decodes else budget, chunks)
-        if self.draft_tokens:
-            for chunk in chunks:
-                if chunk.completes and not chunk.propose:
-                    chunk.propose = self._num_proposals(chunk)
+        self.drafting.add_proposals(chunks)
         return chunks
 
     def again(self, chunks: Items[Chunk]) -> list[Chunk]:
-        """The same sequences' next step, before it is known how many tokens that of `chunks` gives.
-
-        All have as many drafts. Empty: the next step must know, or something else is to be done.
-        """
-        count = len(chunks[0].drafts)
+        """The decodes' next step (DraftRules.again). Empty: something else is to be done first."""
         living = [chunk for chunk in chunks if chunk.sequence.running]
-        others = self.waiting or self.followers
-        if others and len(self.running) < self.max_num_seqs:
+        if self.num_waiting and len(self.running) < self.max_num_seqs:
             return []
-        if count != self.draft_tokens or len(living) < len(self.running):
+        if not living or len(living) < len(self.running):
             return []
-        following = []
-        for chunk in living:
-            sequence, start = chunk.sequence, chunk.start + 1
-            if len(sequence.token_ids) + 1 >= sequence.max_len:
-                continue  # Its last token is being chosen.
-            # It may begin `count` tokens later, and rows of the next guesses stand behind it.
-            end = start + 1 + count
-            if not self._has_room(sequence, start, _with_guesses(end + count, count)):
-                return []
-            following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
-        return following
-
-    def _add_alike(self, chunks: list[Chunk], budget: int) -> bool:
-        """Let all decodes verify as many drafts and get as many; False: there is no room for it.
-
-        Who was drafted fewer verifies any tokens: they may even be right.
-        """
-        count = self.draft_tokens
-        if count * len(chunks) > budget:
-            return False
-        for chunk in chunks:
-            if not self._has_room(
-                chunk.sequence, chunk.start, _with_guesses(chunk.end + count, count)
-            ):
-                return False
-        for chunk in chunks:
-            drafts = chunk.sequence.drafts[:count]
-            chunk.num_any = count - len(drafts)
-            chunk.drafts = (*drafts, *[0] * chunk.num_any)
-            chunk.end += count
-            chunk.propose = count
-        return True
-
-    def _add_drafts(self, chunks: list[Chunk], budget: int) -> None:
-        """Let decodes verify what was drafted for them.
-
-        Nobody gives pages back for a draft.
-        """
-        taken = 0
-        for chunk in chunks:
-            sequence, start = chunk.sequence, chunk.start
-            count = min(len(sequence.drafts), self.draft_tokens, budget - taken)
-            count = min(count, sequence.max_len - chunk.end - 1)
-            if count < 1:
-                continue
-            end = chunk.end + count
-            if self._has_room(sequence, start, end):
-                chunk.drafts = tuple(sequence.drafts[: end - chunk.end])
-                chunk.end = end
-                taken += len(chunk.drafts)
-
-    def _num_proposals(self, chunk: Chunk) -> int:
-        """How many drafts there can be after a step, their rows of the MTP layer given pages."""
-        sequence = chunk.sequence
-        # The step gives at least one token, and a verification one more than it accepts. All
-        # drafts but the last are read: the first as row `end` at most.
-        most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
-        count = min(self.draft_tokens, most)
-        if count > 1 and not self._has_room(sequence, chunk.end, chunk.end + count - 1):
-            count = 1
-        return max(0, count)
-
-    def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Give the pages for tokens start..end-1 if they are there without anybody yielding."""
-        if end > self.max_model_len:
-            return False
-        if end > sequence.room:
-            self.pages.trim(sequence.tables, sequence.num_computed)
-            if not self.pages.fits(sequence.tables, end):
-                return False
-            sequence.room = self.pages.grow(sequence.tables, start, end, decodes=True)
-        return True
+        return self.drafting.again(living)
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > self.max_num_batched_tokens
@@ -255,12 +168,16 @@ class Scheduler:
         return end - start
 
     def _make_room(self, sequence: Sequence, end: int, chunks: list[Chunk]) -> bool:
-        """Give the pages for tokens up to `end`, whoever must yield; False: it did itself."""
+        """Allocate the pages for tokens up to `end`, preempting if need be.
+
+        Returns:
+            False: the sequence itself was preempted.
+        """
         if end <= sequence.room:
             return True
         start = sequence.num_computed
         if end == start + 1:
-            # A decode gives back what it can only where it takes: it never holds more than so.
+            # A decode frees pages only where it takes some: it never holds more than then.
             self.pages.trim(sequence.tables, start)
         while not self.pages.fits(sequence.tables, end):
             last = self.running[-1]
@@ -275,72 +192,19 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self.counts.preemptions += 1
         self._stop(sequence)
-        insort(self.waiting, sequence, key=_order)
+        self.admission.put_back(sequence)
 
     def _admit(self) -> Sequence | None:
-        """The next in line, running with the blocks that are found; None: it must wait."""
-        while self.waiting:
-            sequence = self._next_in_line()
-            if sequence.token_ids[-1] == PENDING:
-                return None
-            known, resumable = self._match(sequence)
-            if self._follows(sequence, resumable):
-                continue
-            found = known[:resumable]
-            needed = self._blocks(len(sequence.token_ids)) - sum(b.users > 0 for b in found)
-            if self.running and self.pages.keeping:
-                needed += self._num_blocks // WATERMARK + sum(map(self._promised, self.running))
-            if needed > self.pages.free_blocks:
-                assert self.running
-                return None
-            self.waiting.remove(sequence)
-            self._start(sequence, known, resumable)
-            return sequence
-        return None
-
-    def _next_in_line(self) -> Sequence:
-        first = self.waiting[0]
-        if first.priority == self.waiting[-1].priority:
-            return first
-        oldest = min(self.waiting, key=lambda s: s.arrival)
-        if oldest is first:
-            return first
-        if self._passed_over >= PATIENCE:
-            # From now on it is as urgent as the most urgent one.
-            self.waiting.remove(oldest)
-            oldest.priority = first.priority
-            insort(self.waiting, oldest, key=_order)
-        return self.waiting[0]
-
-    def _match(self, sequence: Sequence) -> tuple[list[Block], int]:
-        if self.prefix is None:
-            return [], 0
-        self.prefix.extend_keys(sequence.keys, sequence.token_ids)
-        # The last token is always read: its logits give the next.
-        last = (len(sequence.token_ids) - 1) // self.prefix.block_tokens
-        return self.prefix.match(sequence.keys[:last])
-
-    def _follows(self, sequence: Sequence, resumable: int) -> bool:
-        """Put a sequence aside if a running one is about to read what it would read next."""
-        last = None
-        for key in sequence.keys[resumable : (len(sequence.token_ids) - 1) // self._block_tokens]:
-            leader = self._coming.get(key)
-            if leader is None or leader.priority > sequence.priority:
-                break
-            last = key
-        if last is None:
-            return False
-        self.waiting.remove(sequence)
-        self.followers.setdefault(last, []).append(sequence)
-        return True
+        """Start the next waiting sequence; None: it must wait, or there is none."""
+        admitted = self.admission.admit()
+        if admitted is None:
+            return None
+        self._start(*admitted)
+        return admitted[0]
 
     def _start(self, sequence: Sequence, known: list[Block], resumable: int) -> None:
-        passes_over = self.waiting and self.waiting[-1].priority != sequence.priority
-        if passes_over and min(s.arrival for s in self.waiting) < sequence.arrival:
-            self._passed_over += 1
-        else:
-            self._passed_over = 0
         sequence.tables = self.pages.new_tables()
+        sequence.slot = self._free_slots.pop()
         sequence.running = True
         sequence.room = sequence.due = 0
         sequence.newest = None
@@ -352,29 +216,14 @@ class Scheduler:
                 self.prefix.adopt(known[:resumable], sequence.tables)
                 sequence.chain.extend(known[:resumable])
             sequence.num_computed = resumable * size
-            for key in sequence.keys[resumable:]:
-                self._coming.setdefault(key, sequence)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
             self.counts.prompt_tokens += sequence.num_prompt
             self.counts.cached_tokens += sequence.num_cached
-        insort(self.running, sequence, key=_order)
-
-    def _blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._block_tokens)
-
-    @property
-    def _block_tokens(self) -> int:
-        return self.pages.groups[0].block_tokens
-
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a sequence has yet to be given for the tokens that it was admitted with."""
-        group = self.pages.keeping[0]
-        given = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
-        return self._blocks(len(sequence.token_ids)) - given
+        insort(self.running, sequence, key=in_order)
 
     def computed(self, chunks: Items[Chunk]) -> None:
-        """The chunks are in the cache; pages that nobody needs any more go back."""
+        """The chunks are in the cache: free the pages that no later token needs."""
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
@@ -384,11 +233,11 @@ class Scheduler:
                     self._settle(sequence, known, decodes=chunk.decodes)
 
     def verified(self, chunk: Chunk, num_accepted: int) -> None:
-        """So many of a chunk's drafts stand in token_ids now; what was read after them is undone.
+        """The first `num_accepted` drafts of a chunk are in token_ids now; the others are undone.
 
-        Nothing has to be cleared: rows are found by their position, and whoever reads a position
-        again overwrites its rows before any token sees them. Rows of compressor state that a step
-        leaves out are never needed here, for a step of at most max_verify_tokens may be undone.
+        Nothing has to be cleared: rows are found by their position, and the step that computes a
+        position again overwrites its rows before any token sees them. Rows of compressor state that
+        a step leaves out are never needed here: a step of at most max_verify_tokens can be undone.
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end
@@ -425,18 +274,14 @@ class Scheduler:
             if sequence.newest is not None:
                 prefix.fade(sequence.newest)
             sequence.newest = block
-        if self._coming.get(key) is sequence:
-            self._came(key)
-
-    def _came(self, key: bytes) -> None:
-        """Nobody reads this block any more: who waited for it is in line again."""
-        del self._coming[key]
-        for sequence in self.followers.pop(key, ()):
-            insort(self.waiting, sequence, key=_order)
+        self.admission.computed(key, sequence)
 
     def _stop(self, sequence: Sequence) -> None:
-        """Take the pages of a running sequence back."""
+        """Free the pages and the slot of a running sequence."""
         self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self._freed_slots.append(sequence.slot)
+        sequence.slot = -1
         sequence.running = False
         sequence.num_computed = 0
         sequence.drafts = []
@@ -447,26 +292,24 @@ class Scheduler:
         """A sequence neither uses blocks of others nor promises any."""
         if self.prefix is None:
             return
-        for key in sequence.keys[len(sequence.chain) :]:
-            if self._coming.get(key) is sequence:
-                self._came(key)
+        self.admission.left(sequence)
         self.prefix.release(sequence.chain)
         sequence.newest = None
 
+    def take_freed(self) -> list[int]:
+        """Slots that became free since the last call."""
+        freed, self._freed_slots = self._freed_slots, []
+        return freed
+
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whether it runs or waits, and its pages back."""
+        """Take a sequence out, whether it runs or waits, and free its pages."""
         if sequence.running:
             self._stop(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
         else:
-            key = next(key for key, some in self.followers.items() if sequence in some)
-            self.followers[key].remove(sequence)
-            if not self.followers[key]:
-                del self.followers[key]
+            self.admission.remove(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every block; what runs goes on, and leaves none behind."""
+        """Forget every block. Running sequences go on, and enter none."""
         if self.prefix is None:
             return
         for sequence in self.running:
@@ -481,22 +324,10 @@ class Scheduler:
             self.prefix.check_integrity([s.chain for s in self.running])
             held = self.prefix.held()
         self.pages.check_integrity([s.tables for s in self.running], held)
-        for line in (self.waiting, self.running):
-            assert line == sorted(line, key=_order)
-        for sequence in (*self.waiting, *(s for some in self.followers.values() for s in some)):
-            assert not sequence.running and not sequence.chain and not sequence.num_computed
-        assert self.followers.keys() <= self._coming.keys()
-        for key, sequence in self._coming.items():
-            assert sequence.running and key in sequence.keys[len(sequence.chain) :]
-
-
-def _with_guesses(end: int, count: int) -> int:
-    """Where the rows end that guesses of `count` drafts behind a step's last token take."""
-    return end + max(0, count - 1)
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.priority, sequence.arrival
+        slots = [s.slot for s in self.running]
+        assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
+        assert self.running == sorted(self.running, key=in_order)
+        self.admission.check_integrity()
 
 
 def _share(tokens: int, part: tuple[int, int]) -> int:

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 from finwhale.engine.plan.pages import BlockTables
 from finwhale.engine.plan.prefix_index import Block
+from finwhale.engine.plan.sampling import RequestSampling
+from finwhale.engine.plan.step_plan import PENDING
 from finwhale.request import SamplingParams
-
-# Stands in token_ids for a token that the device is still choosing; never more than one is read.
-PENDING = -1
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +21,8 @@ class Sequence:
         num_prompt: tokens of the prompt.
         max_len: tokens of prompt and output at most.
         priority: lower goes first.
+        sampling: how its tokens are chosen; None: no token is chosen for it.
+        slot: what step plans call it while it runs; -1: it does not run.
         num_computed: tokens whose state is in the cache.
         sampled_row: where its pending token stands among the ids that the device chose last.
         drafts: what the MTP layer expects after token_ids, to be verified.
@@ -47,6 +48,8 @@ class Sequence:
     max_len: int
     params: SamplingParams
     priority: int = 0
+    sampling: RequestSampling | None = None
+    slot: int = -1
     num_computed: int = 0
     sampled_row: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -108,6 +111,11 @@ class Chunk:
             return [0] * (self.end - self.start)
         ids = self.sequence.token_ids[self.start : self.known]
         return [*ids, *self.drafts] if self.drafts else ids
+
+    @property
+    def next_id(self) -> int:
+        """The known token behind its last one."""
+        return self.sequence.token_ids[self.known]
 
     @property
     def completes(self) -> bool:

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.models.protocol import (
     CacheGroup,
@@ -65,7 +66,7 @@ class Verifications:
 
     Args:
         drafts: the values of K.
-        sizes: batch sizes, ascending; `fits` refuses larger batches than the last.
+        sizes: batch sizes, ascending; the last is the largest batch.
         max_len: the longest sequence, drafts included.
         memory: memory that the captured graphs share; None: the host launches every kernel.
 
@@ -79,6 +80,7 @@ class Verifications:
         model: Model,
         cache: PagedCache,
         groups: Items[CacheGroup],
+        tables: SlotTables,
         *,
         drafts: Items[int],
         sizes: Items[int],
@@ -92,7 +94,7 @@ class Verifications:
         self.sizes, self.drafts = list(sizes), sorted(drafts)
         rows, width = self.sizes[-1], 1 + self.drafts[-1]
         self._no_row = rows
-        self._static = StaticInputs(max(rows * width, ROOM), rows, groups, max_len, device)
+        self._static = StaticInputs(max(rows * width, ROOM), rows, groups, tables, max_len, device)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -122,37 +124,29 @@ class Verifications:
         """The next step does not continue the last one."""
         self._step = None
 
-    def fits(self, chunks: Items[Chunk]) -> bool:
-        """Whether these chunks make such a step."""
-        count = len(chunks[0].drafts)
-        return (
-            len(chunks) <= self.sizes[-1]
-            and count in self.drafts
-            and all(c.decodes and len(c.drafts) == c.propose == count for c in chunks)
-        )
-
     @torch.inference_mode()
-    def verify(self, chunks: Items[Chunk]) -> Tensor:
-        """Read the chunks: logits [count * W, V] float32, valid until the next step."""
-        width = 1 + len(chunks[0].drafts)
-        self._count = len(chunks)
+    def verify(self, plan: StepPlan) -> Tensor:
+        """Read the step's tokens: logits [count * W, V] float32, valid until the next step."""
+        assert plan.draft is not None
+        count, width = len(plan.slots), plan.lengths[0]
+        self._count = count
         if self._memory is not None:
-            size = self.sizes[bisect.bisect_left(self.sizes, len(chunks))]
+            size = self.sizes[bisect.bisect_left(self.sizes, count)]
         else:
-            size = len(chunks)
-        self._static.fill(chunks, decode=False)
-        self._link(chunks, size)
+            size = count
+        self._static.fill(plan, decode=False)
+        self._link(plan.draft, size)
         if self._memory is None:
             self._step = None  # free its logits
-            further = (width - 1) * chunks[0].floats
-            max_len = min(self._max_len, further + max(c.end for c in chunks))
+            further = 0 if plan.draft.links is None else width - 1
+            max_len = min(self._max_len, further + max(plan.ends))
             inputs = self._inputs(size, width, max_len)
             self._step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
         else:
             self._step = self._captured[size, width]
             assert self._step.verifying is not None
             self._step.verifying.replay()
-        return self._step.logits[: len(chunks) * width]
+        return self._step.logits[: count * width]
 
     @torch.inference_mode()
     def further(self) -> Tensor:
@@ -179,9 +173,9 @@ class Verifications:
             step.drafting.replay()
         return self._carried[: self._count, 1:width].clone()
 
-    def _link(self, chunks: Items[Chunk], size: int) -> None:
-        links = [c.sequence.sampled_row if c.floats else self._no_row for c in chunks]
-        links += [self._no_row] * (size - len(chunks))
+    def _link(self, draft: DraftPlan, size: int) -> None:
+        links = list(draft.links or ())
+        links += [self._no_row] * (size - len(links))
         if links != self._sent_links:
             (sent,) = send(self._device, np.array(links, np.int64))
             self._links[:size].copy_(sent)

@@ -8,16 +8,16 @@ Legend: N tokens of the step, M rows whose logits are wanted, B sequences that g
 that get as many, K the most drafts of a sequence, H residual streams, D hidden.
 """
 
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.config import DraftTokens
-from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.batch import Batch
 from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
@@ -63,10 +63,8 @@ class Drafter:
         self._segments = Inline()
 
     @torch.inference_mode()
-    def propose(
-        self, forward: Forward, chunks: Items[Chunk], chosen_M: Tensor | None
-    ) -> Tensor | None:
-        """Let the head read a step's tokens, and make chunk.propose drafts for each chunk.
+    def propose(self, forward: Forward, plan: StepPlan, chosen_M: Tensor | None) -> Tensor | None:
+        """Let the head read a step's tokens, and make as many drafts as the plan says.
 
         Args:
             chosen_M: int64: the tokens that were chosen from the logits; None: there are none.
@@ -76,17 +74,19 @@ class Drafter:
             no chunk has any.
         """
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
-        (following,) = send(self._device, np.array(_following(chunks), np.int64))
+        (following,) = send(self._device, _following(plan))
         if chosen_M is not None:
             following.index_copy_(0, rows, chosen_M)
         hidden = self._head(inputs, forward.streams, following, self._cache, self._segments)
-        places = [place for place, chunk in enumerate(chunks) if chunk.propose]
+        assert plan.draft is not None
+        propose, ends = plan.draft.propose, plan.ends
+        places = [place for place, count in enumerate(propose) if count]
         if not places:
             return None
         assert chosen_M is not None
-        last_B = self._last_rows(chunks, chosen_M)
-        counts = [chunks[place].propose for place in places]
-        max_len = max(chunks[place].end + chunks[place].propose for place in places)
+        last_B = self._last_rows(plan, chosen_M)
+        counts = [propose[place] for place in places]
+        max_len = max(ends[place] + propose[place] for place in places)
         out = chosen_M.new_zeros(max(counts), len(counts))
         # The head makes as many drafts for all of a call. Most steps need one call.
         for count in sorted(set(counts)):
@@ -110,13 +110,17 @@ class Drafter:
                 row.index_copy_(0, group_G, ids)
         return out
 
-    def _last_rows(self, chunks: Items[Chunk], chosen_M: Tensor) -> Tensor:
+    def _last_rows(self, plan: StepPlan, chosen_M: Tensor) -> Tensor:
         """[B]: the row of the logits after the last right token of each chunk with drafts."""
-        most = max(len(chunk.drafts) for chunk in chunks)
-        starts = accumulate((chunk.num_logits for chunk in chunks), initial=0)
-        first = [at for chunk, at in zip(chunks, starts, strict=False) if chunk.propose]
+        assert plan.draft is not None
+        drafts, propose = plan.draft.drafts, plan.draft.propose
+        most = max(map(len, drafts))
+        starts = accumulate(plan.num_logits, initial=0)
+        first = [at for count, at in zip(propose, starts, strict=False) if count]
         expected = [
-            [*chunk.drafts, *[-1] * (most - len(chunk.drafts))] for chunk in chunks if chunk.propose
+            [*ids, *[-1] * (most - len(ids))]
+            for ids, count in zip(drafts, propose, strict=True)
+            if count
         ]
         first_B, expected_BK = send(
             self._device,
@@ -131,12 +135,11 @@ class Drafter:
         return first_B + right.cumprod(1).sum(1)
 
 
-def _following(chunks: Items[Chunk]) -> list[int]:
-    """The token after each of a step's tokens; 0 where it is being chosen."""
-    ids: list[int] = []
-    for chunk in chunks:
-        ids += chunk.sequence.token_ids[chunk.start + 1 : chunk.known + 1]
-        ids += [0] * chunk.num_logits
+def _following(plan: StepPlan) -> NDArray[np.int64]:
+    """The token after each of a step's tokens; any where it is being chosen."""
+    assert plan.draft is not None
+    ids = np.roll(np.array(plan.token_ids, np.int64), -1)
+    ids[np.array(plan.query_start[1:]) - 1] = plan.draft.next_ids
     return ids
 
 

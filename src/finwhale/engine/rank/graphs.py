@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.static_inputs import StaticInputs, with_bounds
 from finwhale.models.protocol import Inline, Segments, StepInputs
 
@@ -46,11 +46,6 @@ def prefill_sizes(max_num_tokens: int) -> list[int]:
     """Numbers of tokens to capture for steps with prefill: the largest too, unless it is large."""
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     return [*sizes, max_num_tokens] if max_num_tokens <= PREFILL_SIZES[-1] else sizes
-
-
-def are_decodes(chunks: Items[Chunk]) -> bool:
-    """Whether each chunk is one token whose logits are wanted."""
-    return not [c for c in chunks if c.end - c.start != 1 or c.end != len(c.sequence.token_ids)]
 
 
 class GraphMemory:
@@ -196,24 +191,20 @@ class Graphs:
         # Nor can anybody else have what the others' warm-ups left, on a stream of their own.
         torch.cuda.empty_cache()
 
-    def fits(self, chunks: Items[Chunk]) -> bool:
-        """Whether there is a graph for a step of these chunks."""
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether there is a graph for a step."""
         if self.decode:
-            return len(chunks) <= self.sizes[-1] and are_decodes(chunks)
-        return (
-            len(chunks) <= self.static.num_seqs
-            and sum(c.end - c.start for c in chunks) <= self.sizes[-1]
-        )
+            return plan.decodes and len(plan.slots) <= self.sizes[-1]
+        return len(plan.slots) <= self.static.num_seqs and plan.num_tokens <= self.sizes[-1]
 
     @torch.inference_mode()
-    def run(self, chunks: Items[Chunk]) -> Tensor:
-        """What forward gives for the chunks' tokens; valid until the next run of any graph."""
-        num_tokens = len(chunks) if self.decode else sum(c.end - c.start for c in chunks)
-        captured = self._of(num_tokens)
-        self.static.fill(chunks, decode=self.decode)
+    def run(self, plan: StepPlan) -> Tensor:
+        """What forward gives for the step's tokens; valid until the next run of any graph."""
+        captured = self._of(plan.num_tokens)
+        self.static.fill(plan, decode=self.decode)
         inputs = captured.inputs
-        captured.replay(inputs if self.decode else with_bounds(inputs, chunks))
-        return captured.out[:num_tokens]
+        captured.replay(inputs if self.decode else with_bounds(inputs, plan))
+        return captured.out[: plan.num_tokens]
 
     def replay(self, num_tokens: int) -> None:
         """Run a decode's graph on the inputs that were given last: for measurements."""

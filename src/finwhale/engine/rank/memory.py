@@ -33,32 +33,6 @@ GRAPH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """What an engine holds on its device, in bytes.
-
-    Attributes:
-        weights: the model's weights and tables.
-        workspace: temporaries of the largest steps, logits and sampling, captured graphs; 0 on a
-            CPU, where a step's temporaries are taken and given back one by one.
-        cache: the paged state.
-    """
-
-    weights: int
-    workspace: int
-    cache: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.workspace + self.cache
-
-    def __str__(self) -> str:
-        return (
-            f"{self.total:,} bytes: weights {self.weights:,}, workspace {self.workspace:,}, "
-            f"cache {self.cache:,}"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
     """How large steps may be.
 

@@ -1,315 +1,232 @@
-"""The choices of tokens: of one step's requests at once, and what comes back of them."""
+"""The choice of a step's tokens on the device, from a sampling plan and the slots' settings."""
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from finwhale.chat.grammar import Matcher
-from finwhale.engine.rank.host_transfer import Arrival, Receiver, send
-from finwhale.engine.rank.sampling_state import (
-    DraftRow,
-    Fixed,
-    RequestState,
-    Rows,
-    allowed_tokens,
-    draws_further,
-    fix,
-    penalties,
+from finwhale.engine.plan.step_plan import (
+    AllowedRows,
+    PenaltyRows,
+    SamplingPlan,
+    SamplingSettings,
+    SlotAdmission,
 )
-from finwhale.ops.sampling import Logprobs, Sample, SamplingBatch
-from finwhale.ops.sampling.draws import draws
-from finwhale.request import SamplingParams
+from finwhale.engine.rank.host_transfer import send
+from finwhale.ops.sampling import (
+    AllowedTokens,
+    Bias,
+    Filters,
+    LogprobRows,
+    Penalties,
+    Sample,
+    SampledTokens,
+    SamplingBatch,
+)
+from finwhale.ops.sampling.draws import derive_seed, draws, states
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's natural log-probability before penalties, temperature and filters; rank from 1."""
-
-    logprob: float
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One request's next token.
+class _Fixed:
+    """What stays the same from step to step for the same slots in the same order.
 
     Attributes:
-        token_id: -1 where there is an error.
-        logprobs: token id to log-probability, the sampled token first, then the most likely;
-            None unless asked for.
-        error: why there is no token; None where there is one.
-        of_grammar: the request's grammar failed; the model's state is sound.
+        slots, vocab_size: what it was made for.
+        drawing: the rows that are not greedy; `filters` are of these.
+        states: of their seeds.
     """
 
-    token_id: int
-    logprobs: dict[int, TokenLogprob] | None = None
-    error: str | None = None
-    of_grammar: bool = False
-
-
-class _PlainTokens(dict[int, SampledToken]):
-    """Tokens without log-probabilities, made once: there are many in every step."""
-
-    def __missing__(self, token_id: int) -> SampledToken:
-        token = self[token_id] = SampledToken(token_id)
-        return token
+    slots: tuple[int, ...] | None = None
+    vocab_size: int = 0
+    drawing: Sequence[int] = ()
+    states: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    filters: Filters | None = None
+    bias: Bias | None = None
+    logprobs: tuple[LogprobRows, ...] = ()
 
 
 class Sampler:
-    """Chooses tokens for the running requests.
+    """Chooses tokens for the slots.
 
-    A request's tokens depend on its parameters, its seed and its logits alone: not on the other
-    requests of a step, nor on being paused. Its step counts its own tokens.
+    A sequence's tokens depend on its settings and its logits alone: not on the other rows of a
+    step, nor on the slot that it has.
+
+    Args:
+        sample: the platform's operator.
     """
 
     def __init__(self, sample: Sample) -> None:
-        """`sample` is the platform's operator."""
         self._sample = sample
-        self._receiver: Receiver | None = None
-        self._plain = _PlainTokens()
-        self._requests: dict[Hashable, RequestState] = {}
-        self._fixed_keys: tuple[Hashable, ...] | None = None
-        self._fixed_device: torch.device | None = None
-        self._fixed = Fixed()
-
-    def add(
-        self,
-        key: Hashable,
-        params: SamplingParams,
-        prompt_token_ids: Iterable[int],
-        vocab_size: int,
-        index: int = 0,
-        matcher: Matcher | None = None,
-    ) -> None:
-        """Begins a request.
-
-        Args:
-            key: what `sample` and `remove` call it.
-            params: its sampling parameters.
-            prompt_token_ids: what the repetition penalty counts besides the output.
-            vocab_size: V of the logits.
-            index: which of the params.n continuations; each draws from a seed of its own.
-            matcher: what its output must match, its own; None: any text.
-
-        Raises:
-            RequestError: a prompt token under a repetition penalty is outside the vocabulary.
-        """
-        assert key not in self._requests, f"request {key!r} is already sampled"
-        self._requests[key] = RequestState(params, prompt_token_ids, vocab_size, index, matcher)
+        self._settings: dict[int, SamplingSettings] = {}
+        self._fixed = _Fixed()
 
     def choose_with(self, sample: Sample) -> None:
         """Use another operator from now on: for measurements."""
         self._sample = sample
 
-    def bring(self, tensors: Sequence[Tensor]) -> Arrival:
-        """Begin to bring tensors to the host, as the tokens are brought."""
-        assert self._receiver is not None, "there are no tokens"
-        return self._receiver.begin(tensors)
+    def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
+        """Free slots, then take over the settings of new sequences."""
+        for slot in freed:
+            self._settings.pop(slot, None)
+        for slot, settings in admitted:
+            self._settings[slot] = settings
+        if admitted:
+            self._fixed = _Fixed()
 
-    def remove(self, key: Hashable) -> None:
-        """Forgets a request."""
-        del self._requests[key]
-        self._fixed_keys = None
-
-    def sample(self, keys: Sequence[Hashable], logits_SV: Tensor) -> list[SampledToken]:
-        """The next token of each request.
-
-        Args:
-            keys: S distinct requests.
-            logits_SV: [S,V] float32, row i for keys[i]; not changed.
-        """
-        return self.commit(self.start(keys, logits_SV))
-
-    def start(self, keys: Sequence[Hashable], logits_SV: Tensor) -> "Sampling":
-        """The first half of `sample`, for `commit`; nothing waits for the device.
-
-        A request may be started again before its last token was committed, unless it
-        `needs_history`, and be removed in between.
-        """
-        requests = [self._requests[key] for key in keys]
-        sampling = self._start(requests, keys, logits_SV)
-        for request in requests:
-            request.step += 1
-        return sampling
-
-    def start_runs(
-        self,
-        keys: Sequence[Hashable],
-        drafts: Sequence[Sequence[int]],
-        logits_SV: Tensor,
-        further_B: Tensor | None = None,
-    ) -> "Sampling":
-        """The first half of a step that verifies drafts, for `commit_runs`.
-
-        Every row draws as if the drafts before it were the request's output: its token is the one
-        that the request has there without drafting, if they are. Nothing changes until the commit.
+    def sample(
+        self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
+    ) -> SampledTokens:
+        """Launch the choice of one token a row.
 
         Args:
-            keys: distinct requests.
-            drafts: of each request.
-            logits_SV: a row for each request's next token, then one after each of its drafts.
-            further_B: int64: the requests' last tokens are not known yet. One each and, as the
-                device knows, so many more come before these. All have as many drafts, and nobody
-                `needs_history`.
+            logits_SV: [S,V] float32, a row for each of the plan's; not changed.
+            further_B: int64 on the device, for sequences of which each has the same number of
+                consecutive rows: its rows come this many tokens later than the plan says.
         """
-        rows: list[RequestState | DraftRow] = []
-        row_keys: list[Hashable] = []
-        for key, expected in zip(keys, drafts, strict=True):
-            rows += self._requests[key].rows(expected)
-            row_keys += [key] * (1 + len(expected))
-        return self._start(rows, row_keys, logits_SV, further_B)
+        return self._sample(logits_SV, self.prepare(plan, logits_SV, further_B))
 
-    def _start(
-        self,
-        rows: Rows,
-        keys: Sequence[Hashable],
-        logits_SV: Tensor,
-        further_B: Tensor | None = None,
-    ) -> "Sampling":
-        assert logits_SV.shape[0] == len(rows), "one row of logits for each choice"
-        device = logits_SV.device
-        if self._receiver is None:
-            self._receiver = Receiver(device)
-        if not rows:
-            return Sampling([], None, self._receiver.begin(()))
-        sampled = self._sample(logits_SV, self._prepare(rows, keys, device, further_B))
-        parts = [sampled.ids_S, sampled.valid_S]
-        if sampled.logprobs is not None:
-            found = sampled.logprobs
-            parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
-        arrival = self._receiver.begin(parts)
-        return Sampling(rows, sampled.ids_S, arrival, self._fixed.historic)
-
-    def needs_history(self, key: Hashable) -> bool:
-        """Whether the host must know all of a request's tokens before its next is chosen."""
-        request = self._requests[key]
-        return request.seen is not None or request.matcher is not None
-
-    def prepare(self, keys: Sequence[Hashable], device: torch.device) -> SamplingBatch:
-        """The choices of the requests' next step, on `device`; changes no state."""
-        return self._prepare([self._requests[key] for key in keys], keys, device)
-
-    def _prepare(
-        self,
-        rows: Rows,
-        keys: Sequence[Hashable],
-        device: torch.device,
-        further_B: Tensor | None = None,
+    def prepare(
+        self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
     ) -> SamplingBatch:
-        if self._fixed_keys != tuple(keys) or self._fixed_device != device:
-            choices = {(row.request, row.step) for row in rows}
-            assert len(choices) == len(rows), "a request stands twice in a batch"
-            self._fixed = fix([row.request for row in rows], device)
-            self._fixed_keys, self._fixed_device = tuple(keys), device
+        """What `sample` gives the operator."""
+        device, (num_rows, vocab_size) = logits_SV.device, logits_SV.shape
+        assert num_rows == len(plan.slots), "one row of logits for each choice"
+        fixed = self._fixed
+        if fixed.slots != plan.slots or fixed.vocab_size != vocab_size:
+            fixed = self._fixed = self._fix(plan.slots, vocab_size, device)
         uniform_R = None
-        if self._fixed.filters is not None and further_B is not None:
-            uniform_R = draws_further(rows, further_B)
-        elif self._fixed.filters is not None:
-            steps = [rows[place].step for place in self._fixed.drawing]
-            (uniform_R,) = send(device, draws(self._fixed.states, steps))
+        if fixed.filters is not None and further_B is not None:
+            uniform_R = _draws_further(fixed, plan.positions, further_B, len(plan.slots))
+        elif fixed.filters is not None:
+            (uniform_R,) = send(device, draws(fixed.states, plan.positions))
         return SamplingBatch(
-            filters=self._fixed.filters,
+            filters=fixed.filters,
             uniform_R=uniform_R,
-            penalties=penalties(rows, device) if self._fixed.historic else None,
-            bias=self._fixed.bias,
-            allowed=allowed_tokens(rows, device) if self._fixed.historic else None,
-            logprobs=self._fixed.logprobs,
+            penalties=self._penalties(plan.slots, plan.penalties, device),
+            bias=fixed.bias,
+            allowed=_allowed(plan.allowed, device),
+            logprobs=fixed.logprobs,
         )
 
-    def commit(self, sampling: "Sampling") -> list[SampledToken]:
-        """Waits for the tokens of a step and counts them as output."""
-        tokens = self._tokens(sampling)
-        if sampling.historic:
-            for row, token in zip(sampling.rows, tokens, strict=True):
-                if token.error is None:
-                    row.request.accept(token.token_id)
-        return tokens
+    def _fix(self, slots: tuple[int, ...], vocab_size: int, device: torch.device) -> _Fixed:
+        settings = [self._settings[slot] for slot in slots]
+        wanted: dict[int, list[int]] = {}
+        for row, one in enumerate(settings):
+            if one.logprobs is not None:
+                wanted.setdefault(min(one.logprobs, vocab_size), []).append(row)
+        logprobs = tuple(
+            LogprobRows(rows_G=send(device, np.array(rows, np.int64))[0], num_top=num)
+            for num, rows in sorted(wanted.items())
+        )
+        drawing = [row for row, one in enumerate(settings) if not one.greedy]
+        seeds = [derive_seed(settings[row].seed, settings[row].index) for row in drawing]
+        return _Fixed(
+            slots=slots,
+            vocab_size=vocab_size,
+            drawing=drawing,
+            states=states(seeds),
+            filters=_filters(settings, drawing, vocab_size, device),
+            bias=_bias(settings, device),
+            logprobs=logprobs,
+        )
 
-    def _tokens(self, sampling: "Sampling") -> list[SampledToken]:
-        """Waits for the tokens of a step."""
-        parts = sampling.arrival.wait()
-        if not parts:
-            return []
-        ids_S, valid_S, *logprobs_S = parts
-        ids, valid = ids_S.tolist(), valid_S.tolist()
-        if not logprobs_S and all(valid):
-            return [self._plain[i] for i in ids]
-        logprobs = _LogprobLists(_as_logprobs(*logprobs_S)) if logprobs_S else None
-        tokens: list[SampledToken] = []
-        for place, row in enumerate(sampling.rows):
-            if not valid[place]:
-                failed = row.matcher is not None and row.matcher.error is not None
-                tokens.append(SampledToken(-1, error=row.why_no_token(), of_grammar=failed))
-                continue
-            if logprobs is not None and row.request.params.logprobs is not None:
-                tokens.append(SampledToken(ids[place], logprobs.of(place, ids[place])))
-                continue
-            tokens.append(self._plain[ids[place]])
-        return tokens
+    def _penalties(
+        self, slots: Sequence[int], found: PenaltyRows | None, device: torch.device
+    ) -> Penalties | None:
+        if found is None:
+            return None
+        settings = [self._settings[slots[row]] for row in found.rows]
 
-    def commit_runs(
-        self, sampling: "Sampling", drafts: Sequence[Sequence[int]]
-    ) -> list[list[SampledToken]]:
-        """Waits for the tokens of a step that verifies drafts and counts them as output.
+        def spread(values: Sequence[float], dtype: type) -> NDArray[Any]:
+            return np.repeat(np.array(values, dtype), found.lengths)
 
-        Returns:
-            Of each request the drafts that are its own tokens, then the first that is not a draft;
-            an error ends a run.
-        """
-        tokens = iter(self._tokens(sampling))
-        rows = iter(sampling.rows)
-        runs = []
-        for expected in drafts:
-            run: list[SampledToken] = []
-            runs.append(run)
-            open_ = True
-            for draft in (*expected, None):
-                token, row = next(tokens), next(rows)
-                if open_:
-                    run.append(token)
-                    if token.error is None:
-                        row.request.step += 1
-                        row.request.accept(token.token_id)
-                    open_ = token.error is None and token.token_id == draft
-        return runs
+        rows_N, ids_N, counts_N, repetition_N, frequency_N, presence_N = send(
+            device,
+            spread(found.rows, np.int64),
+            found.token_ids,
+            found.counts,
+            spread([s.repetition_penalty for s in settings], np.float32),
+            spread([s.frequency_penalty for s in settings], np.float32),
+            spread([s.presence_penalty for s in settings], np.float32),
+        )
+        return Penalties(
+            rows_N=rows_N,
+            ids_N=ids_N,
+            counts_N=counts_N,
+            repetition_N=repetition_N,
+            frequency_N=frequency_N,
+            presence_N=presence_N,
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """A step's choices, which the device may still be making.
-
-    Attributes:
-        ids_S: int64 on the device, ids of the vocabulary even where a row turns out not to be
-            valid; None: no rows.
-        historic: some rows depend on the tokens before them.
-    """
-
-    rows: Rows
-    ids_S: Tensor | None
-    arrival: Arrival
-    historic: bool = False
-
-
-def _as_logprobs(token_S: Tensor, rank_S: Tensor, top_SL: Tensor, top_ids_SL: Tensor) -> Logprobs:
-    return Logprobs(token_S=token_S, rank_S=rank_S, top_SL=top_SL, top_ids_SL=top_ids_SL)
+def _draws_further(
+    fixed: _Fixed, positions: Sequence[int], further_B: Tensor, num_rows: int
+) -> Tensor:
+    """The draws of runs of as many rows each, each run `further` positions later. [R] float64."""
+    width = num_rows // len(further_B)
+    firsts = positions[::width]
+    span = 2 * width - 1
+    steps = [first + k for first in firsts for k in range(span)]
+    table = draws(np.repeat(fixed.states[::width], span), steps).reshape(-1, span)
+    runs = np.array([row // width for row in fixed.drawing[::width]], np.int64)
+    device = further_B.device
+    all_RK, places = send(device, table, runs)
+    first_R = further_B.index_select(0, places)[:, None]
+    return all_RK.gather(1, first_R + torch.arange(width, device=device)).flatten()
 
 
-class _LogprobLists:
-    """A step's log-probabilities on the host."""
+def _filters(
+    settings: Sequence[SamplingSettings],
+    drawing: Sequence[int],
+    vocab_size: int,
+    device: torch.device,
+) -> Filters | None:
+    if not drawing:
+        return None
+    rows = [settings[row] for row in drawing]
+    top_k = {i: s.top_k for i, s in enumerate(rows) if 0 < s.top_k < vocab_size}
+    top_p = {i: s.top_p for i, s in enumerate(rows) if s.top_p < 1}
+    arrays = {"temperature_R": np.array([s.temperature for s in rows], np.float32)}
+    if len(rows) < len(settings):
+        arrays["rows_R"] = np.array(drawing, np.int64)
+    if any(s.min_p for s in rows):
+        arrays["min_p_R"] = np.array([s.min_p for s in rows], np.float32)
+    if top_k:
+        arrays["top_k_rows_K"] = np.array(list(top_k), np.int64)
+        arrays["top_k_K"] = np.array(list(top_k.values()), np.int64)
+    if top_p:
+        arrays["top_p_rows_P"] = np.array(list(top_p), np.int64)
+        arrays["top_p_P"] = np.array(list(top_p.values()), np.float64)
+    sent = dict(zip(arrays, send(device, *arrays.values()), strict=True))
+    return Filters(
+        rows_R=sent.pop("rows_R", None), max_top_k=max(top_k.values(), default=0), **sent
+    )
 
-    def __init__(self, logprobs: Logprobs) -> None:
-        self._token: list[float] = logprobs.token_S.tolist()
-        self._rank: list[int] = logprobs.rank_S.tolist()
-        self._top: list[list[float]] = logprobs.top_SL.tolist()
-        self._top_ids: list[list[int]] = logprobs.top_ids_SL.tolist()
 
-    def of(self, row: int, token_id: int) -> dict[int, TokenLogprob]:
-        table = {token_id: TokenLogprob(self._token[row], self._rank[row])}
-        for rank, (other, logprob) in enumerate(
-            zip(self._top_ids[row], self._top[row], strict=True), start=1
-        ):
-            if other >= 0:
-                table.setdefault(other, TokenLogprob(logprob, rank))
-        return table
+def _bias(settings: Sequence[SamplingSettings], device: torch.device) -> Bias | None:
+    entries = [
+        (row, token_id, value)
+        for row, one in enumerate(settings)
+        for token_id, value in one.logit_bias
+    ]
+    if not entries:
+        return None
+    rows, ids, values = zip(*entries, strict=True)
+    rows_N, ids_N, values_N = send(
+        device,
+        np.array(rows, np.int64),
+        np.array(ids, np.int64),
+        np.array(values, np.float32),
+    )
+    return Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
+
+
+def _allowed(found: AllowedRows | None, device: torch.device) -> AllowedTokens | None:
+    if found is None:
+        return None
+    rows_G, words_GW = send(device, np.array(found.rows, np.int64), found.words)
+    return AllowedTokens(rows_G=rows_G, words_GW=words_GW)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from finwhale.engine.plan.pages import BlockTable, BlockTables
-from finwhale.engine.plan.sequences import PENDING, Chunk
+from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.rank.host_transfer import send
+from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
@@ -24,12 +25,14 @@ MAX_UPDATES = 8192  # pages of a step that buffers are ready for; there may be m
 # What the device has of one sequence's table: version, table, its `first` and number of pages.
 Held = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: page tables begin and rows lie where loads may be wide
+NO_STEP = StepPlan((), (), (), (), (), decodes=True)
 
 
 class StaticInputs:
     """Buffers for steps of at most num_tokens tokens of at most num_seqs sequences.
 
     Args:
+        tables: the page tables of the plans' slots.
         max_len: no sequence is longer.
 
     Attributes:
@@ -41,6 +44,7 @@ class StaticInputs:
         num_tokens: int,
         num_seqs: int,
         groups: Items[CacheGroup],
+        tables: SlotTables,
         max_len: int,
         device: torch.device,
     ) -> None:
@@ -48,6 +52,7 @@ class StaticInputs:
         num_tokens, self.num_sampled = aligned(num_tokens), aligned(num_seqs)
         self.num_tokens, self.num_seqs, self.max_len = num_tokens, num_seqs, max_len
         self.groups = tuple(groups)
+        self._tables = tables
         # A token's id is one of the ids sampled last, or of those from the host behind them.
         words = 2 * self.num_sampled + _step_words(num_tokens, num_seqs)
         block = torch.zeros(words, dtype=torch.int32, device=device)
@@ -64,7 +69,7 @@ class StaticInputs:
         self._twins = [_Twin(self, device) for _ in range(2)]
         self._turn = 0
         self._forget_pages()
-        self.fill([], decode=True)
+        self.fill(NO_STEP, decode=True)
 
     def inputs(self, num_tokens: int, *, decode: bool) -> StepInputs:
         """What a graph of num_tokens tokens reads; decode: each is a sequence of its own."""
@@ -90,19 +95,19 @@ class StaticInputs:
         """Put the tokens' ids in their place; what a graph does first."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
-    def fill(self, chunks: Items[Chunk], *, decode: bool) -> None:
-        """Write the chunks and send them on their way; the rest becomes padding.
+    def fill(self, plan: StepPlan, *, decode: bool) -> None:
+        """Write a step and begin its transfer. The rest of the buffers becomes padding.
 
         Args:
-            decode: each is one token.
+            decode: each chunk is one token.
         """
         self._turn = 1 - self._turn
         twin = self._twins[self._turn]
         twin.wait()
-        twin.write_step(chunks, decode)
+        twin.write_step(plan, decode)
         self._step_device.copy_(twin.step, non_blocking=True)
         try:
-            self._fill_pages(twin, chunks)
+            self._fill_pages(twin, plan.slots)
         except BaseException:
             # Interrupted, nobody knows what arrived.
             self._forget_pages()
@@ -114,17 +119,17 @@ class StaticInputs:
         nothing: Held = (None, None, 0, 0)
         self._held = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
-    def _fill_pages(self, twin: "_Twin", chunks: Items[Chunk]) -> None:
+    def _fill_pages(self, twin: "_Twin", slots: Items[int]) -> None:
         """Send the pages that are not there yet."""
-        held, count = self._versions, len(chunks)
-        versions = [c.sequence.tables.version for c in chunks]
+        held, count = self._versions, len(slots)
+        versions = self._tables.versions(slots)
         if versions == held[:count]:
             return
         places: list[int] = []
         values: list[int] = []
         for row, (new, old) in enumerate(zip(versions, held, strict=False)):
             if new is not old:
-                self._update(row, chunks[row].sequence.tables, places, values)
+                self._update(row, self._tables[slots[row]], places, values)
         held[:count] = versions
         if len(places) <= MAX_UPDATES:
             words = twin.write_updates(places, values)
@@ -183,33 +188,29 @@ class _Twin:
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
 
-    def write_step(self, chunks: Items[Chunk], decode: bool) -> None:
+    def write_step(self, plan: StepPlan, decode: bool) -> None:
+        ids, num_seqs = plan.token_ids, len(plan.slots)
+        count = len(ids)
         if decode:
-            count = len(chunks)
-            ids = [c.sequence.token_ids[c.start] for c in chunks]
-            self._positions[:count] = [c.start for c in chunks]
+            self._positions[:count] = plan.starts
             self._sequence[:count] = self._ordinal[:count]
             self._query_start[:count] = self._ordinal[:count]
         else:
-            starts = list(accumulate((c.end - c.start for c in chunks), initial=0))
-            count = starts[-1]
-            ids = [t for c in chunks for t in c.ids]
-            self._positions[:count] = np.concatenate([np.arange(c.start, c.end) for c in chunks])
-            self._sequence[:count] = np.repeat(np.arange(len(chunks)), np.diff(starts))
-            self._query_start[: len(chunks)] = starts[:-1]
-        self._query_start[len(chunks) :] = count
+            spans = zip(plan.starts, plan.ends, strict=True)
+            self._positions[:count] = np.concatenate([np.arange(*span) for span in spans])
+            self._sequence[:count] = np.repeat(np.arange(num_seqs), plan.lengths)
+            self._query_start[:num_seqs] = plan.query_start[:-1]
+        self._query_start[num_seqs:] = count
         self._positions[count:] = -1
         self._sequence[count:] = 0
         self._ids[:count] = ids
         # Padding is embedded as well: what an earlier step left here may be PENDING.
         self._ids[count:] = 0
         self._source[:] = self._own
-        if PENDING in ids:
-            pending = np.flatnonzero(self._ids[:count] == PENDING)
-            # Where tokens are pending there are no drafts; of a chunk only the last one can be.
-            if len(pending) < len(chunks):
-                chunks = [c for c in chunks if c.sequence.token_ids[c.end - 1] == PENDING]
-            self._source[pending] = [c.sequence.sampled_row for c in chunks]
+        if len(plan.pending_rows) == count:
+            self._source[:count] = plan.pending_rows
+        elif plan.pending_rows:
+            self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
         """Words for `_cut_updates`."""
@@ -262,14 +263,9 @@ def _cut_updates(words: Tensor) -> tuple[Tensor, Tensor]:
     return words[: 2 * count].view(torch.int64), words[2 * count :]
 
 
-def with_bounds(inputs: StepInputs, chunks: Items[Chunk]) -> StepInputs:
+def with_bounds(inputs: StepInputs, plan: StepPlan) -> StepInputs:
     """The inputs with the host's bounds of a step that is not all decodes."""
-    tokens = replace(
-        inputs.tokens,
-        max_len=max(c.end for c in chunks),
-        max_query=max(c.end - c.start for c in chunks),
-        memo={},
-    )
+    tokens = replace(inputs.tokens, max_len=max(plan.ends), max_query=max(plan.lengths), memo={})
     return replace(inputs, tokens=tokens)
 
 

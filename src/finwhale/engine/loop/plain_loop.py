@@ -1,0 +1,97 @@
+"""The loop over steps of an engine that does not draft: one token a step for each sequence.
+
+Where a choice needs the tokens before it (penalties, grammars), the forward is launched ahead as
+always, and only the choice waits until these tokens are known.
+"""
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
+from finwhale.engine.loop.metrics import Meter
+from finwhale.engine.loop.sampled_tokens import TokenReader
+from finwhale.engine.loop.step_loop import Launcher, NewToken
+from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.plan.step_planner import Choice
+
+
+class PlainLoop:
+    """Launches and collects the steps of an engine that does not draft (StepLoop)."""
+
+    def __init__(self, launcher: Launcher, meter: Meter) -> None:
+        self._launcher, self._meter = launcher, meter
+        self._reader = TokenReader()
+        self.forget_rows()
+
+    def forget_rows(self) -> None:
+        # The rows of the last step, and those whose tokens the device keeps for the next one.
+        self._rows = self._kept = Rows([])
+
+    def launch(
+        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+    ) -> InFlightStep | None:
+        scheduler = self._launcher.scheduler
+        chunks = scheduler.schedule()
+        if not chunks:
+            return None
+        complete = [c.sequence for c in chunks if c.end == len(c.sequence.token_ids)]
+        if complete != self._rows.sequences:
+            self._rows = Rows([streams[s.key] for s in complete])
+        rows = self._rows
+        step = InFlightStep(rows, [len(s.token_ids) for s in complete])
+        if rows.historic:
+            # Masks are computed while the forward runs.
+            self._launcher.launch(chunks, None)
+            if not any(complete[row].token_ids[-1] == PENDING for row in rows.historic):
+                self._choose(step)
+        else:
+            step.result = self._launcher.launch(chunks, _choice(step))
+            self._keep(rows)
+        # On a GPU all of this is still running. Other sequences may get pages that are freed here:
+        # what they write is launched later.
+        scheduler.computed(chunks)
+        for sequence in complete:
+            sequence.token_ids.append(PENDING)
+        return step
+
+    def _choose(self, step: InFlightStep) -> None:
+        """Launch the choice of a step's tokens, for the streams that have not ended since."""
+        left = step.drop_ended()
+        slots = tuple([s.slot for s in step.rows.sequences])
+        step.result = self._launcher.sample(slots, _choice(step), left)
+        self._keep(step.rows)
+
+    def _keep(self, rows: Rows) -> None:
+        """The device keeps the tokens of these rows for the next step."""
+        if rows.sequences and rows is not self._kept:
+            self._kept = rows
+            for row, sequence in enumerate(rows.sequences):
+                sequence.sampled_row = row
+
+    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+        assert step.result is not None
+        rows = step.rows
+        histories = rows.histories
+        tokens = self._reader.read(step.result.wait(), rows.sequences, histories)
+        for history, token in zip(histories, tokens, strict=False):
+            if token.error is None:
+                history.accept(token.token_id)
+        # A sequence that ended while this step was in flight was run once too often.
+        left = step.drop_ended()
+        if left is not None:
+            tokens = [tokens[row] for row in left]
+        streams = step.rows.streams
+        pairs = zip(streams, tokens, strict=True)
+        self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
+        return list(zip(streams, step.places, tokens, strict=True))
+
+    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
+        if in_flight and in_flight[0].result is None:
+            self._choose(in_flight[0])
+
+
+def _choice(step: InFlightStep) -> Choice:
+    sequences, places = step.rows.sequences, step.places
+    positions = [places[row] - sequences[row].num_prompt for row in step.rows.drawing]
+    return Choice(positions, step.rows.histories)

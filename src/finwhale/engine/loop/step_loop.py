@@ -1,0 +1,74 @@
+"""What plain and drafting loops share: their interface to the engine, and launching a step."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from typing import Protocol
+
+from finwhale.engine.loop.in_flight import InFlightStep, Stream
+from finwhale.engine.loop.sampled_tokens import SampledToken
+from finwhale.engine.plan.executor import Executor, PendingResult
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.step_plan import DraftPlan
+from finwhale.engine.plan.step_planner import Choice, StepPlanner
+
+# A stream, where its new token stands in the sequence's token_ids, and the token.
+NewToken = tuple[Stream, int, SampledToken]
+
+
+class StepLoop(Protocol):
+    """Plans, launches and collects the steps of an engine."""
+
+    def launch(
+        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+    ) -> InFlightStep | None:
+        """Plan the next step and launch it. None: there is nothing to do, or not yet.
+
+        Args:
+            in_flight: the steps that were launched before, oldest first.
+        """
+        ...
+
+    def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
+        """Wait for a step's tokens. A stream may end before it takes all of its own.
+
+        Args:
+            later: the steps in flight behind it.
+        """
+        ...
+
+    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
+        """The tokens of `collect` are known: launch the choice that waited for them."""
+        ...
+
+    def forget_rows(self) -> None:
+        """No sequence is left."""
+        ...
+
+
+class Launcher:
+    """Makes plans of chunks and gives them to the executor."""
+
+    def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
+        self.executor, self.scheduler = executor, scheduler
+        self.planner = StepPlanner(vocab_size)
+
+    def launch(
+        self, chunks: Items[Chunk], choice: Choice | None, draft: DraftPlan | None = None
+    ) -> PendingResult | None:
+        """Launch a step. None: without a choice, `sample` follows."""
+        try:
+            plan = self.planner.plan(
+                chunks, freed=self.scheduler.take_freed(), choice=choice, draft=draft
+            )
+            return self.executor.execute(plan)
+        except BaseException:
+            # The executor may have lost any part of the plan.
+            self.planner.forget()
+            raise
+
+    def sample(
+        self, slots: tuple[int, ...], choice: Choice, rows: Items[int] | None = None
+    ) -> PendingResult:
+        """Launch the choice of tokens of the last step."""
+        return self.executor.sample(self.planner.sampling(slots, choice, rows))

@@ -1,0 +1,175 @@
+"""What the choice of a sequence's tokens depends on, kept by the engine, and the plan of a choice.
+
+The engine keeps what grows with the output (tokens that penalties count, the matcher of a grammar)
+and sends what a step needs of it. Settings that never change are sent on admission.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finwhale.engine.plan.step_plan import AllowedRows, PenaltyRows, SamplingSettings
+from finwhale.errors import RequestError
+from finwhale.request import SamplingParams
+
+
+class TokenMatcher(Protocol):
+    """What sampling needs of a grammar's matcher (chat.grammar.Matcher)."""
+
+    error: str | None
+
+    def copy(self) -> "TokenMatcher": ...
+    def allow(self, words: NDArray[np.int32]) -> None: ...
+    def accept(self, token_id: int) -> None: ...
+
+
+class SeenTokens:
+    """Token ids of a request's prompt and output, and how often the output holds each."""
+
+    def __init__(self, prompt_token_ids: Iterable[int]) -> None:
+        unique = list(dict.fromkeys(prompt_token_ids))
+        self._places = {token_id: place for place, token_id in enumerate(unique)}
+        self._ids = np.array(unique or [0], dtype=np.int64)
+        self._counts = np.zeros(len(self._ids), dtype=np.float32)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        return self._ids[: len(self)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: len(self)]
+
+    def copy(self) -> "SeenTokens":
+        other = object.__new__(SeenTokens)
+        other._places = dict(self._places)
+        other._ids, other._counts = self._ids.copy(), self._counts.copy()
+        return other
+
+    def count(self, token_id: int) -> None:
+        place = self._places.get(token_id)
+        if place is None:
+            place = self._places[token_id] = len(self._places)
+            if place == len(self._ids):
+                self._ids = np.resize(self._ids, 2 * place)
+                self._counts = np.resize(self._counts, 2 * place)
+            self._ids[place], self._counts[place] = token_id, 0
+        self._counts[place] += 1
+
+
+class History:
+    """What a choice depends on besides settings and logits: the tokens before it.
+
+    Attributes:
+        seen: None: there are no penalties.
+        matcher: None: there is no grammar.
+    """
+
+    __slots__ = ("matcher", "seen")
+
+    def __init__(self, seen: SeenTokens | None, matcher: TokenMatcher | None) -> None:
+        self.seen, self.matcher = seen, matcher
+
+    @property
+    def needed(self) -> bool:
+        """Whether the tokens before it must be known before the choice."""
+        return self.seen is not None or self.matcher is not None
+
+    def accept(self, token_id: int) -> None:
+        """Add a token to the output."""
+        if self.seen is not None:
+            self.seen.count(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+
+    def after(self, drafts: Sequence[int]) -> list["History"]:
+        """This history, then the history after each draft, were it the output."""
+        found = [self]
+        for draft in drafts:
+            last = found[-1]
+            found.append(
+                History(
+                    None if last.seen is None else last.seen.copy(),
+                    None if last.matcher is None else last.matcher.copy(),
+                )
+            )
+            found[-1].accept(draft)
+        return found
+
+
+class RequestSampling:
+    """How one sequence's tokens are chosen.
+
+    Args:
+        index: which of the params.n continuations. Each has a seed of its own.
+        matcher: what the output must match, the sequence's own; None: any text.
+
+    Raises:
+        RequestError: a prompt token under a repetition penalty is outside the vocabulary.
+    """
+
+    __slots__ = ("history", "settings")
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Iterable[int],
+        vocab_size: int,
+        index: int = 0,
+        matcher: TokenMatcher | None = None,
+    ) -> None:
+        self.settings = SamplingSettings(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            logit_bias=tuple((params.logit_bias or {}).items()),
+            logprobs=params.logprobs,
+            seed=secrets.randbits(64) if params.seed is None else params.seed,
+            index=index,
+            # Ranks compute in float32, where the smallest temperatures are 0.
+            greedy=float(np.float32(params.temperature)) == 0.0,
+        )
+        seen: SeenTokens | None = None
+        if params.repetition_penalty != 1:
+            prompt = list(prompt)
+            if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
+                wrong = next(i for i in prompt if not 0 <= i < vocab_size)
+                raise RequestError(f"prompt token id {wrong} is not in 0..{vocab_size - 1}")
+            seen = SeenTokens(prompt)
+        elif params.presence_penalty or params.frequency_penalty:
+            seen = SeenTokens(())
+        self.history = History(seen, matcher)
+
+
+def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:
+    """The counted tokens of the rows that have any; one history a row."""
+    found = [(row, h.seen) for row, h in enumerate(histories) if h.seen]
+    if not found:
+        return None
+    return PenaltyRows(
+        tuple(row for row, _ in found),
+        tuple(len(seen) for _, seen in found),
+        np.concatenate([seen.ids for _, seen in found]),
+        np.concatenate([seen.counts for _, seen in found]),
+    )
+
+
+def allowed_rows(histories: Sequence[History], vocab_size: int) -> AllowedRows | None:
+    """The masks of the rows that have a grammar; one history a row."""
+    found = [(row, h.matcher) for row, h in enumerate(histories) if h.matcher is not None]
+    if not found:
+        return None
+    words = np.empty((len(found), -(-vocab_size // 32)), np.int32)
+    for mask, (_, matcher) in zip(words, found, strict=True):
+        matcher.allow(mask)
+    return AllowedRows(tuple(row for row, _ in found), words)

@@ -1,0 +1,168 @@
+"""Makes step plans from the scheduler's chunks, and keeps what the ranks were told. No torch."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from finwhale.engine.plan.pages import BlockTable, BlockTables
+from finwhale.engine.plan.sampling import History, allowed_rows, penalty_rows
+from finwhale.engine.plan.sequences import Chunk, Sequence
+from finwhale.engine.plan.step_plan import (
+    PENDING,
+    DraftPlan,
+    PageUpdate,
+    SamplingPlan,
+    SlotAdmission,
+    StepPlan,
+)
+
+# What ranks have of one slot's table in one group: its version, the table, `first`, its length.
+_SentTable = tuple[object, BlockTable | None, int, int]
+_NOTHING: _SentTable = (None, None, 0, 0)
+
+
+@dataclass(slots=True)
+class _SentSlot:
+    """What ranks have of one slot.
+
+    Attributes:
+        tables: of the sequence in the slot: after another admission, the slot has others.
+    """
+
+    tables: BlockTables
+    groups: list[_SentTable]
+
+
+class Choice(NamedTuple):
+    """What the engine knows of a choice of tokens.
+
+    Attributes:
+        positions: of the draws of the rows that are not greedy (SamplingPlan.positions).
+        histories: of each row. Empty: no row needs any.
+    """
+
+    positions: Items[int] = ()
+    histories: Items[History] = ()
+
+
+class StepPlanner:
+    """Turns chunks into plans that name slots and refer to no live object.
+
+    Args:
+        vocab_size: tokens of a grammar's mask.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._sent: dict[int, _SentSlot] = {}
+        # By slot: of the tables that were sent.
+        self._versions: list[object] = []
+
+    def forget(self) -> None:
+        """Tell the ranks everything again: a plan may not have arrived."""
+        self._sent.clear()
+        self._versions.clear()
+
+    def plan(
+        self,
+        chunks: Items[Chunk],
+        *,
+        freed: Items[int] = (),
+        choice: Choice | None = None,
+        draft: DraftPlan | None = None,
+    ) -> StepPlan:
+        """The plan of a step.
+
+        Args:
+            freed: slots that no sequence has any more.
+            choice: of the step's tokens; None: `sampling` plans it later.
+        """
+        sequences = [c.sequence for c in chunks]
+        admitted: list[SlotAdmission] = []
+        pages: list[PageUpdate] = []
+        slots = tuple([s.slot for s in sequences])
+        versions = self._versions
+        while max(slots) >= len(versions):
+            versions.append(None)
+        for sequence in sequences:
+            if sequence.tables.version is not versions[sequence.slot]:
+                self._update(sequence, admitted, pages)
+        starts, ends = [c.start for c in chunks], [c.end for c in chunks]
+        # Each chunk is one token whose logits are wanted.
+        decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
+            len(s.token_ids) for s in sequences
+        ]
+        if decodes:
+            ids = [s.token_ids[-1] for s in sequences]
+            lengths = num_logits = (1,) * len(chunks)
+        else:
+            ids = [t for c in chunks for t in c.ids]
+            lengths = tuple([end - start for start, end in zip(starts, ends, strict=True)])
+            on_device = draft is not None and draft.on_device
+            num_logits = lengths if on_device else tuple([c.num_logits for c in chunks])
+        pending: tuple[int, ...] = ()
+        if PENDING in ids:
+            if decodes and ids.count(PENDING) == len(ids):
+                pending = tuple([s.sampled_row for s in sequences])
+            else:
+                pending = tuple([c.sequence.sampled_row for c in chunks if c.pending])
+        sampling = None
+        if choice is not None:
+            rows = slots
+            if not decodes:
+                each = zip(slots, num_logits, strict=True)
+                rows = tuple([slot for slot, count in each for _ in range(count)])
+            sampling = self.sampling(rows, choice)
+        return StepPlan(
+            slots=slots,
+            starts=tuple(starts),
+            lengths=lengths,
+            token_ids=tuple(ids),
+            num_logits=num_logits,
+            decodes=decodes,
+            pending_rows=pending,
+            freed=tuple(freed),
+            admitted=tuple(admitted),
+            pages=tuple(pages),
+            sampling=sampling,
+            draft=draft,
+        )
+
+    def sampling(
+        self, slots: tuple[int, ...], choice: Choice, rows: Items[int] | None = None
+    ) -> SamplingPlan:
+        """The plan of a choice.
+
+        Args:
+            slots: of each row.
+            rows: which rows of the step's logits; None: all.
+        """
+        histories = choice.histories
+        return SamplingPlan(
+            slots=slots,
+            positions=tuple(choice.positions),
+            rows=None if rows is None else tuple(rows),
+            penalties=penalty_rows(histories) if histories else None,
+            allowed=allowed_rows(histories, self._vocab_size) if histories else None,
+        )
+
+    def _update(
+        self, sequence: Sequence, admitted: list[SlotAdmission], pages: list[PageUpdate]
+    ) -> None:
+        """Note what a sequence has that its slot has not been sent."""
+        slot, tables = sequence.slot, sequence.tables
+        assert slot >= 0, "a sequence of a step must have a slot"
+        held = self._sent.get(slot)
+        if held is None or held.tables is not tables:
+            if sequence.sampling is not None:
+                admitted.append(SlotAdmission(slot, sequence.sampling.settings))
+            held = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
+        for group, table in enumerate(tables.values()):
+            version, before, first, count = held.groups[group]
+            if version is table.version:
+                continue
+            # Pages in the middle of a table never change.
+            begin = count if before is table and first == table.first else 0
+            pages.append(PageUpdate(slot, group, table.first, begin, tuple(table.pages[begin:])))
+            held.groups[group] = (table.version, table, table.first, len(table.pages))
+        self._versions[slot] = tables.version

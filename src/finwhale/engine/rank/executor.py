@@ -1,0 +1,174 @@
+"""The executor of one rank in the engine's own process."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from finwhale.engine.plan.executor import (
+    DeviceDrafts,
+    Executor,
+    RankDescription,
+    RowLogprobs,
+    StepResult,
+)
+from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.drafter import Forward
+from finwhale.engine.rank.host_transfer import Arrival, Instant, Receiver
+from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.rank.sampler import Sampler
+from finwhale.ops.builds import Builds
+from finwhale.ops.sampling import SampledTokens
+
+
+@dataclass(slots=True)
+class _OpenStep:
+    """A step whose forward was launched and whose tokens were not chosen yet.
+
+    Attributes:
+        forward: what the drafter reads; None: no drafter runs over the host.
+        began: before the forward, in an engine that drafts.
+    """
+
+    plan: StepPlan
+    logits: Tensor
+    forward: Forward | None = None
+    began: Instant | None = None
+
+
+class LocalExecutor:
+    """Runs plans on the calling thread (plan/executor.py has the contract).
+
+    Attributes:
+        receiver: brings results to the host.
+    """
+
+    def __init__(self, runner: ModelRunner, builds: Builds, description: RankDescription) -> None:
+        self.runner, self.builds, self.description = runner, builds, description
+        self.sampler = Sampler(runner.ops.sample)
+        self.receiver = Receiver(runner.device)
+        self._open: _OpenStep | None = None
+
+    def execute(self, plan: StepPlan) -> "LocalResult | None":
+        self._open = None  # of a step that broke off: its logits make room
+        self.runner.use_device()
+        self.runner.tables.apply(plan)
+        self.sampler.admit(plan.admitted, plan.freed)
+        self._open = self._launch(plan)
+        return None if plan.sampling is None else self.sample(plan.sampling)
+
+    def _launch(self, plan: StepPlan) -> _OpenStep:
+        runner = self.runner
+        if plan.draft is None:
+            return _OpenStep(plan, runner.logits(plan))
+        began, steps = Instant(runner.device), runner.verifications
+        if plan.draft.on_device:
+            assert steps is not None
+            return _OpenStep(plan, steps.verify(plan), None, began)
+        if steps is not None:
+            steps.forget()
+        forward = runner.read(plan)
+        return _OpenStep(plan, forward.logits, forward, began)
+
+    def sample(self, plan: SamplingPlan) -> "LocalResult":
+        step = self._open
+        assert step is not None, "no step waits for its choice of tokens"
+        logits = step.logits if plan.rows is None else self.runner.rows(step.logits, plan.rows)
+        further, steps = None, self.runner.verifications
+        if step.plan.draft is not None and step.plan.draft.links is not None:
+            assert steps is not None
+            further = steps.further()
+        sampled = self.sampler.sample(plan, logits, further) if plan.slots else None
+        arrival = bring(self.receiver, sampled)
+        if step.plan.draft is None:
+            if sampled is not None:
+                self.runner.feed(sampled.ids_S)
+            self._open = None
+            return LocalResult(arrival)
+        chosen = Instant(self.runner.device)
+        drafts = self._draft(step, None if sampled is None else sampled.ids_S)
+        assert step.began is not None
+        instants = (step.began, chosen, Instant(self.runner.device))
+        proposed = None if drafts is None else self.receiver.begin([drafts])
+        self._open = None
+        return LocalResult(arrival, proposed, instants)
+
+    def _draft(self, step: _OpenStep, ids: Tensor | None) -> Tensor | None:
+        """The next drafts [B,K] of the chunks that get any; None: no chunk does."""
+        if step.forward is None:
+            assert self.runner.verifications is not None and ids is not None
+            drafts = self.runner.verifications.draft(ids)
+            return drafts if drafts.shape[1] else None
+        assert self.runner.drafter is not None
+        found = self.runner.drafter.propose(step.forward, step.plan, ids)
+        return None if found is None else found.T
+
+    def ready(self) -> None:
+        self.builds.ready()
+
+    def late_compilations(self) -> Mapping[str, int]:
+        return self.builds.late()
+
+
+class LocalResult:
+    """A step's results on their way to the host.
+
+    Args:
+        tokens: ids, validity and log-probabilities.
+        proposed: [B,K] drafts.
+        instants: before the forward, after the choice, after the drafts.
+    """
+
+    def __init__(
+        self, tokens: Arrival, proposed: Arrival | None = None, instants: Sequence[Instant] = ()
+    ) -> None:
+        self._tokens, self._proposed, self._instants = tokens, proposed, instants
+
+    def wait(self) -> StepResult:
+        parts = self._tokens.wait()
+        drafts = verify_seconds = draft_seconds = None
+        if self._proposed is not None:
+            drafts = self._proposed.wait()[0].tolist()
+        if self._instants:
+            begin, chosen, drafted = self._instants
+            verify_seconds = begin.seconds_to(chosen)
+            if drafts is not None:
+                draft_seconds = chosen.seconds_to(drafted)
+        ids, valid, *found = [part.tolist() for part in parts] if parts else ([], [])
+        logprobs = None
+        if found:
+            token, rank, top, top_ids = found
+            logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
+        return StepResult(
+            token_ids=ids,
+            valid=valid,
+            logprobs=logprobs,
+            drafts=drafts,
+            verify_seconds=verify_seconds,
+            draft_seconds=draft_seconds,
+        )
+
+
+def bring(receiver: Receiver, sampled: SampledTokens | None) -> Arrival:
+    """Begin the transfer of a step's choices; None: there are none."""
+    if sampled is None:
+        return receiver.begin(())
+    parts = [sampled.ids_S, sampled.valid_S]
+    if sampled.logprobs is not None:
+        found = sampled.logprobs
+        parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
+    return receiver.begin(parts)
+
+
+def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
+    """What the engine has to know of the rank's device steps."""
+    if steps is None:
+        return None
+    return DeviceDrafts(counts=tuple(steps.drafts), max_seqs=steps.sizes[-1])
+
+
+def local_executor(executor: Executor) -> LocalExecutor:
+    """An executor known to be in this process: for tests and measurements of its parts."""
+    assert isinstance(executor, LocalExecutor)
+    return executor

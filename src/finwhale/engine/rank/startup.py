@@ -1,0 +1,469 @@
+"""Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale.artefacts import default_directory
+from finwhale.compiled import CompiledMode
+from finwhale.config import EngineConfig
+from finwhale.engine.plan.executor import MemoryUse, RankDescription
+from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.drafter import Drafter, check_can_draft
+from finwhale.engine.rank.executor import LocalExecutor, device_drafts
+from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
+from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
+from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.memory import Largest, LargestSteps, left_bytes, tensor_bytes
+from finwhale.engine.rank.runner import ModelRunner
+from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.rank.start_times import Phases
+from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
+from finwhale.models.registry import architecture_of
+from finwhale.ops import load_ops
+from finwhale.ops.builds import Built, load_builds
+from finwhale.ops.paging import BLOCK_TOKENS
+from finwhale.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 2**30
+
+
+def open_rank(
+    config: EngineConfig, model_config: ModelConfig, stream: WeightStream
+) -> LocalExecutor:
+    """Open the rank of this process.
+
+    Args:
+        stream: the weights as they are read, in any order.
+
+    Raises:
+        ResourceError: no such device, or model and cache do not fit it.
+        CheckpointError: the weights are not those of the configuration.
+    """
+    start = _Start(config, model_config, stream)
+    try:
+        return start.open(stream)
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            f"the model does not fit {start.device}: {str(error).splitlines()[0]}"
+        ) from error
+
+
+class _Start:
+    """The start of one rank. The constructor checks the options and takes no memory."""
+
+    def __init__(
+        self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
+    ) -> None:
+        self.config, self.model_config = config, model_config
+        self.platform, self.device = choose_device(config.device)
+        if self.device.index:
+            torch.cuda.set_device(self.device)
+        self.dtype = _choose_dtype(config.dtype, self.platform)
+        self.round_activations = config.activations == "as-trained"
+        self.architecture = architecture_of(model_config)
+        if self.round_activations:
+            self.architecture.check_rounding(model_config)
+        serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
+        self.ops = load_ops(
+            self.platform, reference=not serves, batch_invariant=config.batch_invariant
+        )
+        self.compiled_mode: CompiledMode | None = None
+        if config.compile:
+            if self.ops.capabilities.compiled_layers is None:
+                raise FinwhaleError(
+                    "the compiled mode is for the platform's own operators, and here the plain "
+                    "definitions would run"
+                )
+            self.compiled_mode = CompiledMode(self.ops)
+            self.ops = self.compiled_mode.ops
+        self.capabilities = self.ops.capabilities
+        self.phases = Phases()
+        self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
+        self.longest = _longest(config, model_config)
+        check_can_draft(config.draft_tokens, model_config)
+        self.groups = self.architecture.cache_groups(model_config)
+        self.builds.expect(self._launches(self.longest))
+
+    def open(self, stream: WeightStream) -> LocalExecutor:
+        config, longest = self.config, self.longest
+        on_gpu = self.device.type == "cuda"
+        allocated = reserved = 0
+        if on_gpu:
+            torch.cuda.empty_cache()
+            allocated = torch.cuda.memory_allocated(self.device)
+            reserved = torch.cuda.memory_reserved(self.device)
+        weights = self._load(stream)
+        if on_gpu:
+            weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
+        else:
+            weight_bytes = tensor_bytes(weights)
+        self.phases.end("weights")
+        model, built = None, Built()
+        if on_gpu and self.capabilities.builds_kernels:
+            model = self._build(weights, longest)
+            built = self._prepare(model, longest)
+        self.phases.end("kernels")
+        cache_plan = self._plan_cache(model)
+        max_model_len = self._max_model_len(cache_plan)
+        if on_gpu:
+            torch.cuda.empty_cache()  # of what building and measuring left behind
+        runner = self._new_runner(
+            model or self._build(weights, max_model_len), cache_plan, max_model_len
+        )
+        self.phases.end("memory")
+        if model is not None and max_model_len != longest:
+            self._prepare(model, max_model_len)
+            self.phases.end("kernels")
+        compiled = self._compile(runner)
+        head = runner.model.draft_head
+        if config.draft_tokens and head is not None:
+            runner.drafter = Drafter(head, runner.cache, self.device)
+            if self.capabilities.captures_steps and config.enforce_eager:
+                runner.verifications = new_verifications(runner, config, None)
+        runner.keep_sampled_in(self._capture(runner))
+        self.phases.end("graphs")
+        memory = self._hold(runner, weight_bytes, reserved)
+        self.phases.end("memory")
+        return LocalExecutor(
+            runner,
+            self.builds,
+            RankDescription(
+                device=str(self.device),
+                asynchronous=self.device.type != "cpu",
+                needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
+                groups=self.groups,
+                num_pages=cache_plan.num_pages,
+                max_model_len=max_model_len,
+                can_draft=runner.drafter is not None,
+                device_drafts=device_drafts(runner.verifications),
+                memory=memory,
+                kernels=built.kernels,
+                compiled_kernels=built.compiled,
+                compiled_layers=compiled,
+                start_seconds=dict(self.phases.seconds),
+            ),
+        )
+
+    def _load(self, stream: WeightStream) -> Any:
+        return self.architecture.load_weights(
+            self.model_config,
+            stream,
+            dtype=self.dtype,
+            device=self.device,
+            round_activations=self.round_activations,
+            round_wo_a=self.config.wo_a_input == "fp8",
+            ops=self.ops,
+        )
+
+    def _build(self, weights: Any, max_positions: int) -> Model:
+        return self.architecture.build(
+            self.model_config,
+            self.ops,
+            weights,
+            round_activations=self.round_activations,
+            max_positions=max_positions,
+        )
+
+    def _largest(self, max_len: int) -> Largest:
+        return largest_steps(
+            self.config, self.model_config, self.capabilities.captures_steps, max_len
+        )
+
+    def _launches(self, max_len: int) -> object:
+        return launches(self.config, self.model_config, self.capabilities.captures_steps, max_len)
+
+    def _prepare(self, model: Model, max_len: int) -> Built:
+        """Build every kernel that a request can need."""
+        steps = LargestSteps.alone(model, self.groups, self.ops)
+        launch_all = SignatureRun(
+            model,
+            self.groups,
+            self.ops,
+            steps.cache,
+            self._largest(max_len),
+            eager=self.config.enforce_eager,
+        )
+        return self.builds.prepare(self._launches(max_len), launch_all)
+
+    def _plan_cache(self, model: Model | None) -> CachePlan:
+        """The cache's size; `model` runs the largest steps to see what they need beside it."""
+        config = self.config
+        budget = config.cache_memory_bytes
+        if budget is None and self.device.type != "cuda":
+            budget = CPU_CACHE_BYTES
+        elif budget is None and model is not None:
+            steps = LargestSteps.alone(model, self.groups, self.ops)
+            workspace = steps.workspace_bytes(self._largest(self.longest))
+            del steps
+            budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
+        elif budget is None:
+            # The references are for comparing: nothing bounds their temporaries.
+            budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
+        wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
+        if config.enable_prefix_caching:
+            wanted = max(wanted, self.capabilities.prefix_cache_tokens)
+        return plan_cache(
+            self.groups,
+            itemsize=self.dtype.itemsize,
+            packed=self.capabilities.packed_cache,
+            budget_bytes=budget,
+            max_num_seqs=config.max_num_seqs,
+            max_step_tokens=config.max_num_batched_tokens,
+            wanted_tokens=wanted,
+            least_tokens=self.longest,
+            shares=config.enable_prefix_caching,
+            drafts=bool(config.draft_tokens),
+        )
+
+    def _max_model_len(self, cache_plan: CachePlan) -> int:
+        length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
+        if wanted is not None and length < wanted:
+            raise ResourceError(
+                f"max_model_len {wanted} was asked for, but the cache's memory "
+                f"({cache_plan.total_bytes:,} bytes) holds {cache_plan.capacity_tokens} tokens: "
+                "raise gpu_memory_utilization or cache_memory_bytes"
+            )
+        return length
+
+    def _new_runner(self, model: Model, cache_plan: CachePlan, max_model_len: int) -> ModelRunner:
+        model.limit_positions(max_model_len)
+        packed = self.capabilities.packed_cache
+        cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed)
+        return ModelRunner(
+            platform=self.platform,
+            device=self.device,
+            dtype=self.dtype,
+            ops=self.ops,
+            groups=self.groups,
+            model=model,
+            cache=cache,
+            cache_plan=cache_plan,
+            max_model_len=max_model_len,
+            tables=SlotTables([group.name for group in self.groups]),
+        )
+
+    def _compile(self, runner: ModelRunner) -> int:
+        """Make the decoder layers compiled graphs; returns how many were not found compiled."""
+        if self.compiled_mode is None:
+            return 0
+        cache_dir = self.config.cache_dir
+        directory = Path(cache_dir).expanduser() if cache_dir else default_directory()
+        count = self.compiled_mode.compile_layers(runner.model, runner.cache, directory / "layers")
+        self.phases.end("compiled layers")
+        return count
+
+    @torch.inference_mode()
+    def _capture(self, runner: ModelRunner) -> Tensor:
+        """Capture decodes whole, logits included, and small steps up to the residual streams.
+
+        Returns:
+            The tensor in which captured decodes look for sampled ids; without them, a new one.
+        """
+
+        def streams(inputs: StepInputs, segments: Segments) -> Tensor:
+            return runner.model(inputs, runner.cache, segments)
+
+        def logits(inputs: StepInputs, segments: Segments) -> Tensor:
+            return runner.model.compute_logits(streams(inputs, segments))
+
+        config, max_seqs = self.config, self.config.max_num_seqs
+        largest = self._largest(runner.max_model_len)
+        if not largest.decode_graphs:
+            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
+        memory = GraphMemory(self.device)
+        static = StaticInputs(
+            max(largest.decode_graphs + largest.prefill_graphs),
+            max_seqs,
+            self.groups,
+            runner.tables,
+            runner.max_model_len,
+            self.device,
+        )
+        if largest.prefill_graphs:
+            runner.prefill_graphs = Graphs(
+                streams,
+                static,
+                sizes=largest.prefill_graphs,
+                decode=False,
+                device=self.device,
+                memory=memory,
+            )
+        if runner.drafter is not None:
+            runner.verifications = new_verifications(runner, config, memory)
+            return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
+        runner.graphs = Graphs(
+            logits,
+            static,
+            sizes=largest.decode_graphs,
+            decode=True,
+            device=self.device,
+            memory=memory,
+        )
+        return static.sampled
+
+    def _hold(self, runner: ModelRunner, weights: int, reserved_before: int) -> MemoryUse:
+        """Run the largest steps once, so that their memory is held and their kernels are loaded.
+
+        Returns:
+            What is held from then on.
+        """
+        config, cache = self.config, runner.cache_plan.total_bytes
+        if self.device.type != "cuda" or not self.capabilities.bounded_workspace:
+            return MemoryUse(weights=weights, workspace=0, cache=cache)
+        largest = self._largest(runner.max_model_len)
+        LargestSteps(runner.model, self.groups, self.ops, runner.cache).run(largest)
+        torch.cuda.synchronize(self.device)
+        held = torch.cuda.memory_reserved(self.device) - reserved_before
+        free, total = torch.cuda.mem_get_info(self.device)
+        allowed = int(total * config.gpu_memory_utilization)
+        if config.cache_memory_bytes is None and total - free > allowed:
+            logger.warning(
+                "%s bytes of the GPU are in use, of %s that gpu_memory_utilization allows",
+                f"{total - free:,}",
+                f"{allowed:,}",
+            )
+        return MemoryUse(weights=weights, workspace=max(0, held - weights - cache), cache=cache)
+
+
+def new_verifications(
+    runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
+) -> Verifications:
+    """The decodes of a drafting engine, captured; without memory, launched from the host."""
+    model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
+    largest = largest_steps(config, model_config, can_capture, runner.max_model_len)
+    return Verifications(
+        runner.model,
+        runner.cache,
+        runner.groups,
+        runner.tables,
+        drafts=numbers_of_drafts(config, model_config),
+        sizes=largest.decode_graphs or (config.max_num_seqs,),
+        max_len=runner.max_model_len,
+        device=runner.device,
+        memory=memory,
+    )
+
+
+def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verifications:
+    """Run drafting decodes as a GPU does, launched from the host: for tests and measurements."""
+    runner = executor.runner
+    steps = runner.verifications = new_verifications(runner, config, None)
+    executor.description = replace(executor.description, device_drafts=device_drafts(steps))
+    return steps
+
+
+def largest_steps(
+    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
+) -> Largest:
+    """The largest steps, and the graphs that there are to be."""
+    decodes: tuple[int, ...] = ()
+    prefills: tuple[int, ...] = ()
+    most = config.max_num_batched_tokens
+    if can_capture and not config.enforce_eager:
+        sizes = verification_sizes if config.draft_tokens else decode_sizes
+        decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
+        if config.graph_sizes is None:
+            prefills = tuple(prefill_sizes(most))
+    return Largest(
+        num_tokens=most,
+        num_seqs=config.max_num_seqs,
+        max_len=max_len,
+        decode_graphs=tuple(sorted(set(decodes))),
+        prefill_graphs=prefills,
+        drafts=numbers_of_drafts(config, model_config),
+    )
+
+
+def launches(
+    config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
+) -> object:
+    """What determines every launch: a cache that was filled for the same has every kernel."""
+    return {
+        "model": asdict(model_config),  # type: ignore[call-overload]
+        "steps": asdict(largest_steps(config, model_config, can_capture, max_len)),
+        "batch_invariant": config.batch_invariant,
+        "wo_a_input": config.wo_a_input,
+        "eager": config.enforce_eager,
+        "compile": config.compile,
+    }
+
+
+def numbers_of_drafts(config: EngineConfig, model_config: ModelConfig) -> tuple[int, ...]:
+    """How many drafts the decodes of a step may have."""
+    if config.draft_tokens == "auto":
+        return tuple(range(model_config.max_draft_tokens + 1))
+    return (config.draft_tokens,)
+
+
+def _table_serves(
+    platform: Platform,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    model_config: ModelConfig,
+    stream: WeightStream,
+) -> bool:
+    """Whether the platform's own table computes what is asked for; else the references do."""
+    if config.reference:
+        return False
+    if platform.vendor == "cpu":
+        return dtype == torch.float32
+    reasons = []
+    if dtype != torch.bfloat16:
+        reasons.append("dtype is not bfloat16")
+    if config.activations != "as-trained":
+        reasons.append("activations are not as trained")
+    reasons += architecture_of(model_config).kernel_obstacles(model_config, stream.storages)
+    if reasons:
+        logger.warning("the slow references run, because %s", " and ".join(reasons))
+    return not reasons
+
+
+def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Tokens of one sequence at most, as asked for or as the model allows."""
+    limit = model_config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise FinwhaleError(
+            f"max_model_len is {config.max_model_len}, but the model's context is {limit} tokens"
+        )
+    return config.max_model_len or limit
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A CPU allocation that fails is a plain RuntimeError to torch, a MemoryError to numpy."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
+
+
+def choose_device(name: str | None) -> tuple[Platform, torch.device]:
+    """The device asked for, or a GPU where there is one. Raises FinwhaleError, ResourceError."""
+    if name is None:
+        platform = Platform.detect()
+        return platform, torch.device(platform.device_type)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from error
+    if device.type == "cpu" and device.index is None:
+        return Platform.cpu(), device
+    if device.type != "cuda":
+        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}')
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
+    return Platform.detect(device.index or 0), device
+
+
+def _choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
+    if name is None:
+        return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
