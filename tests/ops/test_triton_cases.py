@@ -17,16 +17,20 @@ from finwhale.platform import Platform
 from .kernels_support import assert_close
 
 MAX_TOKENS = 9
-FAMILIES = ("linear", "mhc", "moe", "norm")
-KERNELS = {"moe": "moe.router_triton"}
+KERNELS = {
+    "linear": "linear_triton",
+    "mhc": "mhc_triton",
+    "moe": "router_triton",
+    "norm": "rms_norm_triton",
+}
 REFERENCE: Ops = load_ops(Platform.cpu(), reference=True)
 
 
 def covered() -> list[object]:
     params = []
-    for family in FAMILIES:
+    for family, kernel_module in KERNELS.items():
         cases = importlib.import_module(f"finwhale.ops.{family}.cases").CASES
-        kernels = importlib.import_module(f"finwhale.ops.{KERNELS.get(family, f'{family}.triton')}")
+        kernels = importlib.import_module(f"finwhale.ops.{family}.{kernel_module}")
         for case in cases:
             kernel = getattr(kernels, case.operator, None)
             if kernel is not None and len(case.args()[0]) <= MAX_TOKENS:
