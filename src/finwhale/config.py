@@ -148,7 +148,10 @@ class EngineConfig:
                 f"graph_sizes must lie in 1..max_num_seqs ({self.max_num_seqs}), got "
                 f"{self.graph_sizes}"
             )
-        if self.prefix_salt == "":
+        salt = self.prefix_salt
+        if salt is not None and type(salt) is not str:
+            raise FinwhaleError(f"prefix_salt must be a string, got {type(salt).__name__}")
+        if salt == "":
             raise FinwhaleError("prefix_salt must not be empty: leave it out for a random one")
         drafts = self.draft_tokens
         if drafts != "auto" and (type(drafts) is not int or not 0 <= drafts <= MAX_DRAFT_TOKENS):

@@ -237,7 +237,7 @@ def test_a_path_that_is_no_directory(path: Path, capsys: Capture) -> None:
         ("cache_memory_bytes", 2e9, "cache_memory_bytes must be an integer"),
         ("cache_memory_bytes", 1000, "the cache needs at least"),
         ("prefix_salt", "", "prefix_salt must not be empty"),
-        ("prefix_salt", b"secret", "prefix_salt must be"),
+        ("prefix_salt", b"secret", "prefix_salt must be a string, got bytes"),
     ],
 )
 def test_options(tiny_path: Path, option: str, value: Any, wanted: str) -> None:

@@ -31,7 +31,12 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
 
 
 def in_a_new_process(num_engines: int, num_layers: int, **options: Any) -> list[dict[str, int]]:
-    """Open engines in a new process, one after the other, and return the bytes that each holds."""
+    """Open engines in a new process, one after the other, and return the bytes that each holds.
+
+    Their budget counts what other processes hold, so this process first frees what it can.
+    """
+    gc.collect()
+    torch.cuda.empty_cache()
     call = [sys.executable, __file__, str(num_engines), str(num_layers), json.dumps(options)]
     done = subprocess.run(call, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr[-4000:]

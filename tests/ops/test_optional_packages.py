@@ -99,7 +99,7 @@ import deep_gemm
 from finwhale.ops.builds.deepgemm_builds import DeepGemmKernels
 from finwhale.ops.linear import linear_deepgemm
 from finwhale.ops.linear import LinearWeight
-deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
+linear_deepgemm.quantise = lambda x, num_rows=None, early_launch=False: deepgemm_empty(x, num_rows)
 from finwhale.ops.linear.quantise_triton import empty_quantised
 def deepgemm_empty(x, num_rows):
     y, s = empty_quantised(num_rows or len(x), 1, x.shape[-1], False, x)
@@ -110,7 +110,7 @@ products = DeepGemmKernels(folder)
 products.install()
 w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), True, torch.ones(2, 16))
 def linear(n):
-    deepgemm.linear(torch.zeros(n, 2048, dtype=torch.bfloat16), w)
+    linear_deepgemm.linear(torch.zeros(n, 2048, dtype=torch.bfloat16), w)
 with products.collecting():
     linear(2), linear(1500)
 collected = len(deep_gemm.calls)
@@ -120,7 +120,7 @@ kernels = len(deep_gemm.configs)
 for n in (*range(2, 400), *range(400, 1501, 7), 1500):
     linear(n)
 before = products.total
-deepgemm.linear(torch.zeros(5000, 2048, dtype=torch.bfloat16), w)
+linear_deepgemm.linear(torch.zeros(5000, 2048, dtype=torch.bfloat16), w)
 kernels = kernels, len(deep_gemm.configs)
 print(json.dumps([collected, jobs, loaded, *kernels, before, products.total]))
 """

@@ -230,7 +230,7 @@ def test_streams_created_per_draft_layer(
     monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
     if mistake:
         monkeypatch.setattr(model_module, "DecoderLayer", own_streams)
-    weights, config = run.model.weights, run.model_config
+    weights, config = run.model.weights, run.model.config
     model = model_module.DeepseekV4(
         config, run.ops, weights, round_activations=False, max_positions=16
     )
@@ -257,10 +257,10 @@ import sys
 import torch
 from finwhale import LLM, SamplingParams
 if sys.argv[2] == "True":
-    import finwhale.engine.rank.runner as runner
+    import finwhale.engine.rank.startup as startup
     from finwhale.compiled.custom_ops import custom
-    load_ops = runner.load_ops
-    runner.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
+    load_ops = startup.load_ops
+    startup.load_ops = lambda *args, **options: custom(load_ops(*args, **options))
 llm = LLM(sys.argv[1], device="cpu", max_num_seqs=2)
 llm.generate([[5, 6, 7]], SamplingParams(max_tokens=2, ignore_eos=True))
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("finwhale")]

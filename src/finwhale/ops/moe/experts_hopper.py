@@ -192,12 +192,6 @@ def _scales_first(width, groups, part):
     return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
 
 
-@gluon.constexpr_function
-def _scales_last(width, groups):
-    """Whether a part's scales are read after its product."""
-    return not all(_scales_first(width, groups, p) for p in range(_num_parts(width, groups)))
-
-
 @gluon.jit
 def _multiply(
     rings,
@@ -236,10 +230,9 @@ def _multiply(
             ),)
             # fmt: on
         totals = added
-        if _scales_last(WIDTH, GROUPS):
-            # The loads of the scales come right before. Without the fence, the copy that refills
-            # this place overtook some of them: H200, the last blocks of a tile of rows.
-            fence_async_shared()
+        # The loads of the scales may still wait behind loads of other warps. On an H200 the copy
+        # that refills this place overtook some of them, rarely.
+        fence_async_shared()
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
