@@ -97,6 +97,7 @@ def test_a_token_has_the_same_bits_by_every_plan(
     assert {plan.groups for plan in plans} == {1, 2, 4}
     w = weights(D, I, E)
     generator = torch.Generator("cuda").manual_seed(0)
+    wrong: list[tuple[int, HopperPlan, int, float]] = []
     for pairs, skew in ((3, 0.0), (48, 0.1), (94, 0.0), (120, 0.1), (192, 0.03)):
         num_tokens = pairs * E // K
         x = torch.randn(num_tokens, D, device="cuda", generator=generator).bfloat16()
@@ -108,11 +109,14 @@ def test_a_token_has_the_same_bits_by_every_plan(
         wanted = None
         for plan in plans:
             monkeypatch.setattr(kernels, "plan", lambda *_, plan=plan: plan)
-            for _ in range(8):
+            for run in range(8):
                 found = HOPPER.experts(x, ids, routed, w, 10.0)
                 wanted = found if wanted is None else wanted
-                assert torch.equal(found, wanted), (pairs, plan)
+                tokens = (found != wanted).any(1).sum().item()
+                if tokens:
+                    wrong.append((pairs, plan, run, tokens))
         assert wanted is not None and wanted.isfinite().all()
+    assert not wrong, wrong
 
 
 def test_products_that_four_groups_cannot_share(monkeypatch: pytest.MonkeyPatch) -> None:

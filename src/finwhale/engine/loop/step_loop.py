@@ -57,13 +57,13 @@ class Launcher:
         self, chunks: Items[Chunk], choice: Choice | None, draft: DraftPlan | None = None
     ) -> PendingResult | None:
         """Launch a step. None: without a choice, `sample` follows."""
+        freed = self.scheduler.take_freed()
         try:
-            plan = self.planner.plan(
-                chunks, freed=self.scheduler.take_freed(), choice=choice, draft=draft
-            )
+            plan = self.planner.plan(chunks, freed=freed, choice=choice, draft=draft)
             return self.executor.execute(plan)
         except BaseException:
             # The executor may have lost any part of the plan.
+            self.scheduler.return_freed(freed)
             self.planner.forget()
             raise
 

@@ -301,6 +301,10 @@ class Scheduler:
         freed, self._freed_slots = self._freed_slots, []
         return freed
 
+    def return_freed(self, slots: list[int]) -> None:
+        """Let `take_freed` name these slots again: the step that named them was not launched."""
+        self._freed_slots += slots
+
     def finish(self, sequence: Sequence) -> None:
         """Take a sequence out, whether it runs or waits, and free its pages."""
         if sequence.running:
