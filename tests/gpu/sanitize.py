@@ -17,9 +17,8 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch
 
 from finwhale.bench import ops as bench
-from finwhale.bench.works import CONFIGS, Draw, Sizes, works
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import results
+from finwhale.ops.case import CONFIGS, ModelDraw, Sizes, results
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe import dispatch_triton
 from finwhale.platform import Platform
@@ -44,16 +43,15 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
     calls = 0
     sizes = replace(sizes, n_routed_experts=min(EXPERTS, sizes.n_routed_experts), vocab_size=4096)
     kernel = bench.implementation(table, operator)
-    for work in works(sizes, Draw("cuda")):
-        if work.operator != operator:
-            continue
-        weight = bench.make_weight(work, table)
+    for at_step in bench.at_steps(sizes, ModelDraw("cuda"), operator):
+        weight = bench.make_weight(at_step(()), table)
         for count in EXPERTS_TOKENS if operator == "experts" else TOKENS:
-            results(kernel, work.args(bench.mixed_step(count), weight.ready), work.written)
+            case = at_step(bench.mixed_step(count))
+            results(kernel, bench.make_args(case, weight), case.written)
             calls += 1
         if operator in bench.PAGED:
-            args = work.args(bench.mixed_step(4), None)
-            results(kernel, bench.padded(args, bench.PAGED[operator], 3), work.written)
+            case = at_step(bench.mixed_step(4))
+            results(kernel, bench.padded(case.args(), bench.PAGED[operator], 3), case.written)
             calls += 1
     return calls
 

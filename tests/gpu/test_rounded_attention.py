@@ -1,6 +1,7 @@
 """Attention that rounds its output for the grouped projection: bits of rounding it afterwards."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +10,8 @@ from torch import Tensor
 
 from finwhale.bench import ops as bench
 from finwhale.bench.packing import padded, ready
-from finwhale.bench.works import CONFIGS, Draw, works
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import Chunks
+from finwhale.ops.case import CONFIGS, Chunks, ModelDraw
 from finwhale.ops.linear.quantise_triton import quantise
 from finwhale.platform import Platform
 
@@ -55,14 +55,13 @@ def check(ops: Ops, args: Any, w: Any) -> None:
 def test_rounding_in_attention_is_rounding_afterwards(
     config: str, kind: str, invariant: bool
 ) -> None:
-    ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), Draw("cuda")
-    found = works(CONFIGS[config], draw)
-    (attend,) = (work for work in found if (work.operator, work.name) == ("sparse_attention", kind))
-    (grouped,) = (work for work in found if work.name == "wo_a")
+    ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), ModelDraw("cuda")
+    case = partial(bench.model_case, CONFIGS[config], draw)
+    grouped = case("grouped_linear", "wo_a", ())
     assert grouped.weight is not None
     w = ready(ops, grouped.weight())
     for count in (1, 17, 1500) if invariant else (2, 3, 17, 128, 300, 1500):
         for chunks in steps(count):
-            args = attend.args(chunks, None)
+            args = case("sparse_attention", kind, chunks).args()
             # Behind a decode, tokens that are none.
             check(ops, padded(args, bench.PAGED["sparse_attention"], 3) if count == 17 else args, w)

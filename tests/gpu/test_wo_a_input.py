@@ -7,10 +7,11 @@ import torch
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.packing import ready
-from finwhale.bench.works import CONFIGS, Draw, works
 from finwhale.config import WoAInput
 from finwhale.ops import load_ops
+from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.ops.linear import LinearWeight
+from finwhale.ops.linear.cases import model_cases
 from finwhale.platform import Platform
 from finwhale.testing.stepping import Stepper
 
@@ -28,10 +29,11 @@ def test_the_projection(config: str, invariant: bool) -> None:
 
     Tensor cores add in float32 or better, and the result is rounded to bfloat16 once.
     """
-    ops, draw = load_ops(HOPPER, batch_invariant=invariant), Draw("cuda")
-    (work,) = (one for one in works(CONFIGS[config], draw) if one.name == "wo_a of bfloat16")
-    assert work.weight is not None
-    w = ready(ops, work.weight())
+    ops, draw = load_ops(HOPPER, batch_invariant=invariant), ModelDraw("cuda")
+    found_cases = model_cases(CONFIGS[config], draw, ())
+    (case,) = (one for one in found_cases if one.name == "wo_a of bfloat16")
+    assert case.weight is not None
+    w = ready(ops, case.weight())
     assert isinstance(w, LinearWeight) and w.scale is not None and not w.round_input
     groups, rows, width = w.weight.shape
     wide = w.scale.repeat_interleave(128, 1)[:, :rows].repeat_interleave(128, 2)[:, :, :width]

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from finwhale.bench import ops as bench
 from finwhale.bench.packing import ACTIVATIONS, plain_args
-from finwhale.bench.works import CONFIGS, Draw, Work, works
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention.layout import pack_rows
-from finwhale.ops.case import Args, take_tokens
+from finwhale.ops.case import CONFIGS, Args, Chunks, ModelDraw, OpCase, take_tokens
 from finwhale.ops.indexer.layout import pack_keys
 from finwhale.ops.moe import Dispatched
 from finwhale.ops.paging import Tokens
@@ -26,8 +25,9 @@ from finwhale.platform import Platform
 
 REFERENCE = load_ops(Platform.cpu(), reference=True)
 SIZES = replace(CONFIGS["demo"], vocab_size=300)
-WORKS = works(SIZES, Draw("cpu"))
-OPERATORS = sorted({work.operator for work in WORKS})
+DRAW = ModelDraw("cpu")
+CASES = tuple(bench.model_cases(SIZES, DRAW, ()))
+OPERATORS = sorted({case.operator for case in CASES})
 
 
 def packed_operator(name: str) -> Callable[..., Any]:
@@ -76,15 +76,15 @@ def pack(name: str, args: Args, plain: Args) -> None:
             part.entry_pool.copy_(packed)
 
 
-def token_by_token(work: Work) -> Callable[..., Any]:
+def token_by_token(case: OpCase) -> Callable[..., Any]:
     """A reference called for one token at a time: its bits then do not depend on the batch."""
-    definition = getattr(REFERENCE, work.operator)
+    definition = getattr(REFERENCE, case.operator)
 
     def run(*args: Any) -> Any:
-        count = len(args[work.by_token[0]])
+        count = len(args[case.by_token[0]])
         if not count:
             return definition(*args)
-        found = [definition(*take_tokens(args, work.by_token, i, i + 1)) for i in range(count)]
+        found = [definition(*take_tokens(args, case.by_token, i, i + 1)) for i in range(count)]
         if isinstance(found[0], tuple):
             return tuple(torch.cat(parts) for parts in zip(*found, strict=True))
         return torch.cat(found)
@@ -110,7 +110,7 @@ PACKED: Ops = replace(
     capabilities=replace(REFERENCE.capabilities, quantised_weights=True, packed_cache=True),
     experts_compute=packed_compute,
     experts_combine=packed_combine,
-    **{w.operator: token_by_token(w) for w in WORKS if w.own_bits and w.by_token}
+    **{c.operator: token_by_token(c) for c in CASES if c.own_bits and c.by_token}
     | {name: packed_operator(name) for name in ACTIVATIONS if name != "experts"},
 )
 
@@ -122,7 +122,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdicts(operator: str, ops: Ops) -> list[bench.Verdict]:
-    return list(bench.check_operator(operator, (WORKS,), ops, REFERENCE, "cpu"))
+    return list(bench.check_operator(operator, SIZES, (DRAW,), ops, REFERENCE, "cpu"))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -185,31 +185,35 @@ def test_other_entries_are_found() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_floors(name: str) -> None:
     """Bytes and operations grow with the step, and no floor is zero."""
-    for work in works(CONFIGS[name], Draw("cpu")):
-        few, many = ((8191, 8192),), ((8191, 8192),) * 32
-        assert 0 < work.floor_us(few) <= work.floor_us(many)
-        assert work.bytes(many) <= 32 * work.bytes(few)
-        assert work.operations(many) == 32 * work.operations(few)
+    few, many = (model_cases(name, ((8191, 8192),) * count) for count in (1, 32))
+    for one, other in zip(few, many, strict=True):
+        assert 0 < one.floor_us <= other.floor_us
+        assert other.bytes <= 32 * one.bytes
+        assert other.operations == 32 * one.operations
 
 
-def works_of(operator: str) -> list[Work]:
-    return [work for work in works(CONFIGS["flash"], Draw("cpu")) if work.operator == operator]
+def model_cases(config: str, step: Chunks) -> list[OpCase]:
+    return list(bench.model_cases(CONFIGS[config], ModelDraw("cpu"), step))
+
+
+def flash_cases(operator: str, step: Chunks) -> list[OpCase]:
+    return [case for case in model_cases("flash", step) if case.operator == operator]
 
 
 def test_bytes_by_hand() -> None:
     """Flash, decodes at position 8191."""
     step = ((8191, 8192),) * 2
-    window, c4, c128, rounded = works_of("sparse_attention")
+    window, c4, c128, rounded = flash_cases("sparse_attention", step)
     heads = 2 * 2 * 64 * 512 * 2  # read and written, bfloat16
-    assert window.bytes(step) == heads + 2 * 128 * 584
-    assert c4.bytes(step) == heads + 2 * (128 + 512) * 584
-    assert c128.bytes(step) == heads + 2 * (128 + 64) * 584
-    assert c128.bytes(step) - rounded.bytes(step) == heads // 4 - 2 * 64 * 512 // 32
-    assert c4.operations(step) == 2 * 64 * (128 + 512) * 512 * 4
-    (select,) = works_of("select_entries")
-    assert select.operations(step) == 2 * 2048 * 64 * 128 * 2
-    assert select.bytes(step) == 2 * (2 * 64 * 128 + 4 * 64 + 4 * 512 + 2048 * 68)
-    (experts,) = works_of("experts")
+    assert window.bytes == heads + 2 * 128 * 584
+    assert c4.bytes == heads + 2 * (128 + 512) * 584
+    assert c128.bytes == heads + 2 * (128 + 64) * 584
+    assert c128.bytes - rounded.bytes == heads // 4 - 2 * 64 * 512 // 32
+    assert c4.operations == 2 * 64 * (128 + 512) * 512 * 4
+    (select,) = flash_cases("select_entries", step)
+    assert select.operations == 2 * 2048 * 64 * 128 * 2
+    assert select.bytes == 2 * (2 * 64 * 128 + 4 * 64 + 4 * 512 + 2048 * 68)
+    (experts,) = flash_cases("experts", step[:1])
     one = 3 * 2048 * 4096
-    assert experts.operations(step[:1]) == 2 * 6 * one
-    assert experts.bytes(step[:1]) == pytest.approx(6 * one * 17 / 32 + 6 * 4096 + 48)
+    assert experts.operations == 2 * 6 * one
+    assert experts.bytes == pytest.approx(6 * one * 17 / 32 + 6 * 4096 + 48)

@@ -28,7 +28,6 @@ from rich.table import Table
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.record import append_record, stamp, summary
-from finwhale.bench.works import BF16_RATE, FP4_BYTES, FP8_RATE, READ_RATE
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
@@ -44,6 +43,8 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.models.protocol import WeightStream
+from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
+from finwhale.ops.moe.cases import FP4_BYTES
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
 

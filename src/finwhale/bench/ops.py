@@ -11,6 +11,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,23 +28,28 @@ from finwhale.bench.packing import (
     plain_results,
     plain_weight,
     ready,
-    to_device,
 )
 from finwhale.bench.record import append_record, stamp, summary
-from finwhale.bench.works import (
-    CONFIGS,
-    HIDDEN_TOLERANCE,
-    READ_RATE,
-    Draw,
-    Sizes,
-    Work,
-    num_tokens,
-    works,
-)
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
-from finwhale.ops.case import E4M3_FLIP, Args, Chunks, OpCase, results, take_tokens, written_tensors
+from finwhale.ops.case import (
+    CONFIGS,
+    E4M3_FLIP,
+    MODEL_TOLERANCE,
+    READ_RATE,
+    Args,
+    Chunks,
+    ModelDraw,
+    OpCase,
+    Sizes,
+    num_tokens,
+    results,
+    take_tokens,
+    to_device,
+    written_tensors,
+)
 from finwhale.ops.moe import ExpertWeight
+from finwhale.ops.moe.cases import HIDDEN_TOLERANCE
 from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
 
@@ -63,7 +70,7 @@ PARTS = ((0, 1), (5, 22), (0, 100), (27, 128))
 ANY_PARTS = ((0, 1), (0, 2), (5, 22), (3, 130), (900, 901), (1400, 1403), (100, 611), (3, 1499))
 FAR_BYTES = 2**31
 LAST_ROWS = 300  # of a batch past 2^31 values; more than what a table cuts as few tokens
-FAMILIES = ("norm", "linear", "mhc", "attention", "compressor", "indexer", "moe")
+FAMILIES = ("norm", "mhc", "linear", "attention", "compressor", "indexer", "moe")
 # Operators that read pages, and the positions of their arguments that grow with the step.
 PAGED = {
     "prepare_qkv": (0, 2, 7, 9),
@@ -77,6 +84,34 @@ EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
 Implementation = Callable[..., Any]
+AtStep = Callable[[Chunks], OpCase]  # makes a case for a step
+
+
+def model_cases(sizes: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    """Every operator of a layer, the LM head and sampling, for one step."""
+    for family in (*FAMILIES, "sampling"):
+        yield from _cases(family).model_cases(sizes, draw, chunks)
+
+
+def model_case(sizes: Sizes, draw: ModelDraw, operator: str, name: str, chunks: Chunks) -> OpCase:
+    cases = model_cases(sizes, draw, chunks)
+    return next(case for case in cases if (case.operator, case.name) == (operator, name))
+
+
+def at_steps(sizes: Sizes, draw: ModelDraw, operator: str) -> list[AtStep]:
+    """The model's cases of an operator, each as a function of the step."""
+    names = [case.name for case in model_cases(sizes, draw, ()) if case.operator == operator]
+    return [partial(model_case, sizes, draw, operator, name) for name in names]
+
+
+def shared_cases(operator: str) -> tuple[OpCase, ...]:
+    """The small cases of an operator, which tests run too."""
+    cases = chain.from_iterable(_cases(family).CASES for family in FAMILIES)
+    return tuple(case for case in cases if case.operator == operator)
+
+
+def _cases(family: str) -> Any:
+    return importlib.import_module(f"finwhale.ops.{family}.cases")
 
 
 def kernels(ops: Ops) -> dict[str, Implementation]:
@@ -159,16 +194,20 @@ def step(batch: int, context: int) -> Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A work's weight as the table's operators read it, and in float32 or None if too large."""
+    """A case's weight as the table's operators read it, and in float32 or None if too large."""
 
     ready: Any
     plain: Any
 
 
-def make_weight(work: Work, ops: Ops) -> Weights:
-    stored = work.weight() if work.weight else None
+def make_weight(case: OpCase, ops: Ops) -> Weights:
+    stored = case.weight() if case.weight else None
     plain = None if _is_large(stored) else plain_weight(stored)
     return Weights(ready(ops, stored), plain)
+
+
+def make_args(case: OpCase, weight: Weights) -> Args:
+    return case.args(weight.ready) if case.weight else case.args()
 
 
 def _is_large(stored: Any) -> bool:
@@ -176,67 +215,67 @@ def _is_large(stored: Any) -> bool:
     return isinstance(stored, ExpertWeight) and 12 * stored.w13.numel() > PLAIN_BYTES
 
 
-def reference_args(work: Work, args: Args, weight: Weights) -> Args:
+def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
     """The packed arguments as the reference takes them."""
     if weight.ready is not None:
         args = tuple(weight.plain if arg is weight.ready else arg for arg in args)
-    return plain_args(work.operator, args)
+    return plain_args(case.operator, args)
 
 
-def measure(work: Work, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, Any]:
+def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, Any]:
     """One line of the table, as a dict; without a reference where its weights are too large."""
-    kernel, definition = (implementation(table, work.operator) for table in (ops, reference))
-    size = work.bytes(chunks)
-    turns = max(2, min(MAX_TURNS, -(-ROTATED_BYTES // max(1, int(size)))))
-    weights = [make_weight(work, ops)]
-    if work.weight is not None and work.operator != "experts":  # its turns choose other experts
-        weights += [Weights(ready(ops, work.weight()), None) for _ in range(turns - 1)]
-    inputs = [work.args(chunks, weights[i % len(weights)].ready) for i in range(turns)]
+    kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
+    turns = max(2, min(MAX_TURNS, -(-ROTATED_BYTES // max(1, int(case.bytes)))))
+    weights = [make_weight(case, ops)]
+    if case.weight is not None and case.operator != "experts":  # its turns choose other experts
+        weights += [Weights(ready(ops, case.weight()), None) for _ in range(turns - 1)]
+    inputs = [make_args(case, weights[i % len(weights)]) for i in range(turns)]
     error = base = None
     if weights[0].ready is None or weights[0].plain is not None:
-        plain = reference_args(work, inputs[0], weights[0])
-        found = plain_results(work.operator, inputs[0], results(kernel, inputs[0], work.written))
-        wanted = _as_wide(work.operator, inputs[0], results(definition, plain, work.written))
+        plain = reference_args(case, inputs[0], weights[0])
+        found = plain_results(case.operator, inputs[0], results(kernel, inputs[0], case.written))
+        wanted = _as_wide(case.operator, inputs[0], results(definition, plain, case.written))
         error = largest_error(found, wanted)
         # Once: it is slow, and here to be compared with.
         base = _timed(lambda: definition(*plain), 1, 1, warm_up=0)
     ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
-    floor = work.floor_us(chunks)
     return {
-        "operator": work.operator,
-        "case": work.name,
+        "operator": case.operator,
+        "case": case.name,
         "tokens": num_tokens(chunks),
         "last_position": max((end for _, end in chunks), default=0) - 1,
         "kernel": f"{kernel.__module__}.{kernel.__qualname__}",
         "kernel_us": ours,
         "reference_us": base,
-        "bytes": round(size),
-        "operations": round(work.operations(chunks)),
-        "floor_us": round(floor, 3),
-        "share_of_floor": round(floor / ours["median"], 4),
+        "bytes": round(case.bytes),
+        "operations": round(case.operations),
+        "floor_us": round(case.floor_us, 3),
+        "share_of_floor": round(case.floor_us / ours["median"], 4),
         "error": error,
     }
 
 
 def run_timing(
-    all_works: Sequence[Work], ops: Ops, batches: Sequence[int], context: int
+    sizes: Sizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
 ) -> list[Any]:
-    reference = load_ops(Platform.detect(), reference=True)
-    chosen = kernels(ops)
+    """Print a line for each kernel and batch; those lines as dicts."""
+    reference, draw = load_ops(Platform.detect(), reference=True), ModelDraw("cuda")
+    chosen = [name for name in kernels(ops) if not operators or name in operators]
     print(
         f"{'operator':29}{'tokens':>7}{'us':>9}{'p10':>9}{'p90':>9}{'reference':>11}"
         f"{'MB':>9}{'floor':>8}{'share':>7}{'error':>9}"
     )
     lines = []
-    for work in all_works:
-        if work.operator not in chosen:
+    steps = [step(batch, context) for batch in batches]
+    for cases in zip(*(model_cases(sizes, draw, chunks) for chunks in steps), strict=True):
+        if cases[0].operator not in chosen:
             continue
-        for batch in batches:
-            line = measure(work, step(batch, context), ops, reference)
+        for case, batch, chunks in zip(cases, batches, steps, strict=True):
+            line = measure(case, chunks, ops, reference)
             lines.append(line)
             us, base, error = line["kernel_us"], line["reference_us"], line["error"]
             print(
-                f"{work.operator + ' ' + work.name:29}{batch:7}{us['median']:9.2f}"
+                f"{case.operator + ' ' + case.name:29}{batch:7}{us['median']:9.2f}"
                 f"{us['p10']:9.2f}{us['p90']:9.2f}"
                 + (f"{base['median']:11.2f}" if base else f"{'-':>11}")
                 + f"{line['bytes'] / 1e6:9.2f}{line['floor_us']:8.2f}{line['share_of_floor']:7.1%}"
@@ -260,7 +299,7 @@ def compare(
     found: Sequence[Tensor],
     wanted: Sequence[Tensor],
     flips: float,
-    tolerance: float = 2e-5,
+    tolerance: float = MODEL_TOLERANCE,
     flip: float = E4M3_FLIP,
 ) -> str | None:
     """What is wrong, or None.
@@ -302,16 +341,16 @@ def compare(
 
 
 def same_alone(
-    work: Work, kernel: Implementation, args: Args, parts: Sequence[tuple[int, int]]
+    case: OpCase, kernel: Implementation, args: Args, parts: Sequence[tuple[int, int]]
 ) -> str | None:
     """Bit for bit: tokens alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
-    whole = plain_results(work.operator, args, results(kernel, args, work.written))
+    whole = plain_results(case.operator, args, results(kernel, args, case.written))
     for start, end in parts:
-        part = take_tokens(args, work.by_token, start, end)
-        found = plain_results(work.operator, part, results(kernel, part, work.written))
+        part = take_tokens(args, case.by_token, start, end)
+        found = plain_results(case.operator, part, results(kernel, part, case.written))
         for position, (one, other) in enumerate(zip(found, whole, strict=True)):
-            if work.operator == "prepare_qkv" and position == 1:
+            if case.operator == "prepare_qkv" and position == 1:
                 slots = write_slots(part[7], part[9])
                 equal = torch.equal(one[slots], other[slots])
             else:
@@ -319,14 +358,6 @@ def same_alone(
             if not equal:
                 return f"tokens {start} to {end} of {count} differ"
     return None
-
-
-def shared_cases(operator: str) -> tuple[OpCase, ...]:
-    """Those of `cases.py` for an operator."""
-    cases: list[OpCase] = []
-    for family in FAMILIES:
-        cases += importlib.import_module(f"finwhale.ops.{family}.cases").CASES
-    return tuple(case for case in cases if case.operator == operator)
 
 
 def mixed_step(count: int) -> Chunks:
@@ -367,56 +398,56 @@ def _as_wide(operator: str, args: Args, wanted: list[Tensor]) -> list[Tensor]:
     return plain_results(operator, args, wanted) if operator == "select_entries" else wanted
 
 
-def check_work(
-    work: Work, ops: Ops, reference: Ops, *, invariant: bool = False
+def check_model_case(
+    at_step: AtStep, ops: Ops, reference: Ops, *, invariant: bool = False
 ) -> Iterator[Verdict]:
     """Real sizes: against the reference, alone, padded, on far pages.
 
-    invariant: the bits of any number of tokens must be the same, whatever the work says.
+    invariant: the bits of any number of tokens must be the same, whatever the case says.
     """
-    kernel, definition = (implementation(table, work.operator) for table in (ops, reference))
-    weight = make_weight(work, ops)
+    case = at_step(())
+    kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
+    weight = make_weight(case, ops)
     dtype = ""
     for count in CHECKED:
-        args = work.args(mixed_step(count), weight.ready)
-        plain = reference_args(work, args, weight)
-        wanted = _as_wide(work.operator, args, results(definition, plain, work.written))
-        found = plain_results(work.operator, args, results(kernel, args, work.written))
+        args = make_args(at_step(mixed_step(count)), weight)
+        plain = reference_args(case, args, weight)
+        wanted = _as_wide(case.operator, args, results(definition, plain, case.written))
+        found = plain_results(case.operator, args, results(kernel, args, case.written))
         if isinstance(args[0], Tensor):
             dtype = str(args[0].dtype).removeprefix("torch.")
-        what = f"{work.name} {dtype} {count} tokens"
-        yield Verdict(what, compare(found, wanted, work.flips, work.tolerance, work.flip))
-    if work.by_token and (work.own_bits or invariant):
+        what = f"{case.name} {dtype} {count} tokens"
+        yield Verdict(what, compare(found, wanted, case.flips, case.tolerance, case.flip))
+    if case.by_token and (case.own_bits or invariant):
         parts = ANY_PARTS if invariant else PARTS
-        args = work.args(mixed_step(max(end for _, end in parts)), weight.ready)
-        yield Verdict(f"{work.name} {dtype} batches", same_alone(work, kernel, args, parts))
-    if work.operator in PAGED:
-        yield Verdict(f"{work.name} padding", check_padding(work, kernel))
-        yield Verdict(f"{work.name} far pages", check_far_pages(work, kernel))
+        args = make_args(at_step(mixed_step(max(end for _, end in parts))), weight)
+        yield Verdict(f"{case.name} {dtype} batches", same_alone(case, kernel, args, parts))
+    if case.operator in PAGED:
+        yield Verdict(f"{case.name} padding", check_padding(at_step(mixed_step(4)), kernel))
+        yield Verdict(f"{case.name} far pages", check_far_pages(at_step(mixed_step(9)), kernel))
 
 
-def check_padding(work: Work, kernel: Implementation) -> str | None:
+def check_padding(case: OpCase, kernel: Implementation) -> str | None:
     """Tokens at position -1 behind a pure decode change nothing and are finite."""
-    chunks = mixed_step(4)
-    args = work.args(chunks, None)
-    alone = plain_results(work.operator, args, results(kernel, args, work.written))
-    more = padded(args, PAGED[work.operator], 3)
-    found = plain_results(work.operator, more, results(kernel, more, work.written))
+    args = case.args()
+    alone = plain_results(case.operator, args, results(kernel, args, case.written))
+    more = padded(args, PAGED[case.operator], 3)
+    found = plain_results(case.operator, more, results(kernel, more, case.written))
     for position, one in enumerate(found):
         if one.dtype.is_floating_point and not one.isfinite().all():
             return "not finite"
         if len(one) == len(alone[position]) + 3:
             found[position] = one[:-3]
-    return compare(found, alone, work.flips, work.tolerance, work.flip)
+    return compare(found, alone, case.flips, case.tolerance, case.flip)
 
 
-def check_far_pages(work: Work, kernel: Implementation) -> str | None:
+def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
     """Pages past 2^31 bytes give the same bits."""
-    args = work.args(mixed_step(9), None)
-    near = plain_results(work.operator, args, results(kernel, args, work.written))
+    args = case.args()
+    near = plain_results(case.operator, args, results(kernel, args, case.written))
     far = far_pages(args, FAR_BYTES)
-    found = plain_results(work.operator, far, _last_rows(kernel, far, work.written))
-    if work.operator == "select_entries":
+    found = plain_results(case.operator, far, _last_rows(kernel, far, case.written))
+    if case.operator == "select_entries":
         offset = (far[5].pages - args[5].pages).max() * far[5].rows_per_page
         found = [slots.sub(offset).where(slots >= 0, -1) for slots in found]
     for one, other in zip(found, near, strict=True):
@@ -432,15 +463,16 @@ def _last_rows(kernel: Implementation, args: Args, written: Sequence[int]) -> li
     return [*found, *written_tensors(args, written)]
 
 
-def check_large(work: Work, kernel: Implementation, values_a_token: int) -> str | None:
+def check_large(at_step: AtStep, kernel: Implementation, values_a_token: int) -> str | None:
     """Offsets past 2^31: the last tokens of a batch that long, bit for bit as alone."""
     count, rows = 2**31 // values_a_token + 500, LAST_ROWS
-    args = list(work.args(mixed_step(rows), None))
-    for i in work.by_token:
+    case = at_step(mixed_step(rows))
+    args = list(case.args())
+    for i in case.by_token:
         big = args[i].new_zeros((count, *args[i].shape[1:]))
         big[-rows:] = args[i]
         args[i] = big
-    last = [arg[-rows:] if i in work.by_token else arg for i, arg in enumerate(args)]
+    last = [arg[-rows:] if i in case.by_token else arg for i, arg in enumerate(args)]
     alone = results(kernel, tuple(last), ())
     returned = kernel(*args)
     whole = returned if isinstance(returned, tuple) else (returned,)
@@ -450,41 +482,40 @@ def check_large(work: Work, kernel: Implementation, values_a_token: int) -> str 
 
 def check_operator(
     operator: str,
-    sets: Sequence[Sequence[Work]],
+    sizes: Sizes,
+    draws: Sequence[ModelDraw],
     ops: Ops,
     reference: Ops,
     device: str = "cuda",
     *,
     invariant: bool = False,
 ) -> Iterator[Verdict]:
-    """Shared cases, then real sizes in each of `sets`, one for each dtype."""
+    """Shared cases, then real sizes with each of `draws`, one for each dtype."""
     for case in shared_cases(operator):
         verdict = check_case(case, ops, reference, device)
         if verdict is not None:
             yield verdict
-    for all_works in sets:
-        for work in all_works:
-            if work.operator == operator:
-                yield from check_work(work, ops, reference, invariant=invariant)
+    for draw in draws:
+        for at_step in at_steps(sizes, draw, operator):
+            yield from check_model_case(at_step, ops, reference, invariant=invariant)
 
 
 def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str], *, invariant: bool) -> int:
     """Print a line a check; the number that failed."""
     reference = load_ops(Platform.detect(), reference=True)
     sizes = replace(sizes, n_routed_experts=min(sizes.n_routed_experts, CHECKED_EXPERTS))
-    real = works(sizes, Draw("cuda"))
-    single = works(sizes, Draw("cuda", torch.float32))
-    sets = (real, [w for w in single if w.operator not in (*ACTIVATIONS, "sample")])
+    real, single = ModelDraw("cuda"), ModelDraw("cuda", torch.float32)
     large = {"mhc_post_pre": 4 * sizes.hidden_size, "mhc_post": 4 * sizes.hidden_size}
     failed = 0
     for operator, kernel in kernels(ops).items():
         if operators and operator not in operators:
             continue
-        for verdict in check_operator(operator, sets, ops, reference, invariant=invariant):
+        draws = (real,) if operator in (*ACTIVATIONS, "sample") else (real, single)
+        for verdict in check_operator(operator, sizes, draws, ops, reference, invariant=invariant):
             failed += _show(operator, verdict)
         if operator in large and large[operator] > 4096:
-            work = next(work for work in real if work.operator == operator)
-            fault = check_large(work, kernel, large[operator])
+            (at_step,) = at_steps(sizes, real, operator)
+            fault = check_large(at_step, kernel, large[operator])
             failed += _show(operator, Verdict("past 2^31 values", fault))
         torch.cuda.empty_cache()
     print(f"{failed} checks failed" if failed else "all checks passed")
@@ -532,12 +563,7 @@ def main(argv: Sequence[str]) -> int:
         if args.check:
             failed = run_check(sizes, ops, args.operators, invariant=args.batch_invariant)
             return int(failed > 0)
-        chosen = [
-            work
-            for work in works(sizes, Draw("cuda"))
-            if not args.operators or work.operator in args.operators
-        ]
-        lines = run_timing(chosen, ops, args.batches, args.context)
+        lines = run_timing(sizes, ops, args.operators, args.batches, args.context)
     record = stamp("ops", argv, ("torch", "triton")) | {
         "benchmark": "ops",
         "config": args.config,

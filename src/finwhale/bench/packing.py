@@ -5,7 +5,7 @@ rows, keys and weights are exact there.
 """
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,18 +40,6 @@ ACTIVATIONS = {
     "sparse_attention": (0, 8),
     "compress": (),
 }
-
-
-def to_device(value: Any, device: str | torch.device) -> Any:
-    """An argument with its tensors on the device."""
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(to_device(part, device) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "memo"}
-        return type(value)(**{name: to_device(part, device) for name, part in parts.items()})
-    return value
 
 
 # --- From packed to plain -------------------------------------------------------------------------
@@ -236,7 +224,7 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), exponents.view(torch.uint8)
 
 
-# --- The same work in other places ----------------------------------------------------------------
+# --- The same call in other places ----------------------------------------------------------------
 
 
 def ready(ops: Ops, arg: Any) -> Any:

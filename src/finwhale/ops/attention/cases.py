@@ -3,25 +3,37 @@
 Chunks are (start, end) of each sequence's tokens.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
+from finwhale.ops.attention.layout import page_bytes
 from finwhale.ops.case import (
+    BF16_RATE,
+    MODEL_TOLERANCE,
     Args,
     Chunks,
     Draw,
+    ModelDraw,
     OpCase,
+    Sizes,
     entry_rows,
+    num_tokens,
     rounded_heads,
     step_tokens,
     strided,
+    token_positions,
     window_rows,
 )
+from finwhale.ops.paging import PageTable, Tokens
 
 EPS = 1e-6
+WINDOW = 128
+ENTRY_ROWS = {4: 64, 128: 2}  # of a page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +131,15 @@ def _attend(size: Size) -> OpCase:
     )
 
 
-def _entries(draw: Draw, size: Size, num_tokens: int) -> Selected | Complete | None:
+def _entries(draw: Draw, size: Size, N: int) -> Selected | Complete | None:
     rows_per_page = size.rows_per_page[1]
     if size.entries is None:
         return None
     if isinstance(size.entries, str):
         table, num_rows = draw.page_table(entry_rows(size.chunks, 128), rows_per_page)
         return Complete(draw.normal(num_rows, size.head_dim), table, 128)
-    counts = [size.entries * (n + 1) // num_tokens for n in range(num_tokens)]
-    if num_tokens > 1:
+    counts = [size.entries * (n + 1) // N for n in range(N)]
+    if N > 1:
         counts[0] = 0
     slots = selected_slots(draw, 10 * rows_per_page, counts, size.entries)
     return Selected(draw.normal(10 * rows_per_page, size.head_dim), slots, rows_per_page)
@@ -141,27 +153,33 @@ def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> 
     return out
 
 
+def _prepare_args(
+    draw: Draw,
+    chunks: Chunks,
+    fused: Callable[[], Tensor],
+    widths: tuple[int, int, int],
+    rows_per_page: int,
+    round_nope: bool,
+) -> Args:
+    Q, C, R = widths
+    tokens = draw.tokens(chunks)
+    table, num_rows = draw.page_table(window_rows(chunks, WINDOW), rows_per_page)
+    q, kv = fused().split((Q, C), 1)
+    q_norm, kv_norm, rotation = draw.normal(Q), draw.normal(C), draw.rotation(tokens.max_len, R)
+    pool = draw.rows(num_rows, rows_per_page, C, R)
+    return q, q_norm, kv, kv_norm, rotation, EPS, round_nope, tokens, pool, table
+
+
 def _prepare(
     chunks: Chunks, Q: int, C: int, R: int, rows_per_page: int, round_nope: bool
 ) -> OpCase:
     def args() -> Args:
-        draw = Draw()
-        tokens = step_tokens(chunks)
-        N = len(tokens.positions)
-        table, num_rows = draw.page_table(window_rows(chunks, 128), rows_per_page)
-        fused = torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
-        return (
-            fused[:, :Q],
-            draw.normal(Q),
-            fused[:, Q:],
-            draw.normal(C),
-            draw.rotation(tokens.max_len, R),
-            EPS,
-            round_nope,
-            tokens,
-            draw.normal(num_rows, C),
-            table,
-        )
+        draw, N = Draw(), num_tokens(chunks)
+
+        def fused() -> Tensor:
+            return torch.cat((draw.outliers(N, Q), draw.normal(N, C)), 1)
+
+        return _prepare_args(draw, chunks, fused, (Q, C, R), rows_per_page, round_nope)
 
     return OpCase(
         operator="prepare_qkv",
@@ -187,3 +205,102 @@ CASES = (
     *(_prepare(*size, rounded) for size in WRITES for rounded in (False, True)),
     *(_attend(size) for size in SIZES),
 )
+
+
+def row_bytes(s: Sizes) -> float:
+    """Of a row in packed pages."""
+    return page_bytes(64, s.head_dim, s.qk_rope_head_dim) / 64
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    yield _model_prepare(s, draw, chunks)
+    yield _model_attend(s, draw, chunks, "window", 0)
+    yield _model_attend(s, draw, chunks, "C4", 4)
+    yield _model_attend(s, draw, chunks, "C128", 128)
+    yield _model_attend(s, draw, chunks, "C128 rounded", 128, rounded=True)
+
+
+def _model_prepare(s: Sizes, draw: ModelDraw, chunks: Chunks) -> OpCase:
+    N, C, Q, R = num_tokens(chunks), s.head_dim, s.q_lora_rank, s.qk_rope_head_dim
+    return OpCase(
+        operator="prepare_qkv",
+        args=lambda: _prepare_args(
+            draw, chunks, lambda: draw.activation(N, Q + C), (Q, C, R), 64, True
+        ),
+        by_token=(0, 2, 7, 9),
+        written=(8,),
+        tolerance=MODEL_TOLERANCE,
+        flips=0.01,
+        bytes=N * (4 * Q + 2 * C + row_bytes(s) + 4 * R) + 4 * (Q + C),
+    )
+
+
+def _model_attend(
+    s: Sizes, draw: ModelDraw, chunks: Chunks, name: str, ratio: int, rounded: bool = False
+) -> OpCase:
+    A, C, R, K = s.num_attention_heads, s.head_dim, s.qk_rope_head_dim, s.index_topk
+    N = num_tokens(chunks)
+
+    def args() -> Args:
+        tokens = draw.tokens(chunks)
+        table, num_rows = draw.page_table(window_rows(chunks, WINDOW), 64)
+        out: tuple[Tensor, ...]
+        if rounded:
+            out = rounded_heads(N, A, C, draw.device)
+        else:
+            out = (torch.full((N, A, C), torch.nan, dtype=draw.dtype, device=draw.device),)
+        fused = draw.activation(N, A * C + s.index_n_heads * s.index_head_dim)
+        window = Window(draw.rows(num_rows, 64, C, R), table, WINDOW)
+        return (
+            fused[:, : A * C].unflatten(1, (A, C)),
+            draw.rotation(tokens.max_len, R),
+            EPS,
+            tokens,
+            window,
+            entries(tokens),
+            draw.normal(A),
+            C**-0.5 * 3,
+            *out,
+        )
+
+    def entries(tokens: Tokens) -> Selected | Complete | None:
+        if not ratio:
+            return None
+        table, num_rows = draw.page_table(entry_rows(chunks, ratio), ENTRY_ROWS[ratio])
+        pool = draw.rows(num_rows, ENTRY_ROWS[ratio], C, R)
+        if ratio == 128:
+            return Complete(pool, table, 128)
+        slots = _spread_slots(tokens, table, K).to(draw.device)
+        return Selected(pool, slots, ENTRY_ROWS[ratio])
+
+    read = token_positions(chunks) + 1
+    seen = np.minimum(read, WINDOW)
+    rows = sum(end - max(0, start - WINDOW + 1) for start, end in chunks)
+    if ratio:
+        widest = K if ratio == 4 else 2**62
+        seen = seen + np.minimum(read // ratio, widest)
+        rows += sum(min(end // ratio, (end - start) * widest) for start, end in chunks)
+    written = 1 + 4 / 128 if rounded else 2
+    return OpCase(
+        operator="sparse_attention",
+        name=name,
+        args=args,
+        by_token=(0, 3, 4, 5, 8, 9),
+        written=(8, 9) if rounded else (8,),
+        tolerance=2.0**-7,
+        flips=ROUNDED_FLIPS if rounded else 0.0,
+        own_bits=False,
+        bytes=N * (2 + written) * A * C + rows * row_bytes(s),
+        operations=float(seen.sum()) * A * C * 4,
+        rate=BF16_RATE,
+    )
+
+
+def _spread_slots(tokens: Tokens, table: PageTable, topk: int) -> Tensor:
+    """[N,topk] int32: slots of evenly spread entries that each token sees, all if they are few."""
+    seen = ((tokens.host_positions + 1) // 4)[:, None]
+    place = np.arange(topk)
+    chosen = np.where(seen > topk, place * seen // topk, place)
+    visible = chosen < seen
+    slots = table.slots(tokens.host_sequence[:, None], np.where(visible, chosen, 0))
+    return torch.from_numpy(np.where(visible, slots, -1).astype(np.int32))

@@ -1,27 +1,34 @@
 """Compressors: steps with and without complete entries, first windows, history, every rounding."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from finwhale.ops.attention.cases import ENTRY_ROWS, row_bytes
 from finwhale.ops.case import (
     E4M3_FLIP,
     FP4_FLIP,
     Args,
     Chunks,
     Draw,
+    ModelDraw,
     OpCase,
+    Sizes,
     entry_rows,
-    step_tokens,
+    num_tokens,
 )
 from finwhale.ops.compressor import STATE_KEPT, CompressorWeight, CompressPart, Rounding
+from finwhale.ops.indexer.cases import key_bytes
 from finwhale.ops.paging import BLOCK_TOKENS
 from finwhale.ops.rounding import is_power_of_two
 
 EPS = 1e-6
 MAX_VERIFY_TOKENS = 4
 ROUNDINGS: tuple[Rounding, ...] = ("none", "nope", "key")
-PAGES = {4: (8, 64), 128: (128, 2)}  # rows a page of the state and of the entries
+# Rows in a page of the state and of the entries.
+PAGES = {4: (8, ENTRY_ROWS[4]), 128: (128, ENTRY_ROWS[128])}
 # ratio, tokens of each chunk as (start, end), widths of the parts' entries, rope width.
 STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, (), (128,), 64),
@@ -80,24 +87,33 @@ def compress_args(
     widths: tuple[int, ...],
     rope: int,
     roundings: tuple[Rounding, ...],
+    *,
+    columns_behind: int = 16,
+    scale: float = 2.0,
 ) -> Args:
     """The arguments; all parts are views of one projection, with other columns behind them."""
-    tokens = step_tokens(chunks)
+    tokens = draw.tokens(chunks)
     mixed, share = (8, 4) if ratio == 4 else (128, 2)
     columns = [share * width for width in widths]
-    projected = draw.normal(len(tokens.positions), sum(columns) + 16, scale=2.0)
+    projected = draw.normal(len(tokens.positions), sum(columns) + columns_behind, scale=scale)
     states, num_states = draw.page_table(state_rows(chunks, ratio), PAGES[ratio][0])
     entries, num_entries = draw.page_table(entry_rows(chunks, ratio), PAGES[ratio][1])
+
+    def pool(width: int, rounding: Rounding) -> Tensor:
+        if rounding == "key":
+            return draw.keys(num_entries, PAGES[ratio][1], width)
+        return draw.rows(num_entries, PAGES[ratio][1], width, rope)
+
     parts = tuple(
         CompressPart(
             part,
             CompressorWeight(draw.normal(mixed, width), draw.normal(width), ratio),
-            draw.normal(num_states, share * width, scale=2.0),
-            draw.normal(num_entries, width),
+            draw.normal(num_states, share * width, scale=scale),
+            pool(width, rounding),
             rounding,
         )
         for part, width, rounding in zip(
-            torch.split(projected, [*columns, 16], 1), widths, roundings, strict=False
+            torch.split(projected, [*columns, columns_behind], 1), widths, roundings, strict=False
         )
     )
     rotation = draw.rotation(tokens.max_len, rope)
@@ -125,3 +141,38 @@ CASES = tuple(
     for rounding in ROUNDINGS
     if rounding != "key" or is_power_of_two(step[2][0])
 )
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    """Of a layer with an indexer, whose keys are a second part; and of one without."""
+
+    def case(ratio: Literal[4, 128], widths: tuple[int, ...], behind: int, size: float) -> OpCase:
+        def args() -> Args:
+            roundings: tuple[Rounding, ...] = ("nope", "key")
+            rope = s.qk_rope_head_dim
+            return compress_args(
+                draw, ratio, chunks, widths, rope, roundings, columns_behind=behind, scale=1.0
+            )
+
+        # New rows, kept rows that are read and written, and entries.
+        found = left = completed = 0
+        for (start, end), (before, *after) in zip(chunks, state_rows(chunks, ratio), strict=True):
+            completes = end // ratio - start // ratio
+            found += len(before) if completes else 0
+            left += sum(map(len, after))
+            completed += completes
+        columns = (4 if ratio == 4 else 2) * sum(widths)
+        return OpCase(
+            operator="compress",
+            name=f"C{ratio}",
+            args=args,
+            written=(0,),
+            tolerance=1e-4,
+            flips=0.01,
+            flip=FP4_FLIP if ratio == 4 else E4M3_FLIP,
+            bytes=(num_tokens(chunks) + found + left) * columns * 4 + completed * size,
+        )
+
+    widths = s.head_dim, s.index_head_dim
+    yield case(4, widths, s.index_n_heads, row_bytes(s) + key_bytes(s))
+    yield case(128, widths[:1], 0, row_bytes(s))

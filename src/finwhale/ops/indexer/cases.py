@@ -6,7 +6,23 @@ of two. A rotated query is its whole sums times one constant, the same bits in a
 makes of it a few bits times a power of two again.
 """
 
-from finwhale.ops.case import Args, Chunks, Draw, OpCase, entry_rows, step_tokens, strided
+from collections.abc import Iterator
+
+from finwhale.ops.case import (
+    MODEL_TOLERANCE,
+    Args,
+    Chunks,
+    Draw,
+    ModelDraw,
+    OpCase,
+    Sizes,
+    entry_rows,
+    num_tokens,
+    step_tokens,
+    strided,
+    token_positions,
+)
+from finwhale.ops.indexer.layout import pack_keys, page_bytes
 from finwhale.ops.rounding import is_power_of_two
 
 ROWS_PER_PAGE = 64
@@ -64,3 +80,42 @@ CASES = tuple(
     for rounded in (False, True)
     if not rounded or is_power_of_two(step[3])
 )
+
+
+def key_bytes(s: Sizes) -> float:
+    """Of an entry's key in packed pages."""
+    return page_bytes(ROWS_PER_PAGE, s.index_head_dim) / ROWS_PER_PAGE
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    """Whole numbers and quarter turns again: their scores are exact in any order."""
+    I, J, K = s.index_n_heads, s.index_head_dim, s.index_topk  # noqa: E741
+    N = num_tokens(chunks)
+
+    def args() -> Args:
+        tokens = draw.tokens(chunks)
+        table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
+        keys = draw.whole(2, num_rows, J, low=-1).float()
+        rotation = draw.quarter_turns(tokens.max_len, s.qk_rope_head_dim)
+        return (
+            draw.whole(4, N, I, J, low=-3).to(draw.dtype),
+            draw.whole(3, N, I, low=-2).float(),
+            pack_keys(keys, ROWS_PER_PAGE),
+            rotation,
+            tokens,
+            table,
+            K,
+            2.0**-6,
+            True,
+        )
+
+    scored = sum(end // 4 for _, end in chunks if end // 4 > K)
+    entries = (token_positions(chunks) + 1) // 4
+    yield OpCase(
+        operator="select_entries",
+        args=args,
+        by_token=(0, 1, 4, 5),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * (2 * I * J + 4 * I + 4 * K) + scored * key_bytes(s),
+        operations=float(entries[entries > K].sum()) * 2 * I * J,
+    )

@@ -3,9 +3,23 @@
 Rounded inputs are the same bits in every implementation, so the tolerance is that of sums.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
-from finwhale.ops.case import Args, Draw, OpCase, strided
+import torch
+
+from finwhale.ops.case import (
+    BF16_RATE,
+    FP8_RATE,
+    Args,
+    Chunks,
+    Draw,
+    ModelDraw,
+    OpCase,
+    Sizes,
+    num_tokens,
+    strided,
+)
 from finwhale.ops.linear import LinearWeight
 
 # N, K, M: no rows, the demo model's, odd ones, rows around the sizes where BLAS changes kernels,
@@ -62,3 +76,59 @@ CASES = (
     *(_strided(*size, rounded) for size in STRIDED for rounded in (False, True)),
     *(_grouped(*size, rounded) for size in GROUPED for rounded in (False, True)),
 )
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    N, D, Q = num_tokens(chunks), s.hidden_size, s.q_lora_rank
+    A, C = s.num_attention_heads, s.head_dim
+    I, J, G, O = s.index_n_heads, s.index_head_dim, s.o_groups, s.o_lora_rank  # noqa: E741
+
+    def fp8_weight(*shape: int, round_input: bool = True) -> LinearWeight:
+        weight, scale = draw.fp8(*shape)
+        return LinearWeight(weight, round_input, scale, draw.dtype)
+
+    def linear(name: str, K: int, M: int, fp8: bool = True) -> OpCase:
+        def weight() -> LinearWeight:
+            if fp8:
+                return fp8_weight(M, K)
+            w = draw.normal(M, K, scale=K**-0.5).to(draw.dtype)
+            return LinearWeight(w, out_dtype=torch.float32)
+
+        # A last bit of tensor cores' sums of FP8 products is 2^-13 of the largest.
+        return OpCase(
+            operator="linear",
+            name=name,
+            args=lambda w: (draw.activation(N, K), w),
+            weight=weight,
+            by_token=(0,),
+            tolerance=1e-3 if fp8 else 1e-4,
+            own_bits=False,
+            bytes=N * (2 * K + (2 if fp8 else 4) * M) + M * K * (1 if fp8 else 2),
+            operations=2.0 * N * M * K,
+            rate=FP8_RATE if fp8 else BF16_RATE,
+        )
+
+    def grouped(name: str, round_input: bool) -> OpCase:
+        K = A * C // G
+        return OpCase(
+            operator="grouped_linear",
+            name=name,
+            args=lambda w: (draw.activation(N, G, K), w),
+            weight=lambda: fp8_weight(G, O, K, round_input=round_input),
+            by_token=(0,),
+            tolerance=1e-3,
+            own_bits=False,
+            bytes=N * 2 * G * (K + O) + G * O * K,
+            operations=2.0 * N * G * O * K,
+            rate=FP8_RATE if round_input else BF16_RATE,
+        )
+
+    yield linear("wq_a_wkv", D, Q + C)
+    yield linear("wq_b", Q, A * C)
+    yield linear("wq_b of C4", Q, A * C + I * J)
+    yield linear("wo_b", G * O, D)
+    yield linear("compress C4", D, 4 * C + 4 * J + I, fp8=False)
+    yield linear("compress C128", D, 2 * C, fp8=False)
+    yield linear("head", D, s.vocab_size, fp8=False)
+    yield grouped("wo_a", True)
+    yield grouped("wo_a of bfloat16", False)

@@ -1,11 +1,12 @@
 """mHC: no token, one, around the sizes where an implementation changes its way, outliers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from finwhale.ops.case import Draw, OpCase
+from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, Sizes, num_tokens
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
@@ -76,3 +77,47 @@ def _cases(N: int, D: int, scale: float) -> tuple[OpCase, ...]:
 
 
 CASES = tuple(case for size in SIZES for case in _cases(*size))
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    N, D, size = num_tokens(chunks), s.hidden_size, draw.dtype.itemsize
+    fn_bytes = 24 * 4 * D * 4
+
+    def post() -> tuple[Any, ...]:
+        res = draw.normal(N, 4, 4).softmax(-1)
+        return draw.activation(N, D), draw.normal(N, 4).abs(), res, draw.activation(N, 4, D)
+
+    def head() -> tuple[Any, ...]:
+        fn = draw.normal(4, 4 * D, scale=(4 * D) ** -0.5)
+        w = HcHeadWeight(fn, draw.normal(1).abs(), draw.normal(4), draw.normal(D))
+        return draw.activation(N, 4, D), w, PARAMS
+
+    yield OpCase(
+        operator="mhc_post_pre",
+        args=lambda: (*post(), weight(draw, D, 1.0), PARAMS),
+        by_token=(0, 1, 2, 3),
+        # A new stream that is rounded the other way moves what is mixed from it.
+        tolerance=1e-4 if draw.dtype == torch.bfloat16 else MODEL_TOLERANCE,
+        bytes=N * (10 * D * size + 160) + fn_bytes + 4 * D,
+    )
+    yield OpCase(
+        operator="mhc_pre",
+        args=lambda: (draw.activation(N, 4, D), weight(draw, D, 1.0), PARAMS),
+        by_token=(0,),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * (5 * D * size + 80) + fn_bytes + 4 * D,
+    )
+    yield OpCase(
+        operator="mhc_post",
+        args=post,
+        by_token=(0, 1, 2, 3),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * (9 * D * size + 80),
+    )
+    yield OpCase(
+        operator="hc_head",
+        args=head,
+        by_token=(0,),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * 5 * D * size + fn_bytes // 6 + 4 * D,
+    )

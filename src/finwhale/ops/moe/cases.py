@@ -5,12 +5,27 @@ compute is its own. Both GEMMs round their inputs. The input of the second is a 
 so some of its values may fall on the other side of a rounding boundary.
 """
 
+from collections.abc import Iterator
+
 import torch
 
-from finwhale.ops.case import Args, Draw, OpCase
+from finwhale.ops.case import (
+    MODEL_TOLERANCE,
+    Args,
+    Chunks,
+    Draw,
+    ModelDraw,
+    OpCase,
+    Sizes,
+    num_tokens,
+)
 from finwhale.ops.moe import ExpertWeight
 
-LIMIT = 0.7
+LIMIT, MODEL_LIMIT = 0.7, 10.0
+# Kernels may round hidden values to bfloat16 before E4M3: one in about thirty then falls a step, a
+# tenth of itself, off; sums of thousands of them differ by a hundredth or two of the largest.
+HIDDEN_TOLERANCE = 2.0**-5
+FP4_BYTES = 0.5 + 1 / 32
 # N, D, E, K, I.
 SIZES = (
     (0, 64, 4, 2, 32),
@@ -82,3 +97,83 @@ CASES = (
     *(case for size in SIZES for case in _route(*size)),
     *(case for size in SIZES for rounded in (False, True) for case in _experts(*size, rounded)),
 )
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    yield from _model_routes(s, draw, chunks)
+    yield from _model_experts(s, draw, chunks)
+
+
+def _model_routes(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    D, E, K = s.hidden_size, s.n_routed_experts, s.num_experts_per_tok
+    N, size = num_tokens(chunks), draw.dtype.itemsize
+
+    def by_score() -> Args:
+        gate, bias = draw.normal(E, D, scale=D**-0.5).to(draw.dtype), draw.normal(E, scale=0.1)
+        positions = draw.tokens(chunks).positions
+        return draw.normal(N, D).to(draw.dtype), gate, bias, K, 1.5, positions
+
+    def by_hash() -> Args:
+        x, gate, _, _, scaling, positions = by_score()
+        first = draw.whole(E, s.vocab_size, 1)
+        table = (first + torch.arange(K, device=draw.device) * (E // K)) % E
+        return x, gate, table, draw.whole(s.vocab_size, N), scaling, positions
+
+    token_bytes = D * size + 8 * K + 8
+    yield OpCase(
+        operator="route_by_score",
+        args=by_score,
+        by_token=(0, 5),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * token_bytes + size * E * D,
+    )
+    yield OpCase(
+        operator="route_by_hash",
+        args=by_hash,
+        by_token=(0, 3, 5),
+        tolerance=MODEL_TOLERANCE,
+        bytes=N * (token_bytes + 8) + size * K * D,
+    )
+
+
+def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    D, E, K = s.hidden_size, s.n_routed_experts, s.num_experts_per_tok
+    I, N = s.moe_intermediate_size, num_tokens(chunks)  # noqa: E741
+
+    def routed() -> ExpertWeight:
+        (w13, scale13), (w2, scale2) = draw.fp4(E, 2 * I, D), draw.fp4(E, D, I)
+        return ExpertWeight(w13, w2, True, scale13, scale2)
+
+    def shared() -> ExpertWeight:
+        (w13, scale13), (w2, scale2) = draw.fp8(2 * I, D), draw.fp8(D, I)
+        return ExpertWeight(w13, w2, True, scale13, scale2)
+
+    def args(w: ExpertWeight) -> Args:
+        noise = torch.rand(N, E, generator=draw.generator, device=draw.device)
+        ids = noise.topk(K, 1).indices.int()
+        weights = draw.normal(N, K).abs()
+        x, residual = (draw.normal(N, D).to(draw.dtype) for _ in range(2))
+        return x, ids, weights, w, MODEL_LIMIT, residual
+
+    # As many experts as N tokens that choose evenly are expected to reach.
+    reached = E * (1 - (1 - K / E) ** N)
+    yield OpCase(
+        operator="experts",
+        args=args,
+        weight=routed,
+        by_token=(0, 1, 2, 5),
+        tolerance=HIDDEN_TOLERANCE,
+        own_bits=False,
+        bytes=reached * 3 * I * D * FP4_BYTES + N * (6 * D + 8 * K),
+        operations=6.0 * N * K * I * D,
+    )
+    yield OpCase(
+        operator="swiglu_mlp",
+        args=lambda w: (draw.normal(N, D).to(draw.dtype), w, MODEL_LIMIT),
+        weight=shared,
+        by_token=(0,),
+        tolerance=HIDDEN_TOLERANCE,
+        own_bits=False,
+        bytes=N * 4 * D + 3 * I * D,
+        operations=6.0 * N * I * D,
+    )

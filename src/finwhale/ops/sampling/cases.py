@@ -5,13 +5,14 @@ implementations agree on each token unless their exponentials differ in the last
 falls on that bit, which at 2^-24 does not happen to the few hundred draws here.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, Sizes
 from finwhale.ops.sampling import (
     AllowedTokens,
     Bias,
@@ -162,3 +163,13 @@ def _words(row: Row, vocab_size: int) -> Tensor:
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[:vocab_size] = [row.allowed(i) for i in range(vocab_size)]
     return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+
+
+def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
+    yield OpCase(
+        operator="sample",
+        name="greedy",
+        args=lambda: (draw.normal(max(1, len(chunks)), s.vocab_size), SamplingBatch()),
+        tolerance=MODEL_TOLERANCE,
+        bytes=len(chunks) * 4.0 * s.vocab_size,
+    )
