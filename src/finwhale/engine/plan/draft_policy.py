@@ -1,28 +1,28 @@
-"""How many drafts pay: from what was accepted and how long steps took. Pure Python."""
+"""Chooses the number of drafts from measured acceptance and step times. Pure Python."""
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-# What is remembered: of drafts, fading, so many; of steps the last ones, whose median counts.
+# Acceptance is a running mean over about DRAFTS drafts. A step time is the median of the last STEPS.
 DRAFTS = 512
 STEPS = 9
-# Steps of a number of drafts that are timed before it is judged, and steps that may pass before
-# it has been (the first after a change is not timed: its drafts are those of before).
+# A trial of a number of drafts ends after SAMPLES timed steps, or after PATIENCE steps in all. (The
+# first step after a change is not timed: its drafts were made for the previous number.)
 SAMPLES = STEPS // 2 + 1
 PATIENCE = 4 * SAMPLES
-# A number that did not pay is tried again after so many steps: a text may have become predictable.
+# Try another number again after this many steps: the text may have become more predictable.
 RETRY_STEPS = 512
-# Of the drafts that were wanted, what a step must have had for its time to count.
+# A step's time counts if the step had at least this fraction of the wanted drafts.
 MOSTLY = 0.75
-# What another number must be better by, as a part.
+# Change to another number only if its token rate is higher by at least this fraction.
 MARGIN = 0.02
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A mean that forgets."""
+    """A running mean in which old values fade."""
 
     value: float = 0.0
     count: int = 0
@@ -34,15 +34,17 @@ class _Mean:
 
 @dataclass(slots=True)
 class _Size:
-    """Batches of about one size.
+    """Measurements for batches of about one size.
 
     Attributes:
-        seconds: of the last steps, by number of drafts.
-        chosen: the number that is best as far as is known.
-        trying: the number that is being timed; None: the best one is used.
-        tried: steps since it is; timed: those of them whose time counts.
-        since: steps since a number was last tried.
-        turn: which number is tried next.
+        seconds: times of the last steps, by number of drafts.
+        chosen: the best number of drafts according to the measurements.
+        trying: the number of drafts on trial; None: no trial is running.
+        tried: steps since the trial began.
+        timed: steps of the trial whose time counts.
+        since: steps since the last trial ended.
+        turn: the number of drafts tried last in the regular rotation.
+        untried: numbers of drafts that have had no trial yet.
     """
 
     seconds: list[deque[float]]
@@ -56,10 +58,11 @@ class _Size:
 
 
 class DraftPolicy:
-    """Chooses the number of drafts that gives the most tokens a second.
+    """Chooses the number of drafts that gives the most tokens per second.
 
-    Expected tokens of a step with k drafts: 1 + sum over i <= k of the probability that the first i
-    are right. Divided by the measured time of such a step at about this batch size.
+    A step with k drafts is expected to give 1 + sum over i <= k of the probability that the first i
+    drafts are accepted. The policy divides this by the measured time of such a step at about the
+    same batch size.
 
     Args:
         most: the largest number of drafts.
@@ -67,21 +70,22 @@ class DraftPolicy:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        # That draft i is right if those before it are.
+        # Probability that draft i is accepted if all drafts before it are.
         self._right = [_Mean() for _ in range(most)]
         self._sizes: dict[int, _Size] = {}
 
     def verified(self, num_proposed: int, num_accepted: int) -> None:
-        """A sequence's drafts were verified."""
+        """Record the verification of a sequence's drafts."""
         for position in range(min(num_proposed, num_accepted + 1)):
             self._right[position].add(float(position < num_accepted))
 
     def took(self, drafts: Sequence[int], wanted: int, seconds: float) -> None:
-        """A step took so long in which all decode.
+        """Record the time of a step in which every sequence decodes.
 
         Args:
-            drafts: of each sequence; some have fewer than wanted, at the ends of states and texts.
-            wanted: what was chosen.
+            drafts: number of drafts of each sequence. It may be less than wanted at the end of a
+                compressor state or of a text.
+            wanted: the number that `choose` returned.
         """
         if max(drafts) != wanted or sum(drafts) < MOSTLY * wanted * len(drafts):
             return
@@ -90,7 +94,10 @@ class DraftPolicy:
         size.timed += wanted == size.trying
 
     def choose(self, batch: int) -> int:
-        """How many drafts the next step of `batch` sequences may have, and make."""
+        """The number of drafts that each of `batch` sequences verifies and makes in the next step.
+
+        A sequence may have fewer.
+        """
         size = self._of(batch)
         if size.trying is not None:
             size.tried += 1
@@ -130,7 +137,7 @@ class DraftPolicy:
         return best if rate(best) > (1 + MARGIN) * rate(size.chosen) else size.chosen
 
     def expected_tokens(self, drafts: int) -> float:
-        """Of one sequence in a step with so many drafts."""
+        """Expected number of tokens that a step with `drafts` drafts gives one sequence."""
         total = so_far = 1.0
         for mean in self._right[:drafts]:
             so_far *= mean.value

@@ -1,4 +1,4 @@
-"""Pages of cached state: who holds which. Pure Python; the tensors are in kv_cache.py."""
+"""Counts the holders of every cache page. Pure Python; kv_cache.py has the tensors."""
 
 import math
 import sys
@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 class PageGroup(Protocol):
-    """What this module reads of a model's cache declaration (cache_spec.CacheGroup)."""
+    """The part of a model's cache declaration (cache_spec.CacheGroup) that this module uses."""
 
     @property
     def name(self) -> str: ...
@@ -33,12 +33,12 @@ class PageGroup(Protocol):
 class BlockTable:
     """One sequence's pages in one group: pages[i] is its page number first + i.
 
-    Page number k holds the rows of tokens k * tokens_per_page on.
+    Page number k holds the rows of tokens k * tokens_per_page to (k + 1) * tokens_per_page - 1.
 
     Attributes:
-        room: tokens that the sequence may have before this table must grow.
-        due: tokens at which pages go back.
-        version: another object whenever first or pages are others.
+        room: the table must grow before the sequence has more tokens than this.
+        due: number of tokens at which `trim` frees the next pages.
+        version: replaced by a new object whenever `first` or `pages` changes.
     """
 
     first: int = 0
@@ -56,17 +56,17 @@ class BlockTables(dict[str, BlockTable]):
     """One sequence's tables by group, in the order of the groups.
 
     Attributes:
-        version: another object whenever one of them has another.
+        version: replaced by a new object whenever the version of a table changes.
     """
 
     version: object = None
 
 
 class PagePool:
-    """The pages of one group. Page 0 is nobody's: it stands where there is no page.
+    """The pages of one group. No sequence owns page 0: it fills table entries without a page.
 
     Attributes:
-        holders: by page, how many hold it; 0: it is free.
+        holders: number of holders of each page; 0: the page is free.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -79,26 +79,26 @@ class PagePool:
         return len(self._free)
 
     def take(self) -> int:
-        """A page that nobody held."""
+        """Take a free page; the caller is its only holder."""
         assert self._free, "no free page: whoever plans a step must see that there are enough"
         page = self._free.pop()
         self.holders[page] = 1
         return page
 
     def hold(self, page: int) -> None:
-        """Hold a page that others hold too."""
+        """Add a holder to a page that already has one."""
         assert self.holders[page] > 0
         self.holders[page] += 1
 
     def give(self, page: int) -> None:
-        """Hold a page no longer; the last one frees it."""
+        """Remove one holder of a page. A page without holders is free."""
         assert 0 < page < self.num_pages and self.holders[page] > 0
         self.holders[page] -= 1
         if not self.holders[page]:
             self._free.append(page)
 
     def check_integrity(self, held: Sequence[int], name: str) -> None:
-        """Assert that the pages of `held`, as often as they stand there, are held, others free."""
+        """Assert that each page has as many holders as `held` names it; the others are free."""
         counts = [0] * self.num_pages
         for page in held:
             counts[page] += 1
@@ -109,29 +109,30 @@ class PagePool:
 
 
 class Reclaimer(Protocol):
-    """Who holds pages that sequences may have when there is no free one (prefix.PrefixIndex)."""
+    """A cache that frees its pages when sequences need them (prefix_index.PrefixIndex)."""
 
     @property
     def num_idle(self) -> int:
-        """Blocks of the groups that keep everything which could be free at once."""
+        """Number of blocks that the cache can free now, in the groups that keep every row."""
         ...
 
     def reclaim(self, group: PageGroup) -> None:
-        """Give at least one page of the group back, if there is one to give."""
+        """Free at least one page of the group if the cache holds one that it can free."""
         ...
 
 
 class PageManager:
-    """Gives pages to sequences as they grow and takes back those that no later token needs.
+    """Allocates pages to sequences as they grow and frees pages that no later token needs.
 
     Attributes:
-        keeping, forgetting: the groups that keep every row, and those that do not.
-        reclaimer: gives pages back that it holds for later; with one, a step also gets pages for
-            what is kept at the ends of blocks.
+        keeping: the groups that keep every row.
+        forgetting: the groups that drop rows no later token needs.
+        reclaimer: frees cached pages on demand. If it is set, `grow` also allocates the pages
+            whose rows the prefix cache keeps at the ends of blocks.
     """
 
     def __init__(self, groups: Sequence[PageGroup], num_pages: Mapping[str, int]) -> None:
-        """num_pages: pages of each group, page 0 included."""
+        """num_pages: number of pages of each group, including page 0."""
         self.groups = tuple(groups)
         self.keeping = tuple(g for g in groups if g.keep is None)
         self.forgetting = tuple(g for g in groups if g.keep is not None)
@@ -144,14 +145,14 @@ class PageManager:
         return tables
 
     def renew(self, tables: BlockTables) -> None:
-        """Give tables that were filled from elsewhere new versions."""
+        """Give new versions to tables that another class has filled."""
         tables.version = object()
         for table in tables.values():
             table.version = tables.version
 
     @property
     def free_blocks(self) -> int:
-        """Blocks that sequences can still be given in the groups that keep everything."""
+        """Number of blocks that can still be allocated in the groups that keep every row."""
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
         if not self.keeping:
             return sys.maxsize
@@ -160,9 +161,9 @@ class PageManager:
         )
 
     def fits(self, tables: BlockTables, end: int) -> bool:
-        """Whether `grow` can give what a step up to token end-1 needs.
+        """Whether enough pages are free for a step that ends with token end-1.
 
-        The groups that forget have pages for every step (`windowed_pages`).
+        The forgetting groups have enough pages for every step (`windowed_pages`).
         """
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
         for group in self.keeping:
@@ -176,13 +177,13 @@ class PageManager:
         return True
 
     def grow(self, tables: BlockTables, start: int, end: int, decodes: bool = False) -> int:
-        """Give the pages that a step over tokens start..end-1 reads and writes.
+        """Allocate the pages that a step over tokens start..end-1 reads and writes.
 
         Args:
-            decodes: so will the steps that follow, a token or a few at a time.
+            decodes: the following steps are decodes, of one or a few tokens each.
 
         Returns:
-            How many tokens the sequence may have before it must grow again.
+            The most tokens that the sequence may have before it must grow again.
         """
         room = sys.maxsize
         tables.version = version = object()
@@ -196,8 +197,9 @@ class PageManager:
                     if table.pages and first == last == table.end:
                         table.pages.append(self._take(group))
                         if group.tail_only and decodes and end == start + 1:
-                            # They come back in a few tokens: one more halves how often. A step of
-                            # many would skip it, and need as many pages besides.
+                            # Such pages are freed after a few tokens, so a second page halves the
+                            # number of calls. A step of many tokens would not use the second page
+                            # and would need just as many others.
                             table.pages.append(self._take(group))
                     else:
                         self._extend(group, table, start, end, first, last)
@@ -209,7 +211,7 @@ class PageManager:
     def _extend(
         self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
     ) -> None:
-        """Pages number first..last, and those before that the ends of blocks need."""
+        """Allocate pages number first..last, and earlier ones needed at the ends of blocks."""
         shares = self.reclaimer is not None and group.tail_only
         if not table.pages:
             table.due = 0
@@ -218,7 +220,7 @@ class PageManager:
         if group.keep is None:
             table.pages.extend(self._take(group) for _ in range(begin, last + 1))
             return
-        # Pages between those read and those written are never touched.
+        # No step touches the pages between those it reads and those it writes.
         wanted = set(range(max(begin, first), last + 1))
         if shares:
             wanted |= _at_block_ends(group, begin, end)
@@ -233,10 +235,10 @@ class PageManager:
         return pool.take()
 
     def trim(self, tables: BlockTables, num_tokens: int) -> int:
-        """Take back the pages whose rows no token at position num_tokens or later needs.
+        """Free the pages whose rows no token at position num_tokens or later needs.
 
         Returns:
-            The number of tokens at which there is something to take back again.
+            The number of tokens at which `trim` can free pages again.
         """
         again = sys.maxsize
         for group in self.forgetting:
@@ -254,7 +256,7 @@ class PageManager:
         return again
 
     def release(self, tables: BlockTables) -> None:
-        """Take everything back."""
+        """Free all pages of a sequence."""
         for name, table in tables.items():
             self._give(name, table.pages)
             table.pages.clear()
@@ -268,7 +270,7 @@ class PageManager:
     def check_integrity(
         self, live: Sequence[BlockTables], kept: Mapping[str, Sequence[int]] | None = None
     ) -> None:
-        """Assert that every page is free, or held as often as `live` tables and `kept` say."""
+        """Assert that the tables `live` and the pages `kept` are the only holders of pages."""
         for group in self.groups:
             held = [page for tables in live for page in tables[group.name].pages if page]
             held += (kept or {}).get(group.name, ())
@@ -276,8 +278,9 @@ class PageManager:
 
 
 def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
-    """Pages number `first` and later of blocks that end by token `end`: those that a sequence needs
-    that goes on at the end of their block.
+    """Page numbers, from `first` on, that a sequence needs to resume at the end of a block.
+
+    Only blocks that end at token `end` or before count.
     """
     size, rows = group.block_tokens, group.tokens_per_page
     found: set[int] = set()
@@ -289,7 +292,7 @@ def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
 
 
 def pages_at_block_end(group: PageGroup) -> int:
-    """Pages of a group that forgets which a sequence needs to go on at the end of a block."""
+    """Number of pages of a forgetting group that a sequence needs to resume after a block."""
     assert group.keep is not None
     end = group.block_tokens * (1 + sum(group.keep) // group.block_tokens)
     return end // group.tokens_per_page - group.first_needed(end) // group.tokens_per_page
@@ -302,18 +305,20 @@ def windowed_pages(
     shares: bool = False,
     drafts: bool = False,
 ) -> int:
-    """Pages that let max_num_seqs sequences and one step always run, for a group that forgets.
+    """Number of pages with which a forgetting group never runs out of pages.
 
     Args:
-        shares: steps also keep what is needed at the ends of blocks.
+        max_num_seqs: number of running sequences.
+        max_step_tokens: number of tokens of one step.
+        shares: the prefix cache also keeps pages at the ends of blocks.
         drafts: sequences also have pages for a few tokens after those of a step.
     """
     assert group.keep is not None
     align, before = group.keep
     more = max_num_seqs if drafts else 0
     size = group.tokens_per_page
-    # Between two steps a sequence keeps at most align + before - 1 rows, which begin anywhere that
-    # `unit` divides.
+    # Between two steps a sequence keeps at most align + before - 1 rows. Their first row is a
+    # multiple of `unit`.
     unit = math.gcd(align, before, size)
     kept = (size - unit + align + before - 2) // size + 1
     if not group.tail_only:

@@ -1,11 +1,12 @@
-"""What sequences have in common: blocks of tokens whose state is found again. Pure Python.
+"""The prefix cache: finds blocks of tokens whose state earlier sequences computed. Pure Python.
 
-A block is known by a hash over its tokens and all before them. It holds its pages in the groups
-that keep every row; where it ends, it may also hold a *state*: the pages of the other groups that a
-sequence needs to go on from there. States are larger than blocks (they hold the window's rows of
-every layer), so they are given up separately: first those that a sequence only passed, then, least
-recently used first, those where one is likely to go on: the end of a prompt, the newest of an
-output, where two prompts parted, and whatever was used again.
+The key of a block is a hash of its tokens and all tokens before them. A block holds its pages in
+the groups that keep every row. It may also hold a *state*: the pages of the other groups that a
+sequence needs to resume at the end of the block. A state is larger than a block (it holds the
+window's rows of every layer), so the index evicts states separately. It first evicts states that a
+sequence only passed. Then it evicts, least recently used first, states at which a sequence is
+likely to resume: at the end of a prompt, at the newest block of an output, where two prompts
+diverge, and where a sequence has resumed before.
 """
 
 import hashlib
@@ -23,12 +24,13 @@ State = Mapping[str, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of tokens after all before it.
+    """One block of tokens, together with all blocks before it.
 
     Attributes:
-        pages: of the groups that keep every row, by name.
-        users: running sequences that began with this block.
-        state: what else is needed to go on where it ends; None: it is not there (any more).
+        pages: pages of the groups that keep every row, by group name.
+        users: number of running sequences that contain this block.
+        state: pages of the other groups that a sequence needs to resume after this block; None:
+            the index does not hold them.
     """
 
     key: bytes
@@ -39,24 +41,24 @@ class Block:
 
 
 class PrefixIndex:
-    """The blocks that are known. Holds pages beside the sequences, until somebody needs them.
+    """All cached blocks. The index holds their pages until running sequences need the space.
 
-    Blocks that no running sequence uses are given up least recently used first, a block before the
-    one that it follows.
+    The index evicts blocks that no running sequence uses, least recently used first, and a block
+    before its parent.
 
     Args:
-        salt: a secret that all processes of a deployment share: the same tokens have the same keys
-            in all of them. None: a random one.
+        salt: a secret that all processes of a deployment share, so that the same tokens have the
+            same keys in all of them. None: a random salt.
 
     Attributes:
-        blocks: by key.
+        blocks: the cached blocks by key.
     """
 
     def __init__(self, pages: PageManager, salt: str | None = None) -> None:
         self.pages = pages
         self.block_tokens = pages.groups[0].block_tokens
         self.blocks: dict[bytes, Block] = {}
-        # Without the salt nobody can find two prompts with the same key.
+        # The salt prevents an attacker from searching for two prompts with the same key.
         secret = secrets.token_bytes(KEY_BYTES) if salt is None else salt.encode()
         self._salt = hashlib.blake2b(secret, digest_size=KEY_BYTES).digest()
         self._idle: OrderedDict[bytes, Block] = OrderedDict()
@@ -84,7 +86,7 @@ class PrefixIndex:
             keys.append(parent)
 
     def match(self, keys: Iterable[bytes]) -> tuple[list[Block], int]:
-        """The blocks that are known, and up to how many of them a sequence can go on."""
+        """Find the longest cached prefix: its blocks, and after how many a sequence can resume."""
         known: list[Block] = []
         resumable = 0
         for key in keys:
@@ -97,7 +99,7 @@ class PrefixIndex:
         return known, resumable
 
     def adopt(self, blocks: Sequence[Block], tables: BlockTables) -> None:
-        """Let a sequence begin with these blocks, from the first on, and go on after them."""
+        """Fill the tables of a new sequence so that it resumes after these blocks."""
         last = blocks[-1]
         assert last.state is not None
         end = len(blocks) * self.block_tokens
@@ -115,14 +117,14 @@ class PrefixIndex:
         self._keep(last, lasting=True)
 
     def add(self, chain: list[Block], key: bytes, tables: BlockTables) -> Block:
-        """A sequence has read the block after `chain`: append it, as it is or as it was known."""
+        """Append the block that a sequence has computed after `chain`, or its cached copy."""
         block = self.blocks.get(key)
         if block is None:
             pages = self._pages_of(len(chain), tables)
             block = self.blocks[key] = Block(key, chain[-1] if chain else None, pages)
             self._idle[key] = block
         elif not block.users:
-            # The same rows twice: those that nobody reads go.
+            # Two copies of the same rows exist. Free the copy that no sequence uses.
             pages = self._pages_of(len(chain), tables)
             self._give(block.pages)
             block.pages = pages
@@ -131,7 +133,11 @@ class PrefixIndex:
         return block
 
     def add_state(self, block: Block, end: int, tables: BlockTables, *, lasting: bool) -> None:
-        """Keep what a sequence needs that goes on after `block`, which ends at token `end`."""
+        """Keep the state at the end of `block`, which is token `end`.
+
+        Args:
+            lasting: a sequence is likely to resume there, so the state is evicted late.
+        """
         if block.state is None:
             state = {}
             for group in self.pages.forgetting:
@@ -147,12 +153,12 @@ class PrefixIndex:
             self._keep(block, lasting)
 
     def fade(self, block: Block) -> None:
-        """Nobody is likely to go on after this block any more."""
+        """Evict the state of this block early: no sequence is likely to resume there."""
         if self._lasting.pop(block.key, None) is not None:
             self._passed[block.key] = block
 
     def release(self, chain: list[Block]) -> None:
-        """A sequence uses its blocks no more."""
+        """Release the blocks of a sequence."""
         for block in reversed(chain):
             block.users -= 1
             if not block.users:
@@ -160,7 +166,7 @@ class PrefixIndex:
         chain.clear()
 
     def clear(self) -> None:
-        """Forget everything; no sequence may use a block."""
+        """Evict all blocks. No sequence may be using one."""
         while self._idle:
             self._drop(self._idle.popitem(last=False)[1])
         assert not self.blocks
@@ -179,7 +185,7 @@ class PrefixIndex:
                 self._drop_state(next(iter(states.values())))
 
     def _pages_of(self, place: int, tables: BlockTables) -> State:
-        """Hold a sequence's pages of its block number `place`."""
+        """Hold the pages of a sequence's block number `place`, and return them."""
         pages = {}
         for group in self.pages.keeping:
             count = group.block_tokens // group.tokens_per_page
@@ -220,7 +226,7 @@ class PrefixIndex:
                 self.pages.pools[name].give(page)
 
     def held(self) -> dict[str, list[int]]:
-        """The pages that are held here, by group."""
+        """The pages that the index holds, by group; a page held twice appears twice."""
         pages: dict[str, list[int]] = {g.name: [] for g in self.pages.groups}
         for block in self.blocks.values():
             for part in (block.pages, block.state or {}):
@@ -229,7 +235,7 @@ class PrefixIndex:
         return pages
 
     def check_integrity(self, chains: Sequence[Sequence[Block]]) -> None:
-        """Assert that the blocks are used by `chains` alone, and can be given up in order."""
+        """Assert that only `chains` use the blocks, and that the eviction order is valid."""
         users: dict[bytes, int] = dict.fromkeys(self.blocks, 0)
         for chain in chains:
             for parent, block in zip([None, *chain], chain, strict=False):

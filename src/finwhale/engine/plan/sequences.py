@@ -1,4 +1,4 @@
-"""Sequences, and the parts of them that a step reads. Pure Python: no torch."""
+"""Sequences, and the chunks of them that a step computes. Pure Python: no torch."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -16,27 +16,27 @@ class Sequence:
 
     Attributes:
         key: unique among living sequences.
-        index: which of the request's n.
-        token_ids: prompt, then output; PENDING where the id is not known yet.
-        num_prompt: tokens of the prompt.
-        max_len: tokens of prompt and output at most.
-        priority: lower goes first.
-        sampling: how its tokens are chosen; None: no token is chosen for it.
-        slot: what step plans call it while it runs; -1: it does not run.
-        num_computed: tokens whose state is in the cache.
-        sampled_row: where its pending token stands among the ids that the device chose last.
-        drafts: what the MTP layer expects after token_ids, to be verified.
-        num_cached: tokens of the prompt that were found when it was first admitted; None: it was
-            not yet.
-        tables: its pages.
-        running: whether it has pages.
-        arrival: its place in line.
-        room: tokens that it may have before it needs more pages.
-        due: known tokens at which a block is complete, or pages of a prompt go back.
-        keys: of its whole blocks.
-        chain: the blocks that it uses.
-        sharing: whether its blocks are entered.
-        parted: tokens that it has in common with another, if it could not go on from there.
+        index: index among the request's n continuations.
+        token_ids: prompt, then output; PENDING where the host does not know the id yet.
+        num_prompt: number of prompt tokens.
+        max_len: the most tokens of prompt and output together.
+        priority: sequences with a lower value run first.
+        sampling: sampling settings; None: the sequence gets no tokens.
+        slot: the sequence's number in step plans while it runs; -1: it does not run.
+        num_computed: number of tokens whose state is in the cache.
+        sampled_row: row of its pending token among the ids that the device sampled last.
+        drafts: the MTP layer's drafts after token_ids, not verified yet.
+        num_cached: prompt tokens found in the prefix cache at the first admission; None: the
+            sequence was never admitted.
+        tables: the sequence's pages.
+        running: whether the sequence has pages.
+        arrival: position in the order of arrival.
+        room: the sequence needs more pages before it has more tokens than this.
+        due: number of known tokens at which a block is complete or prompt pages can be freed.
+        keys: prefix-cache keys of its whole blocks.
+        chain: the cached blocks that it uses.
+        sharing: whether its blocks enter the prefix cache.
+        parted: number of tokens in common with another sequence, if it could not resume there.
         newest: the last block of output that it completed.
     """
 
@@ -67,20 +67,20 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens to read before the next can be chosen."""
+        """Number of tokens to compute before the next token can be sampled."""
         return len(self.token_ids) - self.num_computed
 
 
 @dataclass(slots=True)
 class Chunk:
-    """Tokens start..end-1 of a sequence, to be read in this step.
+    """Tokens start..end-1 of a sequence, which one step computes.
 
     Attributes:
-        drafts: those of them behind token_ids, which the step verifies.
-        propose: how many drafts the MTP layer makes after the step; there are pages for them.
-        num_any: of the drafts, those that were not drafted: any tokens, for the number's sake.
-        floats: the step before is not known yet: this one begins at `start` or as many tokens
-            later as that has right drafts, and its drafts are on the device.
+        drafts: the chunk's last tokens, which come after token_ids and which the step verifies.
+        propose: number of drafts that the MTP layer makes after the step; they have pages.
+        num_any: number of placeholder drafts: arbitrary ids that give all chunks equal lengths.
+        floats: the previous step's result is not known yet. The chunk begins at `start` plus the
+            number of drafts which that step accepts, and its own drafts are on the device.
     """
 
     sequence: Sequence
@@ -92,7 +92,7 @@ class Chunk:
     floats: bool = False
 
     def land(self, num_accepted: int, drafts: Items[int]) -> None:
-        """It is known now where it begins, and what its drafts are."""
+        """Set the start and the drafts of a floating chunk, now that the host knows them."""
         assert self.floats and len(drafts) == len(self.drafts)
         self.start += num_accepted
         self.end += num_accepted
@@ -101,12 +101,12 @@ class Chunk:
 
     @property
     def known(self) -> int:
-        """Where the drafts begin."""
+        """Position of the first draft."""
         return self.end - len(self.drafts)
 
     @property
     def ids(self) -> list[int]:
-        """Of its tokens, the drafts included."""
+        """Ids of the chunk's tokens, drafts included; zeros while the chunk floats."""
         if self.floats:
             return [0] * (self.end - self.start)
         ids = self.sequence.token_ids[self.start : self.known]
@@ -114,25 +114,25 @@ class Chunk:
 
     @property
     def next_id(self) -> int:
-        """The known token behind its last one."""
+        """Id of the known token after the chunk."""
         return self.sequence.token_ids[self.known]
 
     @property
     def completes(self) -> bool:
-        """Whether the last known token is read, so that its logits give the next."""
+        """Whether the chunk has the last known token, whose logits give the next token."""
         return self.end - len(self.drafts) == len(self.sequence.token_ids)
 
     @property
     def decodes(self) -> bool:
-        """Whether it is a token that was generated, not the rest of a prompt."""
+        """Whether the chunk is a decode: one known token, the sequence's last, and its drafts."""
         return self.floats or (self.known == self.start + 1 and self.completes)
 
     @property
     def num_logits(self) -> int:
-        """Rows of its logits that are wanted, its last ones."""
+        """Number of the chunk's last tokens whose logits the step computes."""
         return 1 + len(self.drafts) if self.completes else 0
 
     @property
     def pending(self) -> bool:
-        """Whether the id of its last token is still on the device."""
+        """Whether the id of the last known token is still on the device only."""
         return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING
