@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-# Acceptance is a running mean over about DRAFTS drafts. A step time is the median of the last STEPS.
+# Acceptance is a running mean over about DRAFTS drafts. The time of a step is the median of the
+# last STEPS measurements.
 DRAFTS = 512
 STEPS = 9
 # A trial of a number of drafts ends after SAMPLES timed steps, or after PATIENCE steps in all. (The

@@ -1,1 +1,1 @@
-"""What the process of one GPU owns: weights, cache, captured graphs, sampling."""
+"""One rank: the process that owns a GPU's weights, cache and captured graphs, and samples."""

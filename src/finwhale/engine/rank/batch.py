@@ -1,7 +1,7 @@
-"""The tensors that one forward reads, from a step plan.
+"""Builds the input tensors of one forward from a step plan.
 
-They are made with numpy on the host, with a number of numpy calls that does not grow with the
-number of sequences, then copied to the device in one transfer. Legend as in ops/paging.py.
+The host builds the arrays with numpy and copies them to the device in one transfer. The number of
+numpy calls does not grow with the number of sequences. ops/paging.py has the legend.
 """
 
 from collections.abc import Sequence as Items
@@ -24,10 +24,10 @@ from finwhale.ops.paging import PageTable, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step's inputs.
+    """The inputs of a step.
 
     Attributes:
-        logits_rows: [M] int64, the step's tokens whose logits are wanted.
+        logits_rows: [M] int64: the rows of the step's tokens whose logits are wanted.
     """
 
     inputs: StepInputs
@@ -39,8 +39,8 @@ class BatchBuilder:
 
     Args:
         tables: the page tables of the plans' slots.
-        sampled: [num_seqs] int64 on the device: the ids that the step before chose, row by row;
-            left out where no token is ever pending.
+        sampled: [num_seqs] int64 on the device: the ids sampled in the previous step, row by row.
+            None if no token is ever pending.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class BatchBuilder:
         self.sampled = sampled
 
     def build(self, plan: StepPlan) -> Batch:
-        """The inputs of a step."""
+        """Build the inputs of a step."""
         count = len(plan.slots)
         token_ids = np.array(plan.token_ids, np.int64)
         ends, ordinal = plan.ends, np.arange(count, dtype=np.int32)
@@ -101,14 +101,14 @@ class BatchBuilder:
         )
 
     def logits_rows(self, plan: StepPlan) -> Tensor:
-        """The step's tokens whose logits are wanted: [M] int64."""
+        """Rows of the step's tokens whose logits are wanted: [M] int64."""
         (rows,) = send(self.device, np.array(plan.logits_rows, np.int64))
         return rows
 
 
 def _pages_and_first(tables: Items[BlockTable]) -> tuple[NDArray[Any], NDArray[Any]]:
     """(pages [B,P], first [B]) of a step's sequences in one group."""
-    # Rows begin where wide loads may begin, as those of captured steps do: the same kernels run.
+    # Rows are aligned for wide loads, as in captured steps, so that the same kernels run.
     width = aligned(max(1, *(len(table.pages) for table in tables)))
     pages = np.array([t.pages + [0] * (width - len(t.pages)) for t in tables], np.int32)
     return pages, np.array([table.first for table in tables], np.int32)

@@ -1,12 +1,13 @@
 """Decode steps that verify and draft, each of which takes its input from the one before it.
 
-In a step the model reads a token and K drafts of every sequence (`verify`), the sampler chooses a
-token after each of them, and the draft head reads the same tokens and drafts K more after the last
-right draft (`draft`). The tokens and positions of the next step stay on the device, so the host can
-launch it before it knows them. On a GPU, each half is one captured graph for a batch size and a K.
+In a step the model processes a token and K drafts of every sequence (`verify`), and the sampler
+chooses a token after each of them. The draft head then processes the same tokens and makes K more
+drafts after the last accepted draft (`draft`). The tokens and positions of the next step stay on
+the device, so the host can launch that step before it knows them. On a GPU, each half is one
+captured graph for a batch size and a K.
 
 Legend: B sequences of a step (padded to a captured size), W = 1 + K, N = B * W tokens, H residual
-streams, D hidden, V vocabulary, R rows there are.
+streams, D hidden, V vocabulary, R rows of the step tables.
 """
 
 import bisect
@@ -33,12 +34,12 @@ from finwhale.models.protocol import (
 )
 from finwhale.ops.paging import PageTable, Tokens
 
-# Tokens of a step that page tables have columns for at least: drafts, and those that may follow.
+# Page tables have columns for at least this many tokens of a step: drafts and those after them.
 ROOM = 32
 
 
 def verification_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: fewer than of plain decodes, for each holds the logits of W rows."""
+    """Batch sizes to capture. Fewer than for plain decodes: each graph holds W rows of logits."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(384, 1025, 128)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -48,10 +49,10 @@ class _Step:
     """The graphs of a batch size and a K, with the tensors that they read and write.
 
     Attributes:
-        inputs: the model's.
-        verifying, drafting: the graphs; None: nothing is captured.
+        inputs: inputs of the model's forward.
+        verifying, drafting: the two graphs; None: nothing is captured.
         logits: [N,V] float32.
-        streams: [N,H,D].
+        streams: residual streams [N,H,D].
     """
 
     inputs: StepInputs
@@ -62,17 +63,17 @@ class _Step:
 
 
 class Verifications:
-    """Steps in which every sequence verifies K drafts and gets K more.
+    """Runs steps in which every sequence verifies K drafts and gets K new ones.
 
     Args:
         drafts: the values of K.
         sizes: batch sizes, ascending; the last is the largest batch.
         max_len: the longest sequence, drafts included.
-        memory: memory that the captured graphs share; None: the host launches every kernel.
+        memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
-        ids: [B,W] int64: the known token and the drafts of the last step; None: the last step was
-            of another kind.
+        ids: [B,W] int64: the known token and the drafts of the last step; None: the last step did
+            not run here.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Verifications:
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan) -> Tensor:
-        """Read the step's tokens: logits [count * W, V] float32, valid until the next step."""
+        """Run the model's forward: logits [count * W, V] float32, valid until the next step."""
         assert plan.draft is not None
         count, width = len(plan.slots), plan.lengths[0]
         self._count = count
@@ -150,18 +151,18 @@ class Verifications:
 
     @torch.inference_mode()
     def further(self) -> Tensor:
-        """[count] int64: how many tokens each sequence is ahead of its chunk."""
+        """[count] int64: number of tokens by which each sequence is ahead of its chunk."""
         return self._advanced.index_select(0, self._links[: self._count])
 
     @torch.inference_mode()
     def draft(self, chosen: Tensor) -> Tensor:
-        """Count the right drafts, and make the next ones.
+        """Count the accepted drafts, and make the next ones.
 
         Args:
-            chosen: [count * W] int64: the tokens that were chosen from the logits.
+            chosen: [count * W] int64: the tokens sampled from the logits.
 
         Returns:
-            [count, K] int64, a copy.
+            [count, K] int64: a copy of the new drafts.
         """
         step = self._step
         assert step is not None

@@ -1,11 +1,11 @@
-"""Drafting in steps that the host plans one by one: those with prompts, and all steps on a CPU.
+"""Drafting in steps that the host plans one by one: steps with prefill, and all steps on a CPU.
 
-After each forward of the model the draft head reads the same tokens, each with the token that
-follows it. It then drafts from the last token that is certain. The device decides which drafts of
-the step were right, so nothing waits for the host between a verification and the next drafts.
+After each forward of the model the draft head processes the same tokens, each with the token that
+follows it. It then drafts after the last token that is certain. The device decides which drafts of
+the step are accepted, so the next drafts do not wait for the host.
 
 Legend: N tokens of the step, M rows whose logits are wanted, B sequences that get drafts, G of them
-that get as many, K the most drafts of a sequence, H residual streams, D hidden.
+with equal numbers of drafts, K the most drafts of a sequence, H residual streams, D hidden.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from finwhale.ops.paging import PageTable, Tokens
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward of the model, whose tokens the draft head has not read yet.
+    """One forward of the model whose tokens the draft head has not processed yet.
 
     Attributes:
-        streams: [N,H,D].
-        logits: [M,V] float32, rows batch.logits_rows of the tokens.
+        streams: residual streams [N,H,D].
+        logits: [M,V] float32: logits of the tokens in rows batch.logits_rows.
     """
 
     batch: Batch
@@ -64,14 +64,14 @@ class Drafter:
 
     @torch.inference_mode()
     def propose(self, forward: Forward, plan: StepPlan, chosen_M: Tensor | None) -> Tensor | None:
-        """Let the head read a step's tokens, and make as many drafts as the plan says.
+        """Run the draft head on a step's tokens, and make as many drafts as the plan says.
 
         Args:
-            chosen_M: int64: the tokens that were chosen from the logits; None: there are none.
+            chosen_M: int64: the tokens sampled from the logits; None: none were sampled.
 
         Returns:
-            int64 [K,B] for the chunks with drafts, in order; zeros past a chunk's own number. None:
-            no chunk has any.
+            int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K
+            drafts is filled with zeros. None: no chunk gets drafts.
         """
         inputs, rows = forward.batch.inputs, forward.batch.logits_rows
         (following,) = send(self._device, _following(plan))
@@ -88,7 +88,7 @@ class Drafter:
         counts = [propose[place] for place in places]
         max_len = max(ends[place] + propose[place] for place in places)
         out = chosen_M.new_zeros(max(counts), len(counts))
-        # The head makes as many drafts for all of a call. Most steps need one call.
+        # One call of the head makes equally many drafts for all its chunks. Most steps need one.
         for count in sorted(set(counts)):
             group = [i for i, other in enumerate(counts) if other == count]
             group_G, places_G = send(
@@ -111,7 +111,7 @@ class Drafter:
         return out
 
     def _last_rows(self, plan: StepPlan, chosen_M: Tensor) -> Tensor:
-        """[B]: the row of the logits after the last right token of each chunk with drafts."""
+        """[B]: row of the last accepted token of each chunk that gets drafts."""
         assert plan.draft is not None
         drafts, propose = plan.draft.drafts, plan.draft.propose
         most = max(map(len, drafts))
@@ -136,7 +136,7 @@ class Drafter:
 
 
 def _following(plan: StepPlan) -> NDArray[np.int64]:
-    """The token after each of a step's tokens; any where it is being chosen."""
+    """The token after each token of a step; arbitrary if that token is not sampled yet."""
     assert plan.draft is not None
     ids = np.roll(np.array(plan.token_ids, np.int64), -1)
     ids[np.array(plan.query_start[1:]) - 1] = plan.draft.next_ids
@@ -152,7 +152,7 @@ def _rows(table: PageTable, places_B: Tensor) -> PageTable:
 
 
 def _one_each(positions_B: Tensor, max_len: int) -> Tokens:
-    """One token of each sequence."""
+    """Token arguments for one token of each sequence."""
     count = torch.arange(len(positions_B) + 1, dtype=torch.int32, device=positions_B.device)
     return Tokens(
         positions=positions_B,

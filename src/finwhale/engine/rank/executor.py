@@ -24,11 +24,11 @@ from finwhale.ops.sampling import SampledTokens
 
 @dataclass(slots=True)
 class _OpenStep:
-    """A step whose forward was launched and whose tokens were not chosen yet.
+    """A step whose forward is launched and whose tokens are not sampled yet.
 
     Attributes:
-        forward: what the drafter reads; None: no drafter runs over the host.
-        began: before the forward, in an engine that drafts.
+        forward: the input of the drafter; None: the step does not use the drafter.
+        began: instant before the forward, in an engine that drafts.
     """
 
     plan: StepPlan
@@ -41,7 +41,7 @@ class LocalExecutor:
     """Runs plans on the calling thread (plan/executor.py has the contract).
 
     Attributes:
-        receiver: brings results to the host.
+        receiver: transfers results to the host.
     """
 
     def __init__(self, runner: ModelRunner, builds: Builds, description: RankDescription) -> None:
@@ -51,7 +51,7 @@ class LocalExecutor:
         self._open: _OpenStep | None = None
 
     def execute(self, plan: StepPlan) -> "LocalResult | None":
-        self._open = None  # of a step that broke off: its logits make room
+        self._open = None  # frees the logits of a step that failed
         self.runner.use_device()
         self.runner.tables.apply(plan)
         self.sampler.admit(plan.admitted, plan.freed)
@@ -95,7 +95,7 @@ class LocalExecutor:
         return LocalResult(arrival, proposed, instants)
 
     def _draft(self, step: _OpenStep, ids: Tensor | None) -> Tensor | None:
-        """The next drafts [B,K] of the chunks that get any; None: no chunk does."""
+        """The next drafts [B,K] of the chunks that get drafts; None: no chunk gets any."""
         if step.forward is None:
             assert self.runner.verifications is not None and ids is not None
             drafts = self.runner.verifications.draft(ids)
@@ -112,12 +112,12 @@ class LocalExecutor:
 
 
 class LocalResult:
-    """A step's results on their way to the host.
+    """A step's results while they are transferred to the host.
 
     Args:
         tokens: ids, validity and log-probabilities.
-        proposed: [B,K] drafts.
-        instants: before the forward, after the choice, after the drafts.
+        proposed: drafts [B,K].
+        instants: the instants before the forward, after sampling and after drafting.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class LocalResult:
 
 
 def bring(receiver: Receiver, sampled: SampledTokens | None) -> Arrival:
-    """Begin the transfer of a step's choices; None: there are none."""
+    """Begin the transfer of a step's sampled tokens; None: the step sampled none."""
     if sampled is None:
         return receiver.begin(())
     parts = [sampled.ids_S, sampled.valid_S]
@@ -162,13 +162,13 @@ def bring(receiver: Receiver, sampled: SampledTokens | None) -> Arrival:
 
 
 def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
-    """What the engine has to know of the rank's device steps."""
+    """Describe the drafting decodes that the rank runs on the device; None: it runs none."""
     if steps is None:
         return None
     return DeviceDrafts(counts=tuple(steps.drafts), max_seqs=steps.sizes[-1])
 
 
 def local_executor(executor: Executor) -> LocalExecutor:
-    """An executor known to be in this process: for tests and measurements of its parts."""
+    """Assert that an executor runs in this process: for tests and measurements of its parts."""
     assert isinstance(executor, LocalExecutor)
     return executor

@@ -1,12 +1,13 @@
 """Captured execution: decodes as whole CUDA graphs, small prefills as segments around attention.
 
-One graph a size of a ladder, all in one memory pool, where one runs at a time. A graph reads its
-inputs from fixed buffers (static_inputs.py), filled by one transfer from pinned memory before each
-replay, and a second one where pages changed. Tokens past the batch are padding: position -1.
+There is one graph for each of a list of sizes. All graphs share one memory pool, because only one
+runs at a time. A graph reads its inputs from fixed buffers (static_inputs.py). One transfer from
+pinned memory fills them before each replay, and a second transfer sends the pages that changed.
+Tokens past the batch are padding, with position -1.
 
-Both kinds are one mechanism: the model is run once while its kernels are recorded, and where it
-says `segments.eager` a decode goes on recording (the host has nothing to decide there), a prefill
-closes the graph, notes the call and opens the next graph.
+Both kinds use one mechanism: the model runs once while its kernels are recorded. When it calls
+`segments.eager`, a decode continues recording, because the host decides nothing there. A prefill
+ends the graph, stores the call and begins the next graph.
 """
 
 import bisect
@@ -27,9 +28,9 @@ A = TypeVar("A")
 T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
-WARM_UP_STEPS = 1  # makes what outlives a step; kernels are there
-# Tokens of a step with prefill: beyond, the kernels take longer than launching them, which takes a
-# host about 2.5 ms a layer.
+WARM_UP_STEPS = 1  # allocates what outlives a step; the kernels are built before
+# Numbers of tokens of a step with prefill. In larger steps the kernels run longer than the host
+# takes to launch them, about 2.5 ms a layer.
 PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
@@ -37,23 +38,23 @@ PREFILL_SIZES = (
 
 
 def decode_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: dense where padding would cost most."""
+    """Batch sizes to capture, closest together where padding costs most."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 def prefill_sizes(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens to capture for steps with prefill: the largest too, unless it is large."""
+    """Numbers of tokens to capture for steps with prefill, up to the last of PREFILL_SIZES."""
     sizes = [size for size in PREFILL_SIZES if size < max_num_tokens]
     return [*sizes, max_num_tokens] if max_num_tokens <= PREFILL_SIZES[-1] else sizes
 
 
 class GraphMemory:
-    """What captured graphs share: what one frees another has only on the same stream.
+    """The memory pool of captured graphs. A graph reuses freed memory only on the same stream.
 
     Attributes:
-        pool: torch's handle.
-        stream: all are captured on it.
+        pool: torch's handle of the pool.
+        stream: the CUDA stream on which all graphs are captured.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,7 +63,7 @@ class GraphMemory:
 
 
 class Recorder:
-    """Records what a forward launches: Segments that break (prefill) or go on (decode)."""
+    """Segments that record a forward: `eager` interrupts a graph (prefill) or not (decode)."""
 
     def __init__(self, breaks: bool, pool: Any) -> None:
         self.parts: list[torch.cuda.CUDAGraph | tuple[Callable[..., None], Any, Any]] = []
@@ -71,7 +72,7 @@ class Recorder:
 
     @property
     def whole(self) -> torch.cuda.CUDAGraph:
-        """What was recorded where nothing breaks."""
+        """The only graph, if `eager` does not interrupt graphs."""
         (graph,) = self.parts
         assert isinstance(graph, torch.cuda.CUDAGraph)
         return graph
@@ -102,7 +103,7 @@ class Recorder:
 
 
 class _Memory:
-    """A tensor's memory, as whoever shares it without owning it describes it to torch."""
+    """Describes a tensor's memory to torch, so that another tensor shares it without owning it."""
 
     def __init__(self, tensor: Tensor) -> None:
         last = sum(
@@ -117,9 +118,10 @@ class _Memory:
 
 
 def _without_holding(tensor: Tensor) -> Tensor:
-    """The same, but its memory is the pool's again once the forward lets it go: what a layer hands
-    to attention may then lie where the next layer's does, and a graph's result where another graph
-    works. Replays keep the order.
+    """A view of the tensor that does not own its memory.
+
+    The pool can reuse the memory as soon as the forward frees the tensor: for the next layer's
+    input of attention, or in another graph. This is safe because replays keep the order.
     """
     if not tensor.numel():
         return tensor
@@ -143,14 +145,14 @@ class _Captured:
 
 
 class Graphs:
-    """Captured steps of one forward, for sizes of a ladder. Gives what `forward` gives.
+    """Captured steps of one forward for several sizes. Replays return the result of `forward`.
 
     Args:
-        forward: one tensor [tokens, ..] of a step's inputs.
+        forward: computes one tensor [tokens, ..] from a step's inputs.
         static: the inputs of every graph.
         sizes: numbers of tokens to capture, ascending.
-        decode: capture decodes, a sequence a token; else steps with prefills.
-        memory: what all graphs share.
+        decode: capture decodes, in which each token is a sequence; else steps with prefill.
+        memory: the memory pool of all graphs.
     """
 
     def __init__(
@@ -172,7 +174,7 @@ class Graphs:
             static.gather_ids(len(inputs.token_ids))
             return forward(inputs, segments)
 
-        # The largest first: the others then fit into the memory that it has left in the pool.
+        # Capture the largest first: the smaller graphs then fit into its memory in the pool.
         for size in reversed(self.sizes):
             inputs = static.inputs(size, decode=decode)
             torch.cuda.synchronize(device)
@@ -181,25 +183,25 @@ class Graphs:
                     whole(inputs, Inline())
                 torch.cuda.synchronize(device)
                 if size == self.sizes[-1]:
-                    # A capture cannot have what the warm-up left to torch.
+                    # A capture cannot use memory that torch cached during the warm-up.
                     torch.cuda.empty_cache()
                 recorder = Recorder(not decode, memory.pool)
                 out = recorder.record(whole, inputs)
             self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
             del out
         torch.cuda.synchronize(device)
-        # Nor can anybody else have what the others' warm-ups left, on a stream of their own.
+        # Other streams cannot use the memory that the warm-ups cached on the capture stream either.
         torch.cuda.empty_cache()
 
     def fits(self, plan: StepPlan) -> bool:
-        """Whether there is a graph for a step."""
+        """Whether a captured graph can run the step."""
         if self.decode:
             return plan.decodes and len(plan.slots) <= self.sizes[-1]
         return len(plan.slots) <= self.static.num_seqs and plan.num_tokens <= self.sizes[-1]
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor:
-        """What forward gives for the step's tokens; valid until the next run of any graph."""
+        """The result of `forward` for the step's tokens, valid until any graph runs again."""
         captured = self._of(plan.num_tokens)
         self.static.fill(plan, decode=self.decode)
         inputs = captured.inputs
@@ -207,7 +209,7 @@ class Graphs:
         return captured.out[: plan.num_tokens]
 
     def replay(self, num_tokens: int) -> None:
-        """Run a decode's graph on the inputs that were given last: for measurements."""
+        """Run a decode's graph again on the last inputs: for measurements."""
         captured = self._of(num_tokens)
         captured.replay(captured.inputs)
 

@@ -1,4 +1,4 @@
-"""Between host and device without waiting: arrays sent, tensors awaited."""
+"""Asynchronous transfers between host and device."""
 
 import time
 from collections.abc import Sequence
@@ -20,16 +20,16 @@ ALIGN = 16  # bytes
 
 
 def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
-    """The arrays on the device, in one transfer that the host does not wait for.
+    """Copy arrays to the device in one transfer that the host does not wait for.
 
     Args:
-        arrays: int64, float64, int32 or float32, contiguous. On a CPU the tensors share their
+        arrays: int64, float64, int32 or float32, contiguous. On a CPU the result shares their
             memory.
     """
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    # torch keeps pinned memory until the transfers that were begun from it are done.
-    # Each begins where loads may be wide: whether it does decides which kernel reads it.
+    # torch keeps pinned memory until all transfers from it are done. Each array is aligned for wide
+    # loads, because Triton compiles another kernel for unaligned pointers.
     *starts, size = accumulate((-(-a.nbytes // ALIGN) * ALIGN for a in arrays), initial=0)
     staged = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     staged_bytes = staged.numpy()
@@ -43,10 +43,10 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
 
 
 class Instant:
-    """Now, in the work of a device.
+    """The present point in a device's stream of work.
 
     Attributes:
-        time: when the host was here (time.monotonic()).
+        time: the host's time when it made this object (time.monotonic()).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Instant:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_to(self, later: "Instant") -> float:
-        """Waits for the later one, which is seldom not there yet."""
+        """Seconds until `later`. Waits until the device reaches it, which it usually has."""
         if self._event is None or later._event is None:
             return later.time - self.time
         later._event.synchronize()
@@ -66,33 +66,33 @@ class Instant:
 
 
 class Receiver:
-    """Brings tensors to the host on a stream of its own, beside whatever the device does next."""
+    """Transfers tensors to the host on its own CUDA stream, in parallel with later work."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
-        """Begin the transfer of what the current stream has computed so far."""
+        """Begin the transfer of tensors that the current CUDA stream has computed so far."""
         return Arrival(tensors, self._stream)
 
 
 class Arrival:
-    """Tensors on their way to the host; there at once where they are on the host already."""
+    """A transfer of tensors to the host; done at once if the tensors are on the host."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        # The device's tensors are held until they were read.
+        # Keep the device's tensors alive until the transfer is done.
         self._tensors = tensors
         self._host = tensors
         self._event: torch.cuda.Event | None = None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             with torch.cuda.stream(stream):
-                # Into pinned memory, which torch gives this transfer.
+                # torch allocates pinned memory for this transfer.
                 self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
                 self._event = stream.record_event()
 
     def wait(self) -> Sequence[Tensor]:
-        """Wait for the device to get there; the tensors on the host."""
+        """Wait for the transfer, and return the tensors on the host."""
         if self._event is not None:
             self._event.synchronize()
         return self._host

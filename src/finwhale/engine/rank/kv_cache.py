@@ -1,4 +1,4 @@
-"""The tensors behind the pages: sized from a memory budget and the model's declaration."""
+"""Plans and allocates the cache tensors from a memory budget and the model's declaration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
 from finwhale.errors import ResourceError
 from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLayout
 
-# Of the memory that is left once every sequence can run: the part for states at the ends of blocks,
-# which let other sequences go on there. A state of Flash takes as much as five blocks, and a
-# conversation of some thousand tokens needs one or two.
+# Once every sequence can run, 1/STATE_SHARE of the remaining memory is for states at the ends of
+# blocks, from which other sequences resume. A state of Flash takes as much memory as five blocks,
+# and a conversation of some thousand tokens needs one or two states.
 STATE_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """How many pages each group gets.
+    """The number of pages of each group.
 
     Attributes:
-        num_pages: by group, page 0 included.
-        capacity_tokens: tokens that the groups which keep everything hold together.
-        num_states: ends of blocks whose state is kept beside what running sequences need.
-        total_bytes: of all pools.
+        num_pages: number of pages by group, including page 0.
+        capacity_tokens: number of tokens for which the groups that keep every row have pages.
+        num_states: number of block-end states that fit beside what running sequences need.
+        total_bytes: bytes of all pools.
     """
 
     num_pages: dict[str, int]
@@ -45,17 +45,19 @@ def plan_cache(
     shares: bool = False,
     drafts: bool = False,
 ) -> CachePlan:
-    """Share budget_bytes out: what forgets gets what it can ever need, the rest what is left.
+    """Divide budget_bytes among the groups.
+
+    A group that drops old rows gets all pages it can ever need; the other groups share the rest.
 
     Args:
         itemsize, packed: bytes of an activation, and whether rows are packed.
-        wanted_tokens: no more capacity than this.
-        least_tokens: no part for states before there is this much capacity.
-        shares: sequences go on from each other's blocks: keep states as well.
+        wanted_tokens: upper limit of the capacity.
+        least_tokens: states get memory only once the capacity is at least this.
+        shares: sequences resume from each other's blocks, so the cache also keeps states.
         drafts: sequences have drafts.
 
     Raises:
-        ResourceError: the budget does not hold one page of everything.
+        ResourceError: the budget is too small for one page of each group.
     """
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]
@@ -69,7 +71,7 @@ def plan_cache(
     wanted = -(-wanted_tokens // block)
     states = 0
     if keeping:
-        # One page of each is page 0.
+        # Each group needs page 0 besides.
         fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
         left = budget_bytes - fixed
         wanted = min(wanted, left // per_block)
@@ -102,14 +104,14 @@ def allocate_cache(
     device: torch.device,
     packed: bool = False,
 ) -> PagedCache:
-    """The memory of every group, and each layer's view of it, as PagedCache describes them."""
+    """Allocate the memory of every group, with each layer's views (see PagedCache)."""
     pools: dict[str, dict[int, torch.Tensor]] = {}
     memory: dict[str, torch.Tensor] = {}
     for group in groups:
         layout = group.layout(dtype.itemsize, packed)
         num_pages = plan.num_pages[group.name]
         pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
-        # Masked slots read page 0: it must hold numbers.
+        # Kernels read page 0 for masked slots, so it must hold finite numbers.
         pages[:1].zero_()
         memory[group.name] = pages
         for field in group.fields:
@@ -128,7 +130,7 @@ def _pool(
     offset: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """One layer's rows in all pages; `offset` is where its part begins in a page."""
+    """View of one layer's rows in all pages; its part of a page begins at `offset`."""
     if not layout.row_bytes:
         return pages[:, offset : offset + field.packed_bytes(group.rows_per_page)]
     dtype = torch.float32 if field.full_precision else dtype

@@ -23,12 +23,12 @@ from finwhale.ops.sampling import SamplingBatch
 
 P = ParamSpec("P")
 
-# The context of steps whose signatures another step has already shown to every context.
+# Context of a step if another step has already covered all contexts for its signatures.
 ORDINARY_CONTEXT = 16384
 
 
 class _Bounds:
-    """Segments that run the eager part of a layer once for each of several bounds."""
+    """Segments that run the eager part of a layer once for each of several context bounds."""
 
     def __init__(self, own: StepInputs, others: Sequence[StepInputs]) -> None:
         self._own, self._others = own, others
@@ -43,8 +43,8 @@ class SignatureRun:
     """Calls a model's operators with tensors of any contents, once for each launch signature.
 
     Args:
-        cache: with two pages of each group at least.
-        largest: how large steps may be, and which are captured.
+        cache: a cache with at least two pages of each group.
+        largest: the largest steps, and the sizes of captured steps.
         eager: whether decodes may run without a graph.
     """
 
@@ -71,14 +71,15 @@ class SignatureRun:
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
             self._logits(rows)
-        # Every kernel of choices has one signature. Log-probabilities have none, and would look up
-        # a token that was not drawn.
+        # Every sampling kernel has one signature. Log-probabilities use no such kernel, and would
+        # look up a token that was not drawn.
         logits = torch.zeros((1, self.model.config.vocab_size), device=self.device)
         self.ops.sample(logits, replace(every_choice(logits), logprobs=()))
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-        """Each (number of tokens, most tokens of one sequence, bounds of the eager part). A bound
-        is the longest sequence and, again, the most tokens of one.
+        """Yield (number of tokens, most tokens of one sequence, bounds of the eager part).
+
+        A bound is (length of the longest sequence, most tokens of one sequence in the step).
         """
         largest, seen = self.largest, set[tuple[object, ...]]()
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
@@ -89,7 +90,7 @@ class SignatureRun:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
             prefills |= set(self.sizes.tokens(2, captured))
         prefills |= set(self.sizes.tokens(captured + 1, largest.num_tokens))
-        # Steps of one token of each sequence that are no decodes.
+        # Steps with one token of each sequence that are not decodes.
         ones = {n for n in prefills if n <= largest.num_seqs}
         for n in sorted(decodes | ones):
             if free or n in ones:
@@ -97,7 +98,7 @@ class SignatureRun:
             else:
                 yield n, 1, [(length, 1) for length in self._captured_contexts()]
         for width in (1 + count for count in largest.drafts if count):
-            # Verifications, captured or not: a few tokens of each sequence.
+            # Verifications, captured or not, have a few tokens of each sequence.
             numbers = self.sizes.tokens(2, largest.num_seqs * width)
             for n in sorted({size * width for size in decodes} | set(numbers)):
                 yield n, width, self._bounds(n, (width,), seen)
@@ -106,8 +107,10 @@ class SignatureRun:
             yield n, n, self._bounds(n, (1, n), seen)
 
     def _captured_contexts(self) -> list[int]:
-        """A captured decode has one context, the longest. If the memory is too small for that, this
-        runs again with a shorter one; with the powers of two it then finds most kernels built.
+        """Contexts of captured decodes: the longest one, and powers of two below it.
+
+        A captured decode uses the longest context only. If the memory is too small for it, startup
+        runs this again with a shorter context, for which most kernels are then built already.
         """
         longest = self.largest.max_len
         return [longest, *(2**i for i in range(12, longest.bit_length()))]
@@ -115,7 +118,7 @@ class SignatureRun:
     def _bounds(
         self, num_tokens: int, queries: Sequence[int], seen: set[tuple[object, ...]]
     ) -> list[tuple[int, int]]:
-        """Every class of contexts if no earlier step has shown it for such a number of tokens."""
+        """Bounds of every class of contexts, unless an earlier step has covered them."""
         found = []
         for query in queries:
             lengths = self.sizes.contexts(num_tokens, self.largest.max_len)
@@ -141,7 +144,7 @@ class SignatureRun:
             self.model.draft_head.compute_logits(streams, 0)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
-        """A step whose tokens lie as the engine's: positions and pages are never read."""
+        """A step laid out as the engine's steps. Positions and pages have no meaning."""
         num_seqs = num_tokens if max_query == 1 else 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

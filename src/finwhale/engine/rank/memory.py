@@ -1,7 +1,8 @@
-"""One budget of a GPU's memory: what the largest steps take is measured before the cache is sized.
+"""Measures the memory that the largest steps need, before the cache is sized.
 
-The largest steps: as many tokens as a step may have, and as many decodes, at the end of the longest
-context, with logits and every kind of sampling. Their state goes to one page.
+The largest steps are a prefill with as many tokens as a step may have, and a decode with as many
+sequences. They run at the end of the longest context, with logits and every kind of sampling, and
+write their state to one page.
 """
 
 import math
@@ -27,22 +28,22 @@ from finwhale.ops.sampling import (
 )
 from finwhale.request import MAX_LOGPROBS
 
-PAGE = 1  # what all tokens of these steps read and write; page 0 is nobody's
-# What the driver keeps for one captured graph beside its tensors: some thousand kernels.
+PAGE = 1  # all tokens of these steps read and write this page; no sequence owns page 0
+# Memory of the driver for one captured graph, beside its tensors: some thousand kernels.
 GRAPH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """How large steps may be.
+    """The sizes of the largest steps.
 
     Attributes:
-        num_tokens: of a step with prompts.
-        num_seqs: of a decode.
+        num_tokens: tokens of a step with prefill.
+        num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
-        decode_graphs, prefill_graphs: sizes in tokens that are captured.
-        drafts: that decodes may verify beside their own token; where it is none alone, the MTP
-            layer never runs.
+        decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
+        drafts: numbers of drafts that a decode may verify. The MTP layer never runs if this is
+            (0,).
     """
 
     num_tokens: int
@@ -58,10 +59,10 @@ class Largest:
 
 
 class LargestSteps:
-    """Runs them on a model, and says what they take.
+    """Runs the largest steps on a model, and measures their memory.
 
     Args:
-        cache: with two pages of each group at least; the second is overwritten.
+        cache: a cache with at least two pages of each group; the second page is overwritten.
     """
 
     def __init__(
@@ -74,27 +75,27 @@ class LargestSteps:
         self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
         self.device = model.device
         for pages in cache.pages.values():
-            # Tokens of these steps read rows that nobody wrote: they must be numbers.
+            # Tokens of these steps read rows that were never written, so those must be finite.
             pages[PAGE].zero_()
 
     @classmethod
     def alone(cls, model: Model, groups: Sequence[CacheGroup], ops: Ops) -> "LargestSteps":
-        """With a cache of their own, of a few pages."""
+        """Make the steps with their own cache of a few pages."""
         pages = CachePlan({g.name: PAGE + 1 for g in groups}, 0, 0, 0)
         packed = ops.capabilities.packed_cache
         cache = allocate_cache(groups, pages, model.dtype, model.device, packed)
         return cls(model, groups, ops, cache)
 
     def workspace_bytes(self, largest: Largest) -> int:
-        """What they take of a GPU beside weights and cache, captured graphs included.
+        """GPU memory of the steps beside weights and cache, captured graphs included.
 
         Raises:
-            torch.OutOfMemoryError: more than there is.
+            torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
         graphs = largest.decode_graphs + largest.prefill_graphs
         if graphs:
-            # Graphs have memory of their own: that of the largest, and what each one keeps.
+            # Graphs have their own pool: the memory of the largest, and what each graph keeps.
             workspace += max(
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(graphs), largest)),
@@ -120,13 +121,13 @@ class LargestSteps:
 
     @torch.inference_mode()
     def run(self, largest: Largest) -> None:
-        """All of them, one after the other."""
+        """Run all of the largest steps, one after the other."""
         self.prefill(largest.num_tokens, largest)
         self.decode(largest)
 
     @torch.inference_mode()
     def prefill(self, num_tokens: int, largest: Largest) -> None:
-        """One sequence's last num_tokens tokens, or as many whole sequences as it takes."""
+        """Run the last num_tokens tokens of one sequence, or of as many sequences as needed."""
         full, rest = divmod(num_tokens, largest.max_len)
         self._run([largest.max_len] * full + [rest] * bool(rest), largest)
 
@@ -134,7 +135,7 @@ class LargestSteps:
     def decode(self, largest: Largest) -> None:
         self._run([1] * largest.num_seqs, largest)
         if largest.draft_tokens:
-            # Short contexts have room for their drafts alone; a step for all tokens of a batch.
+            # A context shorter than 1 + K tokens limits the number of drafts.
             verified = min(1 + largest.draft_tokens, largest.max_len)
             count = min(largest.num_seqs, max(1, largest.num_tokens // verified))
             self._run([verified] * count, largest)
@@ -151,7 +152,7 @@ class LargestSteps:
             self.model.draft_head.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
-        """Sequences of max_len tokens, of which the last lengths[b] are read."""
+        """A step that computes the last lengths[b] tokens of sequences of max_len tokens."""
         starts = [max_len - length for length in lengths]
         positions = torch.cat([torch.arange(start, max_len) for start in starts])
         sequence = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(
@@ -181,7 +182,7 @@ class LargestSteps:
 
 
 def every_choice(logits: Tensor) -> SamplingBatch:
-    """All that requests can ask for on every row of [S,V] logits, each with every token allowed."""
+    """Every sampling option on every row of [S,V] logits, with masks that allow every token."""
     num_rows, vocab_size = logits.shape
     rows = torch.arange(num_rows, device=logits.device)
 
@@ -221,7 +222,7 @@ def every_choice(logits: Tensor) -> SamplingBatch:
 
 
 def left_bytes(device: torch.device, utilization: float) -> int:
-    """Bytes that may still be taken of a GPU of which `utilization` may be used in all."""
+    """Bytes of GPU memory left, if at most the fraction `utilization` of it may be used."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     return max(0, int(total * utilization) - (total - free))

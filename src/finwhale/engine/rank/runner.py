@@ -26,12 +26,13 @@ class ModelRunner:
 
     Attributes:
         tables: the page tables of the plans' slots.
-        sampled: [max_num_seqs] int64 on the device: the ids that the last step chose, row by row
+        sampled: [max_num_seqs] int64 on the device: the ids sampled in the last step, row by row
             (StepPlan.pending_rows).
-        drafter: None: the engine does not draft.
-        verifications: decodes of a drafting engine that stay on the device; None: all go over the
-            host, as on a CPU.
-        graphs, prefill_graphs: captured decodes, and captured steps of few tokens; None: none.
+        drafter: makes drafts; None: the engine does not draft.
+        verifications: runs drafting decodes that continue on the device; None: the host plans
+            every step, as on a CPU.
+        graphs: captured decodes; None: nothing is captured.
+        prefill_graphs: captured steps of few tokens; None: nothing is captured.
     """
 
     platform: Platform
@@ -53,24 +54,24 @@ class ModelRunner:
     segments: Inline = field(default_factory=Inline)
 
     def keep_sampled_in(self, sampled: Tensor) -> None:
-        """Where the ids of the last step are kept for the next."""
+        """Use this tensor to keep the ids of a step for the next one."""
         self.sampled = sampled
         self.batches = BatchBuilder(self.groups, self.tables, self.device, sampled)
 
     def use_device(self) -> None:
-        """Make the device the current one of this thread: kernels are launched there."""
+        """Make the device the current one of this thread, on which kernels are launched."""
         if self.device.index:
             torch.cuda.set_device(self.device)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> tuple[Batch, Tensor]:
-        """Launch the step from the host: its batch and the residual streams [N,H,D]."""
+        """Launch the step from the host; returns its batch and the residual streams [N,H,D]."""
         batch = self.batches.build(plan)
         return batch, self.model(batch.inputs, self.cache, self.segments)
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
-        """The logits [M,V] float32 that the plan wants."""
+        """Compute the logits [M,V] float32 that the plan wants."""
         if self.graphs is not None and self.graphs.fits(plan):
             return self.graphs.run(plan)
         if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
@@ -82,7 +83,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def read(self, plan: StepPlan) -> Forward:
-        """The same forward with what the drafter reads of it."""
+        """Launch the step from the host; returns the drafter's input."""
         batch = self.batches.build(plan)
         if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
             streams = self.prefill_graphs.run(plan)
@@ -97,10 +98,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:
-        """Some rows of a step's logits."""
+        """Select rows of a step's logits."""
         return logits.index_select(0, send(self.device, np.array(rows, np.int64))[0])
 
     @torch.inference_mode()
     def feed(self, ids: Tensor) -> None:
-        """Keep the ids [M] int64 that were sampled from a step's logits for the next step."""
+        """Keep the ids [M] int64 sampled in a step for the next step."""
         self.sampled[: len(ids)].copy_(ids)

@@ -1,4 +1,4 @@
-"""The choice of a step's tokens on the device, from a sampling plan and the slots' settings."""
+"""Samples a step's tokens on the device, from a sampling plan and the slots' settings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,12 +32,12 @@ from finwhale.ops.sampling.draws import derive_seed, draws, states
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What stays the same from step to step for the same slots in the same order.
+    """Inputs of the operator that depend only on the slots and their order; reused between steps.
 
     Attributes:
-        slots, vocab_size: what it was made for.
-        drawing: the rows that are not greedy; `filters` are of these.
-        states: of their seeds.
+        slots, vocab_size: the slots and the vocabulary size of these inputs.
+        drawing: the rows that are not greedy; `filters` has one entry for each.
+        states: generator states of the seeds of these rows.
     """
 
     slots: tuple[int, ...] | None = None
@@ -50,13 +50,13 @@ class _Fixed:
 
 
 class Sampler:
-    """Chooses tokens for the slots.
+    """Samples tokens for the slots.
 
-    A sequence's tokens depend on its settings and its logits alone: not on the other rows of a
-    step, nor on the slot that it has.
+    A sequence's tokens depend only on its settings and its logits, not on the other rows of a step
+    or on its slot.
 
     Args:
-        sample: the platform's operator.
+        sample: the platform's sampling operator.
     """
 
     def __init__(self, sample: Sample) -> None:
@@ -65,11 +65,11 @@ class Sampler:
         self._fixed = _Fixed()
 
     def choose_with(self, sample: Sample) -> None:
-        """Use another operator from now on: for measurements."""
+        """Replace the sampling operator: for measurements."""
         self._sample = sample
 
     def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
-        """Free slots, then take over the settings of new sequences."""
+        """Free slots, then store the settings of new sequences."""
         for slot in freed:
             self._settings.pop(slot, None)
         for slot, settings in admitted:
@@ -80,19 +80,19 @@ class Sampler:
     def sample(
         self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
     ) -> SampledTokens:
-        """Launch the choice of one token a row.
+        """Launch the sampling of one token for each row.
 
         Args:
-            logits_SV: [S,V] float32, a row for each of the plan's; not changed.
-            further_B: int64 on the device, for sequences of which each has the same number of
-                consecutive rows: its rows come this many tokens later than the plan says.
+            logits_SV: [S,V] float32, one row for each row of the plan; not changed.
+            further_B: int64 on the device: number of tokens by which the rows of each sequence come
+                later than the plan says. Each sequence has the same number of consecutive rows.
         """
         return self._sample(logits_SV, self.prepare(plan, logits_SV, further_B))
 
     def prepare(
         self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
     ) -> SamplingBatch:
-        """What `sample` gives the operator."""
+        """Build the operator's arguments."""
         device, (num_rows, vocab_size) = logits_SV.device, logits_SV.shape
         assert num_rows == len(plan.slots), "one row of logits for each choice"
         fixed = self._fixed
@@ -166,7 +166,7 @@ class Sampler:
 def _draws_further(
     fixed: _Fixed, positions: Sequence[int], further_B: Tensor, num_rows: int
 ) -> Tensor:
-    """The draws of runs of as many rows each, each run `further` positions later. [R] float64."""
+    """Draws [R] float64 of equally long runs of rows; each run is `further` positions later."""
     width = num_rows // len(further_B)
     firsts = positions[::width]
     span = 2 * width - 1

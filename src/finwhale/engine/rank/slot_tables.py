@@ -1,4 +1,4 @@
-"""Page tables by slot, as the step plans have told them."""
+"""The rank's copy of the engine's page tables, by slot, updated by step plans."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from finwhale.engine.plan.step_plan import StepPlan
 
 
 class SlotTables:
-    """What a rank knows of the engine's page tables.
+    """The page tables of all slots.
 
     Args:
         groups: names of the model's cache groups.
@@ -21,12 +21,12 @@ class SlotTables:
         return self._tables[slot]
 
     def versions(self, slots: Sequence[int]) -> list[object]:
-        """An object for each slot that changes whenever its tables change."""
+        """The version of each slot's tables: a new object whenever they change."""
         tables = self._tables
         return [tables[slot].version for slot in slots]
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over what a plan says."""
+        """Apply the page updates of a plan."""
         for slot in plan.freed:
             self._tables.pop(slot, None)
         for slot, group, first, begin, pages in plan.pages:
@@ -41,7 +41,7 @@ class SlotTables:
                 assert table.first == first and len(table.pages) >= begin
                 table.pages[begin:] = pages
             else:
-                # A new object: whoever has the old one sends all of this one.
+                # StaticInputs sends a table in full if its object is new.
                 table = tables[name] = BlockTable(first, list(pages))
-            # Never shared between slots: a version names the contents.
+            # A version identifies the contents, so two slots never share one.
             table.version = tables.version = object()

@@ -1,4 +1,4 @@
-"""A start: how long each part of it took, and what its end does."""
+"""Measures the phases of a start, and freezes the heap at its end."""
 
 import gc
 import time
@@ -7,25 +7,25 @@ from pathlib import Path
 
 
 class Phases:
-    """Seconds of each phase; each lasts from the end of the one before it, the first from now."""
+    """Seconds of each phase. A phase begins when the previous one ends, the first one now."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.monotonic()
 
     def end(self, name: str) -> None:
-        """The phase `name` ends now; a second time its parts add up."""
+        """End the phase `name` now. If it has ended before, the times add up."""
         now = time.monotonic()
         self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
         self._last = now
 
 
 def process_start() -> float:
-    """time.monotonic() when this process began; now, where the system does not say."""
+    """time.monotonic() when this process began; the present time if the system does not tell."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        ticks = 100.0  # of a second: what Linux counts a process's start in, everywhere
+        ticks = 100.0  # per second: Linux's unit for a process's start time on every architecture
         age = uptime - float(fields[19]) / ticks
     except (OSError, ValueError, IndexError):
         age = 0.0
@@ -33,10 +33,10 @@ def process_start() -> float:
 
 
 def whole_start(seconds: Mapping[str, float], began: float) -> dict[str, float]:
-    """The phases of an engine that is ready now, with what else passed since its process began.
+    """Phases of an engine that is ready now, with the remaining time since its process began.
 
     Args:
-        began: time.monotonic() where its making began: before lies the import.
+        began: time.monotonic() when construction of the engine began, after the imports.
     """
     now = time.monotonic()
     rest = now - began - sum(seconds.values())
@@ -44,16 +44,16 @@ def whole_start(seconds: Mapping[str, float], began: float) -> dict[str, float]:
 
 
 def table(seconds: Mapping[str, float]) -> str:
-    """One line: each phase and their sum."""
+    """One line with the seconds of each phase and their sum."""
     parts = [f"{name} {spent:.1f} s" for name, spent in seconds.items()]
     return ", ".join([*parts, f"total {sum(seconds.values()):.1f} s"])
 
 
 def freeze_heap() -> None:
-    """Keeps Python's garbage collector away from everything that exists now.
+    """Exclude every object that exists now from Python's garbage collection.
 
-    What is there when an engine is ready stays there: a full collection would look through all of
-    it, during a step.
+    Objects that exist when an engine is ready live as long as the engine. A full collection would
+    visit all of them, during a step.
     """
     gc.collect()
     gc.freeze()

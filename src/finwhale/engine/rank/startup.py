@@ -42,11 +42,11 @@ def open_rank(
     """Open the rank of this process.
 
     Args:
-        stream: the weights as they are read, in any order.
+        stream: iterates over the weights, in any order.
 
     Raises:
-        ResourceError: no such device, or model and cache do not fit it.
-        CheckpointError: the weights are not those of the configuration.
+        ResourceError: the device does not exist, or model and cache do not fit its memory.
+        CheckpointError: the weights do not match the configuration.
     """
     start = _Start(config, model_config, stream)
     try:
@@ -60,7 +60,7 @@ def open_rank(
 
 
 class _Start:
-    """The start of one rank. The constructor checks the options and takes no memory."""
+    """Starts one rank. The constructor checks the options and allocates no memory."""
 
     def __init__(
         self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
@@ -117,7 +117,7 @@ class _Start:
         cache_plan = self._plan_cache(model)
         max_model_len = self._max_model_len(cache_plan)
         if on_gpu:
-            torch.cuda.empty_cache()  # of what building and measuring left behind
+            torch.cuda.empty_cache()  # free what building and measuring left cached
         runner = self._new_runner(
             model or self._build(weights, max_model_len), cache_plan, max_model_len
         )
@@ -184,7 +184,7 @@ class _Start:
         return launches(self.config, self.model_config, self.capabilities.captures_steps, max_len)
 
     def _prepare(self, model: Model, max_len: int) -> Built:
-        """Build every kernel that a request can need."""
+        """Build every kernel that a request may use."""
         steps = LargestSteps.alone(model, self.groups, self.ops)
         launch_all = SignatureRun(
             model,
@@ -197,7 +197,7 @@ class _Start:
         return self.builds.prepare(self._launches(max_len), launch_all)
 
     def _plan_cache(self, model: Model | None) -> CachePlan:
-        """The cache's size; `model` runs the largest steps to see what they need beside it."""
+        """Plan the cache; `model` runs the largest steps to measure their workspace."""
         config = self.config
         budget = config.cache_memory_bytes
         if budget is None and self.device.type != "cuda":
@@ -208,7 +208,7 @@ class _Start:
             del steps
             budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
         elif budget is None:
-            # The references are for comparing: nothing bounds their temporaries.
+            # The reference operators serve comparisons; nothing bounds their temporaries.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
@@ -254,7 +254,7 @@ class _Start:
         )
 
     def _compile(self, runner: ModelRunner) -> int:
-        """Make the decoder layers compiled graphs; returns how many were not found compiled."""
+        """Compile the decoder layers to graphs; returns how many were not in the cache."""
         if self.compiled_mode is None:
             return 0
         cache_dir = self.config.cache_dir
@@ -265,10 +265,10 @@ class _Start:
 
     @torch.inference_mode()
     def _capture(self, runner: ModelRunner) -> Tensor:
-        """Capture decodes whole, logits included, and small steps up to the residual streams.
+        """Capture whole decodes with logits, and small steps up to the residual streams.
 
         Returns:
-            The tensor in which captured decodes look for sampled ids; without them, a new one.
+            The tensor from which captured decodes read sampled ids; a new one if none is captured.
         """
 
         def streams(inputs: StepInputs, segments: Segments) -> Tensor:
@@ -313,10 +313,10 @@ class _Start:
         return static.sampled
 
     def _hold(self, runner: ModelRunner, weights: int, reserved_before: int) -> MemoryUse:
-        """Run the largest steps once, so that their memory is held and their kernels are loaded.
+        """Run the largest steps once to reserve their memory and load their kernels.
 
         Returns:
-            What is held from then on.
+            The memory that the rank holds from then on.
         """
         config, cache = self.config, runner.cache_plan.total_bytes
         if self.device.type != "cuda" or not self.capabilities.bounded_workspace:
@@ -339,7 +339,7 @@ class _Start:
 def new_verifications(
     runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
 ) -> Verifications:
-    """The decodes of a drafting engine, captured; without memory, launched from the host."""
+    """Make the decodes of a drafting engine: captured, or launched by the host without `memory`."""
     model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
     largest = largest_steps(config, model_config, can_capture, runner.max_model_len)
     return Verifications(
@@ -356,7 +356,7 @@ def new_verifications(
 
 
 def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verifications:
-    """Run drafting decodes as a GPU does, launched from the host: for tests and measurements."""
+    """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
     runner = executor.runner
     steps = runner.verifications = new_verifications(runner, config, None)
     executor.description = replace(executor.description, device_drafts=device_drafts(steps))
@@ -366,7 +366,7 @@ def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verificati
 def largest_steps(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
 ) -> Largest:
-    """The largest steps, and the graphs that there are to be."""
+    """The sizes of the largest steps and of the graphs to capture."""
     decodes: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
@@ -388,7 +388,7 @@ def largest_steps(
 def launches(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
 ) -> object:
-    """What determines every launch: a cache that was filled for the same has every kernel."""
+    """Everything that determines launch signatures. Equal values need the same kernels."""
     return {
         "model": asdict(model_config),  # type: ignore[call-overload]
         "steps": asdict(largest_steps(config, model_config, can_capture, max_len)),
@@ -400,7 +400,7 @@ def launches(
 
 
 def numbers_of_drafts(config: EngineConfig, model_config: ModelConfig) -> tuple[int, ...]:
-    """How many drafts the decodes of a step may have."""
+    """The numbers of drafts that a decode may have."""
     if config.draft_tokens == "auto":
         return tuple(range(model_config.max_draft_tokens + 1))
     return (config.draft_tokens,)
@@ -413,7 +413,7 @@ def _table_serves(
     model_config: ModelConfig,
     stream: WeightStream,
 ) -> bool:
-    """Whether the platform's own table computes what is asked for; else the references do."""
+    """Whether the platform's own operators support the options; else the references run."""
     if config.reference:
         return False
     if platform.vendor == "cpu":
@@ -430,7 +430,7 @@ def _table_serves(
 
 
 def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Tokens of one sequence at most, as asked for or as the model allows."""
+    """The most tokens of one sequence, from the configuration or else from the model."""
     limit = model_config.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise FinwhaleError(
@@ -440,12 +440,15 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """A CPU allocation that fails is a plain RuntimeError to torch, a MemoryError to numpy."""
+    """If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
 
 
 def choose_device(name: str | None) -> tuple[Platform, torch.device]:
-    """The device asked for, or a GPU where there is one. Raises FinwhaleError, ResourceError."""
+    """The requested device, or by default a GPU if one exists, else the CPU.
+
+    Raises FinwhaleError or ResourceError.
+    """
     if name is None:
         platform = Platform.detect()
         return platform, torch.device(platform.device_type)

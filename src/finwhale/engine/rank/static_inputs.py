@@ -1,9 +1,9 @@
-"""The inputs of captured steps at fixed addresses, and what fills them.
+"""The inputs of captured steps at fixed addresses.
 
-One set of buffers serves every graph: a graph of n tokens reads the first n of each. The host
-writes into pinned twins, of which there are two in turns: while the device still reads a step from
-one, the next step is written into the other. Page tables stay on the device; what is new in them is
-sent as pairs of place and page.
+One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
+buffer. The host writes into one of two pinned copies, by turns: while the device still reads one
+step's copy, the host writes the next step into the other. Page tables stay on the device; the host
+sends changes as pairs of index and page.
 """
 
 from collections.abc import Sequence as Items
@@ -21,10 +21,10 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, Tokens
 
-MAX_UPDATES = 8192  # pages of a step that buffers are ready for; there may be more
-# What the device has of one sequence's table: version, table, its `first` and number of pages.
+MAX_UPDATES = 8192  # page updates of a step that the buffers hold; a step may have more
+# The device's copy of one sequence's table: version, table, `first` and number of pages.
 Held = tuple[object, BlockTable | None, int, int]
-ALIGN = 16  # words: page tables begin and rows lie where loads may be wide
+ALIGN = 16  # words: alignment of page tables and their rows, for wide loads
 NO_STEP = StepPlan((), (), (), (), (), decodes=True)
 
 
@@ -33,10 +33,10 @@ class StaticInputs:
 
     Args:
         tables: the page tables of the plans' slots.
-        max_len: no sequence is longer.
+        max_len: length of the longest sequence.
 
     Attributes:
-        sampled: [num_seqs] int64 on the device: the ids that the step before chose, row by row.
+        sampled: [num_seqs] int64 on the device: ids sampled in the previous step, row by row.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class StaticInputs:
         max_len: int,
         device: torch.device,
     ) -> None:
-        # Every part begins where loads may be wide: a kernel is compiled for that or against it.
+        # Align every part for wide loads: Triton compiles another kernel for unaligned pointers.
         num_tokens, self.num_sampled = aligned(num_tokens), aligned(num_seqs)
         self.num_tokens, self.num_seqs, self.max_len = num_tokens, num_seqs, max_len
         self.groups = tuple(groups)
         self._tables = tables
-        # A token's id is one of the ids sampled last, or of those from the host behind them.
+        # A token's source is an index into the sampled ids followed by the host's ids.
         words = 2 * self.num_sampled + _step_words(num_tokens, num_seqs)
         block = torch.zeros(words, dtype=torch.int32, device=device)
         self._ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
@@ -72,7 +72,7 @@ class StaticInputs:
         self.fill(NO_STEP, decode=True)
 
     def inputs(self, num_tokens: int, *, decode: bool) -> StepInputs:
-        """What a graph of num_tokens tokens reads; decode: each is a sequence of its own."""
+        """The inputs of a graph of num_tokens tokens; decode: each token is one sequence."""
         num_seqs = num_tokens if decode else self.num_seqs
         return StepInputs(
             token_ids=self._ids[:num_tokens],
@@ -92,14 +92,14 @@ class StaticInputs:
         )
 
     def gather_ids(self, num_tokens: int) -> None:
-        """Put the tokens' ids in their place; what a graph does first."""
+        """Gather the tokens' ids; a graph does this first."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
     def fill(self, plan: StepPlan, *, decode: bool) -> None:
-        """Write a step and begin its transfer. The rest of the buffers becomes padding.
+        """Write a step and begin its transfer; fill the rest of the buffers with padding.
 
         Args:
-            decode: each chunk is one token.
+            decode: each chunk has one token.
         """
         self._turn = 1 - self._turn
         twin = self._twins[self._turn]
@@ -109,7 +109,7 @@ class StaticInputs:
         try:
             self._fill_pages(twin, plan.slots)
         except BaseException:
-            # Interrupted, nobody knows what arrived.
+            # After an interruption it is unknown which pages arrived.
             self._forget_pages()
             raise
         twin.sent()
@@ -120,7 +120,7 @@ class StaticInputs:
         self._held = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
     def _fill_pages(self, twin: "_Twin", slots: Items[int]) -> None:
-        """Send the pages that are not there yet."""
+        """Send the pages that the device does not have yet."""
         held, count = self._versions, len(slots)
         versions = self._tables.versions(slots)
         if versions == held[:count]:
@@ -143,7 +143,7 @@ class StaticInputs:
         self._page_device.index_copy_(0, where, what)
 
     def _update(self, row: int, tables: BlockTables, places: list[int], values: list[int]) -> None:
-        """Note what a row's tables have that the device has not: words of the block, contents."""
+        """Append the changes of a row's tables: indices of words in the block, and values."""
         held = self._held[row]
         for group, table in enumerate(tables.values()):
             version, before, first, length = held[group]
@@ -153,7 +153,7 @@ class StaticInputs:
             at, first_at = self._layout.place(group, row, len(pages))
             begin = 0
             if before is table and first == table.first:
-                # Pages in the middle of a table stay what they are.
+                # Pages in the middle of a table never change.
                 begin = length
             else:
                 places.append(first_at)
@@ -164,7 +164,7 @@ class StaticInputs:
 
 
 class _Twin:
-    """One of the pinned copies; free again when what was sent from it has arrived."""
+    """One of the two pinned copies. The host may write to it once its transfers are done."""
 
     def __init__(self, static: StaticInputs, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -180,7 +180,7 @@ class _Twin:
         self._event = torch.cuda.Event() if pinned else None
 
     def wait(self) -> None:
-        """Wait for the transfers of the step before last, which are long done in a serving loop."""
+        """Wait for the transfers of the step before last, which have usually been done long ago."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -204,7 +204,7 @@ class _Twin:
         self._positions[count:] = -1
         self._sequence[count:] = 0
         self._ids[:count] = ids
-        # Padding is embedded as well: what an earlier step left here may be PENDING.
+        # Padding is embedded too, and an earlier step may have left PENDING here.
         self._ids[count:] = 0
         self._source[:] = self._own
         if len(plan.pending_rows) == count:
@@ -213,7 +213,7 @@ class _Twin:
             self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
-        """Words for `_cut_updates`."""
+        """The words that `_cut_updates` splits."""
         words = self._updates[: 3 * len(places)]
         where, what = _cut_updates(words)
         where.numpy()[:] = places
@@ -222,7 +222,7 @@ class _Twin:
 
 
 class _PageLayout:
-    """Where the page tables lie in one block: each group's `first`, then rows of all groups."""
+    """Layout of the page tables in one block: each group's `first`, then rows of all groups."""
 
     def __init__(
         self, groups: Items[CacheGroup], num_tokens: int, num_seqs: int, max_len: int
@@ -240,31 +240,31 @@ class _PageLayout:
         ]
 
     def cut(self, block: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Each group's pages [B,P], rows lying apart, and first [B]."""
+        """Views of each group's pages [B,P], with strided rows, and of its `first` [B]."""
         firsts = list(block[: self._before].view(-1, self._firsts)[:, : self._num_seqs])
         rows = block[self._before :].view(self._num_seqs, self._row)
         return list(rows.split(self._widths, dim=1)), firsts
 
     def place(self, group: int, row: int, num_pages: int) -> tuple[int, int]:
-        """Where a row's pages begin in a group, and where its `first` stands."""
+        """Index in the block of a row's pages in a group, and of its `first`."""
         at, first, width = self._places[group]
         assert num_pages <= width
         return at + row * self._row, first + row
 
 
 def aligned(words: int) -> int:
-    """So many words that what lies behind them may be read in wide loads."""
+    """Round up to a number of words after which wide loads are aligned."""
     return -(-words // ALIGN) * ALIGN
 
 
 def _cut_updates(words: Tensor) -> tuple[Tensor, Tensor]:
-    """Places [U] int64 and values [U] int32 of 3 U words."""
+    """Split 3 U words into indices [U] int64 and values [U] int32."""
     count = len(words) // 3
     return words[: 2 * count].view(torch.int64), words[2 * count :]
 
 
 def with_bounds(inputs: StepInputs, plan: StepPlan) -> StepInputs:
-    """The inputs with the host's bounds of a step that is not all decodes."""
+    """Add the host's bounds to the inputs of a step that is not a pure decode."""
     tokens = replace(inputs.tokens, max_len=max(plan.ends), max_query=max(plan.lengths), memo={})
     return replace(inputs, tokens=tokens)
 
@@ -274,7 +274,7 @@ def _step_words(num_tokens: int, num_seqs: int) -> int:
 
 
 def _cut_step(block: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """ids, source and positions [N] int64, sequence [N] and query_start [B+1] int32."""
+    """Views: ids, source and positions [N] int64, sequence [N] and query_start [B+1] int32."""
     ids, source, positions = block[: 6 * num_tokens].view(torch.int64).split(num_tokens)
     return (
         ids,
@@ -285,7 +285,7 @@ def _cut_step(block: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _pages_a_sequence(group: CacheGroup, max_len: int, num_tokens: int) -> int:
-    """Pages that one sequence can hold at a time in steps of at most num_tokens tokens."""
+    """The most pages that one sequence holds at a time, in steps of at most num_tokens tokens."""
     whole = -(-max_len // group.tokens_per_page)
     if group.keep is None:
         return whole
