@@ -1,1 +1,1 @@
-"""The engine: requests in, tokens out."""
+"""The engine and its step loops, which turn requests into tokens."""

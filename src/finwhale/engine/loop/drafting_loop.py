@@ -1,10 +1,10 @@
-"""The loop over steps of an engine that drafts: a step gives each sequence a run of tokens.
+"""The step loop of an engine that drafts: a step gives each sequence one or more tokens.
 
-While every sequence decodes, the next step is launched before this one's tokens are known, as in
-an engine that does not draft: the device knows where it begins and what it reads
-(rank/draft_decode.py). The loop waits for the tokens where a prompt needs prefill or a sequence
-could be admitted, where a choice needs the tokens before it (penalties, grammars), and where "auto"
-changes the number of drafts.
+While every sequence decodes, the loop launches the next step before the host knows this step's
+tokens, as in an engine that does not draft: the device knows the next step's positions and ids
+(rank/draft_decode.py). The loop waits for the tokens if a prompt needs prefill, if a sequence could
+be admitted, if sampling needs the previous tokens (penalties, grammars), or if "auto" changes the
+number of drafts.
 """
 
 import time
@@ -61,7 +61,7 @@ class DraftLoop:
             before = in_flight[-1]
             if not before.on_device or before.followed or before.rows.historic:
                 return None
-            # Once alone: if this breaks off, the device may have forgotten where to go on.
+            # Try this only once: if it fails, the device may have lost the state to continue from.
             before.followed = True
             chunks = scheduler.again(before.chunks)
         else:
@@ -81,7 +81,7 @@ class DraftLoop:
             links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
         )
         if rows.historic:
-            # Masks are computed while the forward runs.
+            # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None, draft)
             step.histories = _histories(complete)
             slots = [c.sequence.slot for c in complete for _ in range(c.num_logits)]
@@ -142,21 +142,21 @@ class DraftLoop:
         return tokens
 
     def _time(self, step: InFlightStep, result: StepResult) -> None:
-        """Note how long a step took in which all sequences decode."""
+        """Record the time of a step in which all sequences decode."""
         assert result.verify_seconds is not None
         self._meter.time_of_verification.add(result.verify_seconds)
         if result.draft_seconds is not None:
             self._meter.time_of_draft.add(result.draft_seconds)
         if self._policy is not None:
             drafts = [len(chunk.drafts) for chunk in step.chunks]
-            # A step that was launched ahead took the time between two steps' tokens.
+            # If a step was launched ahead, its time begins when the previous tokens are collected.
             began = max(step.began, self._last_collected)
             wanted = drafts[0] if step.on_device else self._launcher.scheduler.drafting.draft_tokens
             self._policy.took(drafts, wanted, time.monotonic() - began)
 
 
 def _positions(chunks: Items[Chunk]) -> list[int]:
-    """Of the draws of the rows that are not greedy: a row after each chunk's tokens and drafts."""
+    """Positions of the draws of all non-greedy rows. A chunk has 1 + number of drafts rows."""
     return [
         chunk.known - chunk.sequence.num_prompt + further
         for chunk in chunks
@@ -166,7 +166,7 @@ def _positions(chunks: Items[Chunk]) -> list[int]:
 
 
 def _histories(chunks: Items[Chunk]) -> list[History]:
-    """Of each row."""
+    """The history of each row."""
     return [
         history
         for chunk in chunks

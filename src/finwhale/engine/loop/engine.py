@@ -1,8 +1,8 @@
-"""Requests in, tokens out: schedule, launch, collect, detokenise.
+"""The engine schedules and launches steps, collects their tokens and detokenises them.
 
 On a GPU the engine runs one step ahead: while the device computes a step whose tokens the host does
-not know yet, the engine plans and launches the next one, which takes their ids from the device.
-Only then it waits for the tokens, appends and detokenises them.
+not know yet, the engine plans and launches the next step, which takes these tokens' ids from the
+device. Only then does the engine wait for the tokens, append them and detokenise them.
 """
 
 import logging
@@ -45,12 +45,12 @@ from finwhale.request import (
 logger = logging.getLogger(__name__)
 
 
-# Steps that were in flight when an engine died.
+# Steps that were in flight when an engine died. Freeing them would end the process.
 _ABANDONED: list[InFlightStep] = []
 
 
 class Engine:
-    """One model and the requests that run on it; may be called from several threads.
+    """One model and the requests that run on it. Several threads may call its methods.
 
     Args:
         executor: runs the engine's step plans (loop/opening.py opens a local one).
@@ -123,18 +123,18 @@ class Engine:
         priority: int = 0,
         matcher: TokenMatcher | None = None,
     ) -> RequestOutput:
-        """Begin a request; `step` fills the object returned.
+        """Begin a request; `step` fills the returned object.
 
         Args:
-            matcher: `params.guide` compiled; None: it is compiled here, while other threads may
-                step.
-            stop_after: look for stop strings only after this token: the end of the reasoning.
-            priority: lower goes first; requests of one priority in the order of their arrival.
+            matcher: the compiled `params.guide`; None: this method compiles it, while other threads
+                may call `step`.
+            stop_after: look for stop strings only after this token, the end of the reasoning.
+            priority: requests with a lower value run first; equal ones in order of arrival.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
                 grammar is refused.
-            EngineDeadError: it broke in an earlier step.
+            EngineDeadError: the engine failed in an earlier step.
         """
         if matcher is None:
             matcher = new_matcher(params, self.tokenizer)
@@ -219,13 +219,13 @@ class Engine:
             )
 
     def step(self) -> list[RequestOutput]:
-        """Run one forward; returns the requests that have new tokens, in order.
+        """Run one step; returns the requests that have new tokens, in order.
 
-        What breaks before a step is on the device is raised as it is, and the engine can go on.
+        An exception before a step is launched is raised unchanged, and the engine can continue.
 
         Raises:
-            EngineDeadError: the device failed, or what had been computed was lost: every request
-                has ended with this error, and the engine takes no more.
+            EngineDeadError: the device failed, or computed results were lost. Every request has
+                ended with this error, and the engine accepts no more.
         """
         with self._lock, self._watchdog:
             self._check_usable()
@@ -242,7 +242,7 @@ class Engine:
                 raise self._die(error) from error
 
     def _die(self, error: Exception) -> EngineDeadError:
-        """End every request with an error, whatever the state of the rest."""
+        """End every request with an error, regardless of the engine's other state."""
         reason = str(error).strip().partition("\n")[0]
         self._dead = f"the engine died ({type(error).__name__}: {reason}): start a new one"
         for stream in self._streams.values():
@@ -260,14 +260,14 @@ class Engine:
         return EngineDeadError(self._dead)
 
     def _launch(self) -> bool:
-        """Plan the next step and launch it; whether there was anything to do."""
+        """Plan the next step and launch it; returns whether a step was launched."""
         step = self._loop.launch(self._streams, self._in_flight)
         if step is not None:
             self._in_flight.append(step)
         return step is not None
 
     def _collect(self) -> list[RequestOutput]:
-        """Wait for the tokens of the oldest step in flight, and hand them out."""
+        """Wait for the tokens of the oldest in-flight step, and append them to the requests."""
         step, *later = self._in_flight
         tokens = self._loop.collect(step, later)
         self._in_flight.popleft()
@@ -347,12 +347,12 @@ class Engine:
         del self._streams[stream.sequence.key]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: no later request goes on from them."""
+        """Forget all cached prefixes: no later request reuses them."""
         with self._lock:
             self.scheduler.reset_prefix_cache()
 
     def forget(self) -> None:
-        """Begin to count anew, without cached prefixes. Only while there is no request."""
+        """Reset the counters and the prefix cache. The engine must have no requests."""
         with self._lock:
             assert not self._requests
             self.scheduler.reset_prefix_cache()
@@ -361,7 +361,7 @@ class Engine:
             self._loop = self._new_loop()
 
     def metrics(self) -> EngineMetrics:
-        """The present state and the counters; waits for no step."""
+        """Read the present state and the counters, without waiting for a step."""
         late = self.executor.late_compilations()
         return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late)
 

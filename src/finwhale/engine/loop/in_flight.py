@@ -1,4 +1,4 @@
-"""Running sequences, and the in-flight steps: launched, and their tokens not known yet."""
+"""Running sequences, and in-flight steps, which are launched but whose tokens are not known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Stream:
     """The text side of one running sequence.
 
     Attributes:
-        ends: token ids that end it.
+        ends: token ids that end the sequence.
         stop_after: look for stop strings once this token has been generated; None: from the start.
         ended: the sequence takes no more tokens.
     """
@@ -34,21 +34,21 @@ class Stream:
     ended: bool = False
 
     def read(self, detokenizer: Detokenizer, token_id: int) -> bool:
-        """Add a token's text to the output; whether a stop string ends it here."""
+        """Add a token's text to the output; returns whether a stop string ends the text here."""
         text, stop, output = detokenizer.next(token_id), self.stop, self.output
         if self.stop_after is not None:
             if token_id == self.stop_after:
                 self.stop_after = None
         elif stop is not None:
             text = stop.feed(text)
-        # The only reference to a text: the interpreter appends in place, however long it is.
+        # Keep only one reference to the text, so that the interpreter appends in place.
         whole, output.text = output.text, ""
         whole += text
         output.text = whole
         return stop is not None and stop.matched is not None
 
     def close(self) -> None:
-        """Add the text that was held back."""
+        """Add the text that the stop-string check held back."""
         if self.detokenizer is not None:
             if self.stop is None:
                 self.output.text += self.detokenizer.finish()
@@ -63,13 +63,13 @@ class Request:
 
 
 class Rows:
-    """The sequences that get tokens in a step, in order. Often the same for many steps.
+    """The sequences that get tokens in a step, in order. Many steps share one object.
 
     Attributes:
-        sequences, streams: one a row.
+        sequences, streams: one for each row.
         drawing: the rows that are not greedy.
-        historic: the rows whose choice needs the tokens before it (penalties, grammars).
-        outputs: of their requests, each once.
+        historic: the rows whose sampling needs the previous tokens (penalties, grammars).
+        outputs: the outputs of their requests, without repetition.
     """
 
     __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")
@@ -90,7 +90,7 @@ class Rows:
 
     @property
     def histories(self) -> list[History]:
-        """Of each row; empty: no row needs any."""
+        """The history of each row; empty if no row needs one."""
         if not self.historic:
             return []
         return [s.sampling.history for s in self.sequences if s.sampling is not None]
@@ -98,16 +98,17 @@ class Rows:
 
 @dataclass(slots=True)
 class InFlightStep:
-    """A step that was launched and whose tokens are not known yet.
+    """A launched step whose tokens are not known yet.
 
     Attributes:
-        places: where in each row's token_ids its (first) token will stand.
-        result: None: the choice of tokens was not launched yet.
-        chunks: of the rows, in an engine that drafts.
-        histories: of each row of logits, in an engine that drafts. Empty: no row needs any.
-        began: when it was launched (time.monotonic()), in an engine that drafts.
-        on_device: the next step may go on from this one on the device.
-        followed: that was tried.
+        places: for each row, the index of its (first) new token in token_ids.
+        result: the pending result; None: sampling is not launched yet.
+        chunks: the rows' chunks, in an engine that drafts.
+        histories: the history of each row of logits, in an engine that drafts. Empty if no row
+            needs one.
+        began: time of the launch (time.monotonic()), in an engine that drafts.
+        on_device: the next step may continue from this one on the device.
+        followed: the engine has tried to launch that next step.
     """
 
     rows: Rows
@@ -120,7 +121,7 @@ class InFlightStep:
     followed: bool = False
 
     def drop_ended(self) -> list[int] | None:
-        """Leave out the streams that have ended; the rows of the others, None: all are left."""
+        """Remove the streams that have ended; returns the rows that are left, None for all."""
         streams = self.rows.streams
         left = [row for row, stream in enumerate(streams) if not stream.ended]
         if len(left) == len(streams):

@@ -1,4 +1,4 @@
-"""What an engine did and holds, in numbers: counters since its start, and the present state."""
+"""An engine's metrics: counters since its start, and its present state."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ Ending = FinishReason | Literal["abort"]
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """Times by size.
+    """A histogram of times.
 
     Attributes:
-        bounds: upper bounds of the buckets but the last, in seconds.
-        counts: how many fell into each bucket; one more than bounds.
-        total: their sum in seconds.
+        bounds: upper bounds in seconds of all buckets but the last.
+        counts: number of times in each bucket; it has one more element than bounds.
+        total: sum of all times in seconds.
     """
 
     bounds: tuple[float, ...]
@@ -37,7 +37,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class PageUse:
-    """Pages of one kind of state: held by sequences or kept for later ones, and all there are."""
+    """Pages of one kind of state: the number used or cached, and the total number."""
 
     used: int
     total: int
@@ -45,30 +45,31 @@ class PageUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMetrics:
-    """A snapshot.
+    """A snapshot of an engine's metrics.
 
     Attributes:
-        running, waiting: sequences that have pages, and that are in line.
-        step_seconds: how long the step that runs now has taken; 0 where none runs.
-        pages: by kind of state (the cache's groups: window, c4, c128, c4_state, c128_state).
-        idle_blocks: blocks of prompts and outputs kept for later requests that no sequence uses.
-        requests: all that were taken.
-        steps: forwards.
-        prompt_tokens: of admitted sequences; cached_tokens: of them, those found instead of read.
-        output_tokens: generated.
-        preemptions: sequences that gave their pages back to be read again.
+        running, waiting: numbers of sequences that have pages, and that wait for admission.
+        step_seconds: time that the present step has taken so far; 0 if no step runs.
+        pages: page use by cache group (window, c4, c128, c4_state, c128_state).
+        idle_blocks: cached blocks of prompts and outputs that no sequence uses.
+        requests: number of accepted requests.
+        steps: number of forwards.
+        prompt_tokens: prompt tokens of admitted sequences.
+        cached_tokens: those of the prompt tokens that the prefix cache had.
+        output_tokens: generated tokens.
+        preemptions: sequences whose pages were freed and which need prefill again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
-        drafts_proposed, drafts_accepted: drafts that were verified, and those of them that became
-            output, by their place after the last known token.
-        verifications: how often a sequence had drafts verified.
-        draft_tokens: drafts that a sequence may have now.
-        time_of_verification: of steps in which all decode, forward and choice.
-        time_of_draft: of the same steps, what the MTP layer took.
+        drafts_proposed, drafts_accepted: verified drafts, and those of them that became output, by
+            position after the last known token.
+        verifications: number of times that a sequence's drafts were verified.
+        draft_tokens: number of drafts that a sequence may have now.
+        time_of_verification: time of forward and sampling, in steps in which all decode.
+        time_of_draft: time of the MTP layer in the same steps.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
-        time_per_output_token: of each sequence that ended, the mean of the latter.
-        late_compilations: by compiler, kernels and graphs that were compiled, or loaded from the
-            cache, after the engine was ready: each is a request that waited. Always 0.
+        time_per_output_token: mean time between tokens of each sequence that ended.
+        late_compilations: number of kernels and graphs, by compiler, that were compiled or loaded
+            from the cache after the engine was ready. Each one delays a request. Should be 0.
     """
 
     running: int
@@ -96,14 +97,14 @@ class EngineMetrics:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Tokens that a verification of drafts gave; 0 where there was none."""
+        """Mean number of tokens from a verification of drafts; 0 before the first one."""
         if not self.verifications:
             return 0.0
         return 1 + sum(self.drafts_accepted) / self.verifications
 
 
 class Timer:
-    """A histogram that is being filled."""
+    """Collects times into a histogram."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS) + 1)
@@ -119,7 +120,7 @@ class Timer:
 
 @dataclass(slots=True)
 class Clock:
-    """When a sequence began, and had its first and its last token; seconds, 0: not yet."""
+    """Times in seconds of a sequence's begin, first token and last token; 0: not yet."""
 
     began: float
     first: float = 0.0
@@ -128,7 +129,7 @@ class Clock:
 
 @dataclass(slots=True)
 class Meter:
-    """The counters of one engine. Not locked: read while a step runs, they may be a step apart.
+    """The counters of one engine, without a lock: a reader may see some of a step's changes.
 
     Args:
         max_draft_tokens: the most drafts of a sequence; each position has its own counters.
@@ -155,10 +156,10 @@ class Meter:
         self.drafts_accepted = [0] * max_draft_tokens
 
     def step(self, clocks: list[Clock], now: float) -> None:
-        """A step is done: one token of each sequence came now."""
+        """Record a step that gave each sequence one token now."""
         self.steps += 1
         self.output_tokens += len(clocks)
-        # Most had their last token in the same step: few different times.
+        # Most sequences got their last token in the same step, so there are few different times.
         lasts = [clock.last for clock in clocks]
         for last in set(lasts):
             times = lasts.count(last)
@@ -170,7 +171,7 @@ class Meter:
             clock.last = now
 
     def run(self, clock: Clock, count: int, now: float) -> None:
-        """Several tokens of one sequence came now; each took its part of the time."""
+        """Record `count` tokens of one sequence; they share the time since its last token."""
         self.output_tokens += count
         if clock.last:
             if count:
@@ -182,7 +183,7 @@ class Meter:
             clock.last = now
 
     def drafted(self, num_proposed: int, num_accepted: int) -> None:
-        """A sequence's drafts were verified."""
+        """Record the verification of a sequence's drafts."""
         for position in range(num_proposed):
             self.drafts_proposed[position] += 1
             self.drafts_accepted[position] += position < num_accepted
@@ -203,11 +204,11 @@ class Meter:
 def read_metrics(
     scheduler: Scheduler, meter: Meter, step_seconds: float, late: Mapping[str, int]
 ) -> EngineMetrics:
-    """The present state and the counters.
+    """Read the present state and the counters.
 
     Args:
-        step_seconds: how long the present step has run.
-        late: what was compiled since the engine was ready, by compiler.
+        step_seconds: time that the present step has taken so far.
+        late: number of compilations since the engine was ready, by compiler.
     """
     prefix = scheduler.prefix
     return EngineMetrics(

@@ -16,11 +16,11 @@ def start_engine(
     weights: WeightStream,
     tokenizer: Tokenizer | None,
 ) -> Engine:
-    """Open a rank, make its engine and warm it up: the first request finds everything compiled.
+    """Open a rank, make its engine and warm it up, so that no request waits for a compilation.
 
     Raises:
-        ResourceError: device or memory do not allow it.
-        CheckpointError: the weights are not those of the configuration.
+        ResourceError: the device does not exist or has too little memory.
+        CheckpointError: the weights do not match the configuration.
     """
     executor = open_rank(config, model_config, weights)
     engine = Engine(config, model_config, executor, tokenizer)

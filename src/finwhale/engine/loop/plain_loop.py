@@ -1,7 +1,7 @@
-"""The loop over steps of an engine that does not draft: one token a step for each sequence.
+"""The step loop of an engine that does not draft: a step gives each sequence one token.
 
-Where a choice needs the tokens before it (penalties, grammars), the forward is launched ahead as
-always, and only the choice waits until these tokens are known.
+If sampling needs the previous tokens (penalties, grammars), the loop still launches the forward one
+step ahead. Only the sampling waits until the host knows these tokens.
 """
 
 import time
@@ -41,29 +41,29 @@ class PlainLoop:
         rows = self._rows
         step = InFlightStep(rows, [len(s.token_ids) for s in complete])
         if rows.historic:
-            # Masks are computed while the forward runs.
+            # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None)
             if not any(complete[row].token_ids[-1] == PENDING for row in rows.historic):
                 self._choose(step)
         else:
             step.result = self._launcher.launch(chunks, _choice(step))
             self._keep(rows)
-        # On a GPU all of this is still running. Other sequences may get pages that are freed here:
-        # what they write is launched later.
+        # On a GPU this step is still running. Other sequences may get the pages freed here, because
+        # their kernels are launched later on the same CUDA stream.
         scheduler.computed(chunks)
         for sequence in complete:
             sequence.token_ids.append(PENDING)
         return step
 
     def _choose(self, step: InFlightStep) -> None:
-        """Launch the choice of a step's tokens, for the streams that have not ended since."""
+        """Launch the sampling of a step's tokens, except for streams that have ended since."""
         left = step.drop_ended()
         slots = tuple([s.slot for s in step.rows.sequences])
         step.result = self._launcher.sample(slots, _choice(step), left)
         self._keep(step.rows)
 
     def _keep(self, rows: Rows) -> None:
-        """The device keeps the tokens of these rows for the next step."""
+        """Note that the device keeps the tokens of these rows for the next step."""
         if rows.sequences and rows is not self._kept:
             self._kept = rows
             for row, sequence in enumerate(rows.sequences):
@@ -77,7 +77,7 @@ class PlainLoop:
         for history, token in zip(histories, tokens, strict=False):
             if token.error is None:
                 history.accept(token.token_id)
-        # A sequence that ended while this step was in flight was run once too often.
+        # If a sequence ended while this step was in flight, discard the step's token for it.
         left = step.drop_ended()
         if left is not None:
             tokens = [tokens[row] for row in left]

@@ -1,4 +1,4 @@
-"""What a request asks for, checked before anything is begun for it."""
+"""Checks a request's prompt and parameters before the engine begins work on it."""
 
 import operator
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ def checked_prompt(
     max_model_len: int,
     has_tokenizer: bool,
 ) -> list[int]:
-    """The prompt as plain integers.
+    """Check a prompt and return its ids as plain integers.
 
     Raises:
-        RequestError: what is wrong with the prompt, or with the parameters for this model.
+        RequestError: the prompt or a parameter is not valid for this model.
     """
     if not prompt:
         raise RequestError("the prompt is empty: give at least one token")
@@ -51,14 +51,14 @@ def checked_prompt(
 
 
 def _index(token: Any) -> int:
-    """A token id as a plain integer; -1: it is none."""
+    """A token id as a plain integer; -1 if the value is not an integer."""
     if isinstance(token, bool) or not hasattr(token, "__index__"):
         return -1
     return operator.index(token)
 
 
 def new_matcher(params: SamplingParams, tokenizer: Tokenizer | None) -> Matcher | None:
-    """What the output must match; None: any text. Raises RequestError."""
+    """Compile the guide that the output must match; None: any text. Raises RequestError."""
     if params.guide is None:
         return None
     if tokenizer is None:

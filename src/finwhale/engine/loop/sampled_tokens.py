@@ -1,4 +1,4 @@
-"""A step's result as tokens of the requests: ids, log-probabilities, errors."""
+"""Converts a step's result to the requests' tokens: ids, log-probabilities, errors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class SampledToken:
     """One request's next token.
 
     Attributes:
-        token_id: -1 where there is an error.
-        logprobs: token id to log-probability, the sampled token first, then the most likely;
-            None unless asked for.
-        error: why there is no token; None where there is one.
-        of_grammar: the request's grammar failed; the model's state is sound.
+        token_id: the token's id; -1 if there is an error.
+        logprobs: log-probabilities by token id, first the sampled token, then the most likely
+            ones; None if not requested.
+        error: the reason why there is no token; None if there is one.
+        of_grammar: the error comes from the request's grammar; the model's state is valid.
     """
 
     token_id: int
@@ -38,7 +38,7 @@ class SampledToken:
 
 
 class TokenReader:
-    """Makes tokens from results. Tokens without log-probabilities are made once and shared."""
+    """Makes tokens from results. It reuses one object for each id without log-probabilities."""
 
     def __init__(self) -> None:
         self._plain = _PlainTokens()
@@ -49,11 +49,12 @@ class TokenReader:
         sequences: Sequence[RunningSequence],
         histories: Sequence[History],
     ) -> list[SampledToken]:
-        """The token of each row.
+        """Make the token of each row.
 
         Args:
-            sequences: of each row.
-            histories: of each row, as they were when the token was chosen. Empty: no row needs any.
+            sequences: the sequence of each row.
+            histories: the history of each row when its token was sampled. Empty if no row needs
+                one.
         """
         ids, valid, plain = result.token_ids, result.valid, self._plain
         if result.logprobs is None and all(valid):
@@ -77,16 +78,16 @@ class TokenReader:
         drafts: Sequence[Sequence[int]],
         histories: Sequence[History],
     ) -> list[list[SampledToken]]:
-        """The tokens of a step that verified drafts, added to the sequences' histories.
+        """Make the tokens of a step that verified drafts, and add them to the histories.
 
         Args:
-            sequences, drafts: of each chunk: it has a row for its next token, and one after each
-                draft.
-            histories: of each row. Empty: no row needs any.
+            sequences, drafts: the sequence and the drafts of each chunk. A chunk has a row for its
+                next token and one after each draft.
+            histories: the history of each row. Empty if no row needs one.
 
         Returns:
-            For each chunk the drafts that are the sequence's own tokens, then the first token that
-            is not a draft. An error ends a run.
+            For each chunk its accepted drafts, then the first token that is not a draft. An error
+            ends the chunk's tokens.
         """
         of_rows = [s for s, ids in zip(sequences, drafts, strict=True) for _ in (None, *ids)]
         tokens = iter(self.read(result, of_rows, histories))
@@ -113,7 +114,7 @@ class _PlainTokens(dict[int, SampledToken]):
 
 
 def _no_token(history: History | None) -> SampledToken:
-    """Says why there is no token."""
+    """Make the token that reports why sampling gave none."""
     if history is None or history.matcher is None:
         return SampledToken(-1, error=NOT_FINITE)
     error = history.matcher.error

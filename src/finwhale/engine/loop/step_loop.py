@@ -1,4 +1,4 @@
-"""What plain and drafting loops share: their interface to the engine, and launching a step."""
+"""The interface of step loops to the engine, and the launcher that both loops use."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
@@ -12,7 +12,7 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan
 from finwhale.engine.plan.step_planner import Choice, StepPlanner
 
-# A stream, where its new token stands in the sequence's token_ids, and the token.
+# A stream, the index of its new token in the sequence's token_ids, and the token.
 NewToken = tuple[Stream, int, SampledToken]
 
 
@@ -22,32 +22,32 @@ class StepLoop(Protocol):
     def launch(
         self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
     ) -> InFlightStep | None:
-        """Plan the next step and launch it. None: there is nothing to do, or not yet.
+        """Plan the next step and launch it. None: no step can be launched now.
 
         Args:
-            in_flight: the steps that were launched before, oldest first.
+            in_flight: the in-flight steps, oldest first.
         """
         ...
 
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
-        """Wait for a step's tokens. A stream may end before it takes all of its own.
+        """Wait for a step's tokens. A stream may end before it takes all of its tokens.
 
         Args:
-            later: the steps in flight behind it.
+            later: the in-flight steps after this one.
         """
         ...
 
     def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
-        """The tokens of `collect` are known: launch the choice that waited for them."""
+        """Launch the sampling that waited for the tokens which `collect` returned."""
         ...
 
     def forget_rows(self) -> None:
-        """No sequence is left."""
+        """Drop references to rows of earlier steps, because no sequence remains."""
         ...
 
 
 class Launcher:
-    """Makes plans of chunks and gives them to the executor."""
+    """Makes step plans of chunks and passes them to the executor."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
         self.executor, self.scheduler = executor, scheduler
@@ -56,13 +56,13 @@ class Launcher:
     def launch(
         self, chunks: Items[Chunk], choice: Choice | None, draft: DraftPlan | None = None
     ) -> PendingResult | None:
-        """Launch a step. None: without a choice, `sample` follows."""
+        """Launch a step. Without `choice` it returns None, and `sample` must follow."""
         freed = self.scheduler.take_freed()
         try:
             plan = self.planner.plan(chunks, freed=freed, choice=choice, draft=draft)
             return self.executor.execute(plan)
         except BaseException:
-            # The executor may have lost any part of the plan.
+            # The executor may have applied only a part of the plan.
             self.scheduler.return_freed(freed)
             self.planner.forget()
             raise
@@ -70,5 +70,5 @@ class Launcher:
     def sample(
         self, slots: tuple[int, ...], choice: Choice, rows: Items[int] | None = None
     ) -> PendingResult:
-        """Launch the choice of tokens of the last step."""
+        """Launch the sampling of the last step's tokens."""
         return self.executor.sample(self.planner.sampling(slots, choice, rows))

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 class StopChecker:
     """Cuts a stream of text at the first stop string.
 
-    The first is the one that is complete first; among those complete at the same character, the
-    longest. So the result does not depend on how the text is split. Text that may be the start
-    of a stop string is held back until it is decided. Cost: a character costs about one
+    The first stop string is the one that is complete first; if several are complete at the same
+    character, the longest of them. The result therefore does not depend on how the text is split.
+    The checker holds back text that may be the start of a stop string. A character costs about one
     comparison for each stop string (Knuth, Morris and Pratt 1977).
 
     Attributes:
-        matched: the stop string that was met; None so far.
+        matched: the stop string that was found; None: none yet.
     """
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """`stop`: non-empty strings; none at all passes everything through."""
+        """`stop`: non-empty strings; if there are none, all text passes through."""
         assert all(stop), "an empty stop string"
         self.matched: str | None = None
         self._stop = tuple(dict.fromkeys(stop))
@@ -26,7 +26,7 @@ class StopChecker:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """The text that is now certain to come before any stop string; "" after a match."""
+        """Add text; returns the text that certainly precedes any stop string, "" after a match."""
         if self.matched is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
@@ -42,7 +42,7 @@ class StopChecker:
         return text[:safe]
 
     def flush(self) -> str:
-        """Ends the text: what was held back, now that no stop string can follow."""
+        """End the text; returns the held-back text, since no stop string can follow."""
         held, self._held = self._held, ""
         self._lengths = [0] * len(self._stop)
         return held
@@ -61,7 +61,7 @@ class StopChecker:
 
 
 def _borders(s: str) -> list[int]:
-    """For each length n: the longest proper prefix of s[:n] that is also its suffix."""
+    """For each n: the length of the longest proper prefix of s[:n] that is also its suffix."""
     borders = [0] * (len(s) + 1)
     k = 0
     for n in range(1, len(s)):

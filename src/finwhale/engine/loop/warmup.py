@@ -1,8 +1,8 @@
-"""Warm-up: requests of each kind before the engine is ready, so that lazy initialisation is over.
+"""Warm-up: run one request of each kind before the engine is ready, to initialise it fully.
 
-Kernels are built and steps are captured before (rank/startup.py). What is left is torch's own
-kernels, which the driver loads at their first call, pinned memory, and the host's code. The prompts
-are arbitrary tokens, and nothing of them is kept.
+Startup builds kernels and captures steps earlier (rank/startup.py). Warm-up covers the rest:
+torch's own kernels, which the driver loads at their first call, pinned memory, and the host's code.
+The prompts are arbitrary tokens, and the engine keeps no state of them.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.request import SamplingParams
 
 TOKENS = 3
-# Lengths of prompts, beside one that is longer than a step.
+# Lengths of prompts. One more prompt is longer than a step.
 LENGTHS = (20, 1, 600)
 
 
@@ -34,7 +34,7 @@ class AnyToken:
 
 
 def warm_up(engine: Engine) -> None:
-    """Run requests to their ends. The engine must be idle; it is as new afterwards."""
+    """Run the warm-up requests. The engine must be idle, and is reset afterwards."""
     longest = max(1, engine.max_model_len - TOKENS)
     few, *lengths = (
         min(longest, length) for length in (*LENGTHS, engine.config.max_num_batched_tokens + 1)
@@ -42,7 +42,7 @@ def warm_up(engine: Engine) -> None:
     kinds = list(_kinds(engine.model_config.vocab_size))
     for number, params in enumerate(kinds):
         _run(engine, [([few, *lengths][number % (1 + len(lengths))], params)])
-    # All together, and as many as may run at once.
+    # Run all kinds together, then as many requests as may run at once.
     _run(engine, [(few, params) for params in kinds])
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
     _run(engine, [(few, greedy)] * engine.config.max_num_seqs)
@@ -76,10 +76,10 @@ def _run(
     engine: Engine, requests: list[tuple[int, SamplingParams]], matcher: AnyToken | None = None
 ) -> None:
     vocab_size = engine.model_config.vocab_size
-    # Every prompt is prefilled whole.
+    # Without cached prefixes, every prompt is prefilled in full.
     engine.reset_prefix_cache()
     for number, (length, params) in enumerate(requests):
-        # No prompt begins like another.
+        # No two prompts have a common prefix.
         prompt = [(7 * i + 13 * number + 1) % vocab_size for i in range(length)]
         engine.add_request(f"warm-up-{number}", prompt, params, matcher=matcher)
     while engine.has_work:

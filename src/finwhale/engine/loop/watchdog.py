@@ -1,4 +1,4 @@
-"""Says where an engine hangs: every thread's stack, when a step takes absurdly long."""
+"""Dumps the stack of every thread if a step takes far too long."""
 
 import faulthandler
 import os
@@ -9,25 +9,26 @@ import weakref
 from types import TracebackType
 from typing import TextIO
 
-CHECKS = 8  # a step may take this part longer before it is noticed
+CHECKS = 8  # checks per time limit: a hang is noticed up to 1/CHECKS of the limit late
 
 
 class Watchdog:
-    """A context around each step. Costs a step nothing but two looks at the clock.
+    """A context manager around each step. It costs a step only one read of the clock.
 
-    A thread looks at it from time to time. Where the interpreter itself is held, so that no Python
-    thread runs, faulthandler's timer writes the stacks; the process has one, which is then taken.
+    A thread checks the elapsed time at intervals. If the interpreter itself is blocked, so that no
+    Python thread runs, faulthandler's timer writes the stacks. A process has only one such timer,
+    which the watchdog then occupies.
 
     Args:
-        seconds: how long a step may take; None: as long as it likes.
-        file: what the stacks are written to; None, or not a real file: the process's stderr.
+        seconds: the longest time of a step; None: no limit.
+        file: destination of the stacks; None, or not a real file: the process's stderr.
     """
 
     def __init__(self, seconds: float | None, file: TextIO | None = None) -> None:
         self.seconds = seconds
         self._began: float | None = None
         if seconds is not None:
-            # The thread's own: whoever opened the file may close it.
+            # Duplicate the descriptor for the thread, because the file's owner may close it.
             number = os.dup(_number(file or sys.stderr))
             threading.Thread(
                 target=_watch,
@@ -49,12 +50,19 @@ class Watchdog:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the step which runs now has taken; 0 where none runs."""
+        """Seconds that the present step has taken so far; 0 if no step runs."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
     def _look(self, told: float | None, file: int) -> float | None:
-        """Write the stacks if the step takes too long; the step of which that was told last."""
+        """Write the stacks if the step takes too long.
+
+        Args:
+            told: begin of the last step whose stacks were written.
+
+        Returns:
+            The same for the next call.
+        """
         began = self._began
         assert self.seconds is not None
         faulthandler.dump_traceback_later(2 * self.seconds, file=file)
