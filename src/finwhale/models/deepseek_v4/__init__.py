@@ -1,1 +1,1 @@
-"""DeepSeek-V4. Read model.py first."""
+"""The DeepSeek-V4 model. Start with model.py."""

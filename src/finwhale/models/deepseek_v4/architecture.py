@@ -1,4 +1,4 @@
-"""DeepSeek-V4 for the registry: what the engine and the commands need of it."""
+"""DeepSeek-V4's entry for the registry: the functions that engine and commands use."""
 
 from collections.abc import Mapping
 
@@ -16,8 +16,9 @@ from finwhale.ops import Ops
 
 
 def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> list[str]:
-    """Why the kernels for packed weights do not take this model: they need FP4 experts, and whole
-    groups of activations and rows.
+    """Reasons why the kernels for packed weights cannot run this model.
+
+    They need FP4 experts, and sizes that are multiples of the groups of activations and rows.
     """
     obstacles = []
     if any(s != "fp4" for name, s in storages.items() if ".ffn.experts." in name):
@@ -38,7 +39,7 @@ def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> li
 
 
 def describe(config: ModelConfig) -> dict[str, str]:
-    """The parts of the model, for `finwhale inspect`."""
+    """Describe the parts of the model, for `finwhale inspect`."""
     ratios = config.layer_ratios
     kinds = ", ".join(
         f"{ratios.count(ratio)} {name}"
@@ -67,7 +68,7 @@ def describe(config: ModelConfig) -> dict[str, str]:
 
 
 def part_of(name: str) -> str:
-    """The part of the model that a tensor belongs to, layers taken together."""
+    """Name the part of the model that a tensor belongs to; all layers share their names."""
     pieces = name.split(".")
     prefix = "MTP: " if pieces[0] == "mtp" else ""
     if pieces[0] not in ("layers", "mtp"):
@@ -90,7 +91,7 @@ def part_of(name: str) -> str:
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops) -> int:
-    """Bytes of the weights as the table lays them out."""
+    """Bytes of all weights in the operator table's memory layout."""
     return WeightBuilder(
         config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
     ).num_bytes

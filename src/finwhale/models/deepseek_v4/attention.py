@@ -28,11 +28,11 @@ COMPRESS_STREAM = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionWeights:
-    """Projections that share an input are one matrix. Norms and sink float32.
+    """Weights of attention. Projections with the same input are one matrix. Norms, sink: float32.
 
     Attributes:
         wq_a_wkv: [Q + C, D]: the checkpoint's wq_a above its wkv.
-        wq_b: [A*C, Q]; in C4 layers the indexer's wq_b [I*J, Q] beneath it.
+        wq_b: [A*C, Q]; in C4 layers followed by the indexer's wq_b [I*J, Q].
         wo_a: [G, o_lora_rank, A*C/G].
     """
 
@@ -47,7 +47,7 @@ class AttentionWeights:
 
 
 class Attention:
-    """x [N,D] -> [N,D]; writes the layer's window rows, entries and compressor state."""
+    """Maps x [N,D] to [N,D], and writes the layer's window rows, entries and compressor state."""
 
     def __init__(
         self,
@@ -103,13 +103,13 @@ class Attention:
         return self.output(o_NAC, scales_NS)
 
     def rotary(self, tables: RotaryTables) -> Tensor:
-        """The table that this layer rotates with."""
+        """The rotary table of this kind of layer."""
         return tables.plain if self.entries is None else tables.compressed
 
     def project(
         self, x_ND: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> Tensor:
-        """Write the window's rows; returns queries, attention's and the indexer's: [N,X]."""
+        """Write the window's rows; returns the queries of attention and indexer: [N,X]."""
         w = self.weights
         q_kv = self.linear(x_ND, w.wq_a_wkv)
         q_lora = self.prepare_qkv(
@@ -127,8 +127,9 @@ class Attention:
         return self.linear(q_lora, w.wq_b)
 
     def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Memory that `attend` writes and `output` reads: [N,A,C], and scales [N,S] if attention
-        rounds its output because the projection takes it rounded.
+        """Allocate the memory that `attend` writes and `output` reads: [N,A,C], and scales [N,S].
+
+        There are scales only if the output projection needs a rounded input.
         """
         num_tokens, rounded = q_NX.shape[0], self.rounded_output
         if rounded is None or num_tokens < rounded.min_tokens:
@@ -152,9 +153,9 @@ class Attention:
         out_NAC: Tensor,
         scales_NS: Tensor | None,
     ) -> None:
-        """Choose entries and attend; what depends on the sequences' lengths.
+        """Select entries and compute attention: the part that depends on the sequences' lengths.
 
-        Writes what `empty_output` gave.
+        Writes the tensors from `empty_output`.
         """
         entries = self.choose(q_NX, projected, inputs, rotary, cache)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
@@ -168,7 +169,7 @@ class Attention:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
-        """The entries that the tokens see."""
+        """Select the entries that each token sees."""
         if self.entries is None or projected is None:
             return None
         width = self.heads * self.head_dim
@@ -185,7 +186,7 @@ class Attention:
         out_NAC: Tensor,
         scales_NS: Tensor | None,
     ) -> None:
-        """Attention over the window and the entries; writes what `empty_output` gave."""
+        """Attend to the window and the entries; writes the tensors from `empty_output`."""
         width = self.heads * self.head_dim
         self.sparse_attention(
             q_NX[:, :width].unflatten(1, (self.heads, self.head_dim)),
@@ -208,7 +209,7 @@ def store(
     rotary: Tensor,
     cache: PagedCache,
 ) -> Tensor:
-    """Project and write; returns what `visible` needs."""
+    """Project the input and write the entries; returns the argument of `visible`."""
     projected = compressor.project(x_ND)
     compressor.write(projected, inputs, rotary, cache)
     return projected

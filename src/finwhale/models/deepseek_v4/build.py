@@ -1,8 +1,9 @@
-"""Allocate the model's weights and say where each checkpoint tensor goes.
+"""Allocates the model's weights and maps each checkpoint tensor to its destination.
 
-Storage comes first, then loading: each official name has one setter that copies a stored tensor to
-its place, so experts and fused projections are never held twice. Tables that read packed weights
-get the stored FP8 and FP4 codes and their scales; the others get values.
+The builder allocates storage before loading. Each official name has one setter, which copies a
+stored tensor to its destination, so experts and fused projections never exist twice. A table that
+supports packed weights gets the stored FP8 and FP4 codes with their scales; other tables get the
+dequantised values.
 """
 
 import gc
@@ -37,18 +38,22 @@ FP8_BLOCK = 128
 
 
 class WeightBuilder:
-    """The model's weights, empty, and `setters`: official name -> copy a weight into its place;
-    `places`: name of a weight or scale -> where its bytes go, for those that need nothing else.
+    """Allocates the model's weights, with a setter for each tensor.
 
-    On the "meta" device it allocates nothing and `num_bytes` tells what it would.
+    On the "meta" device it allocates nothing, and `num_bytes` is the size of the weights.
 
     Args:
-        dtype: of the projections that the checkpoint stores in FP8, FP4 or bf16; norms, router,
-            compressors, sinks and mHC are float32.
-        round_activations: the inputs of FP8 and FP4 projections are rounded to E4M3.
-        round_wo_a: with round_activations, the input of wo_a is rounded like the others.
-        ops: the table whose operators will read the weights; it chooses how they lie in memory.
-        storages: how each weight is stored, where that is known; else as the configuration says.
+        dtype: dtype of the projections that the checkpoint stores in FP8, FP4 or bf16. Norms,
+            router, compressors, sinks and mHC are float32.
+        round_activations: round the inputs of FP8 and FP4 projections to E4M3.
+        round_wo_a: with round_activations, also round the input of wo_a.
+        ops: the table whose operators read the weights; it chooses their memory layout.
+        storages: the stored format of each weight; by default the configuration's.
+
+    Attributes:
+        setters: by official name, a function that copies a stored weight to its destination.
+        places: by name of a weight or scale, the destination of its bytes; only for tensors that
+            need no conversion.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class WeightBuilder:
         return tensor
 
     def _copy_to(self, target: Tensor) -> Setter:
-        """Values, converted as they are copied: no second copy of an embedding in float32."""
+        """Copy values, and convert them during the copy to avoid a second, float32 embedding."""
 
         def copy(stored: StoredWeight) -> None:
             dtype = torch.float32 if stored.scale is not None else stored.data.dtype
@@ -105,20 +110,20 @@ class WeightBuilder:
         return copy
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Storage for one tensor as it is."""
+        """Allocate storage for one tensor that needs no special layout."""
         tensor = self._empty(self.specs[name].shape, dtype)
         self.setters[name] = self._copy_to(tensor)
         return tensor
 
     def _projection(self, *names: str) -> LinearWeight:
-        """Matrices that the checkpoint stores in FP8, one above the other."""
+        """Allocate matrices that the checkpoint stores in FP8, stacked along the rows."""
         weights = tuple(f"{name}.weight" for name in names)
         if self.quantised and self._are_fp8(weights):
             return self._packed_stack(weights)
         return self._stacked(weights, self.dtype, round_input=self.round)
 
     def _are_fp8(self, names: tuple[str, ...]) -> bool:
-        """Whether all are FP8 and their blocks of scales stay whole when stacked."""
+        """Whether all weights are FP8 and no scale block crosses a boundary of the stack."""
         return all(self.storages[name] == "fp8_block" for name in names) and all(
             self.specs[name].shape[0] % FP8_BLOCK == 0 for name in names[:-1]
         )
@@ -138,7 +143,7 @@ class WeightBuilder:
         return weight, self._empty(fp8_scale_shape(shape), torch.float32)
 
     def _set_fp8(self, name: str, weight: Tensor, scale: Tensor) -> None:
-        """weight: the tensor's place; scale: from its first block row on."""
+        """weight: the tensor's destination; scale: the scales from its first block row on."""
 
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp8_block"
@@ -156,7 +161,7 @@ class WeightBuilder:
         round_input: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> LinearWeight:
-        """Several matrices as one, one above the other."""
+        """Allocate several matrices as one, stacked along the rows."""
         rows = [self.specs[name].shape[0] for name in names]
         stacked = self._empty((sum(rows), *self.specs[names[0]].shape[1:]), dtype)
         w = self.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
@@ -165,7 +170,7 @@ class WeightBuilder:
         return w
 
     def _in_float32(self, *names: str) -> LinearWeight:
-        """Matrices stored in bf16 for GEMMs in float32; tables of quantised weights read bf16."""
+        """Allocate matrices stored in bf16 for float32 GEMMs; packed tables keep them in bf16."""
         weights = tuple(f"{name}.weight" for name in names)
         dtype = self.dtype if self.quantised else torch.float32
         return self._stacked(weights, dtype, out_dtype=torch.float32)
@@ -337,7 +342,7 @@ class WeightBuilder:
         return w
 
     def _packed_experts(self, experts: str) -> ExpertWeight:
-        """FP4 codes and exponents as they are stored."""
+        """Allocate FP4 codes and exponents in their stored form."""
         count, hidden = self.config.n_routed_experts, self.config.hidden_size
         width = self.config.moe_intermediate_size
 
@@ -357,7 +362,7 @@ class WeightBuilder:
         return self.prepare_experts(ExpertWeight(w13, w2, self.round, scale13, scale2))
 
     def _set_fp4(self, name: str, codes: Tensor, exponents: Tensor) -> None:
-        """codes, exponents: where their bytes go, one after the other."""
+        """codes, exponents: the destinations of their bytes."""
 
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp4"
@@ -397,7 +402,7 @@ def load_weights(
     """Allocate the model's weights and fill them from `stream`, one tensor at a time.
 
     Raises:
-        CheckpointError: a tensor comes twice, is not the model's, or never comes.
+        CheckpointError: a tensor comes twice, is unknown, or is missing.
     """
     with _no_collection():
         builder = WeightBuilder(
@@ -419,16 +424,18 @@ def load_weights(
     if waiting:
         raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
     if device.type == "cuda":
-        # Free the temporaries of loading now. Otherwise the small tensors that finishing keeps lie
-        # in their segments, and each keeps up to a gigabyte reserved.
+        # Free the temporaries of loading now. Otherwise `_finish` allocates small tensors in their
+        # segments, and each such tensor keeps up to a gigabyte reserved.
         torch.cuda.empty_cache()
     return _finish(builder.weights, ops)
 
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """A setter for each tensor is many small objects, none of them garbage: Python would look
-    through all that there is, torch included, again and again.
+    """Pause Python's garbage collector.
+
+    The setters are many small objects that live on. Python would repeatedly visit every object of
+    the process, including torch's.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -440,7 +447,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _finish(weights: ModelWeights, ops: Ops) -> ModelWeights:
-    """The loaded weights with their routed experts as the table reads them."""
+    """Convert the routed experts of the loaded weights to the table's final form."""
 
     def finish(layer: LayerWeights) -> LayerWeights:
         experts = ops.finish_experts(layer.ffn.experts)

@@ -1,4 +1,4 @@
-"""The state that DeepSeek-V4 keeps for each sequence, as a declaration for the engine.
+"""Declares the cache state of a DeepSeek-V4 sequence for the engine.
 
 There are five groups: the window's rows, C4 entries with their indexer keys, C128 entries, and the
 states of both compressors.
@@ -12,7 +12,7 @@ from finwhale.ops.compressor import STATE_KEPT
 
 
 def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The groups that a model of this configuration needs, for its MTP layer too."""
+    """The cache groups for a model of this configuration, including its MTP layer."""
     by_ratio: dict[int, list[int]] = {0: [], 4: [], 128: []}
     for layer, ratio in enumerate(config.compress_ratios):
         by_ratio[ratio].append(layer)

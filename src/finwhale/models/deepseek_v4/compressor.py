@@ -17,7 +17,7 @@ from finwhale.ops.linear import LinearWeight
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class C128Weights:
-    """proj: [2C, D], the checkpoint's wkv above its wgate; float32 results."""
+    """proj: [2C, D], the checkpoint's wkv followed by its wgate; float32 results."""
 
     proj: LinearWeight
     mix: CompressorWeight
@@ -25,8 +25,8 @@ class C128Weights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class C4Weights:
-    """proj: [4C + 4J + I, D], float32 results: wkv and wgate of attention's entries ([Ca | Cb]
-    each), of the indexer's keys, and the indexer's weights_proj.
+    """proj: [4C + 4J + I, D], float32 results. Its rows are wkv and wgate of attention's entries
+    ([Ca | Cb] each), wkv and wgate of the indexer's keys, and the indexer's weights_proj.
     """
 
     proj: LinearWeight
@@ -35,7 +35,7 @@ class C4Weights:
 
 
 class C128Entries:
-    """Writes the entries that complete; a token sees every one before it."""
+    """Writes the entries that complete in a step. A token sees every complete entry before it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class C128Entries:
         self.round_entries = round_activations
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """[N,2C] for `write` and `visible`."""
+        """Project x to [N,2C], the argument of `write` and `visible`."""
         return self.linear(x_ND, self.weights.proj)
 
     def write(
@@ -91,7 +91,7 @@ class C128Entries:
 
 
 class C4Entries:
-    """Writes the entries and keys that complete; a token sees the index_topk that score best."""
+    """Writes the entries and keys that complete. A token sees the index_topk with best scores."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class C4Entries:
         self.widths = (4 * config.head_dim, 4 * config.index_head_dim, config.index_n_heads)
 
     def project(self, x_ND: Tensor) -> Tensor:
-        """[N, 4C + 4J + I] for `write` and `visible`."""
+        """Project x to [N, 4C + 4J + I], the argument of `write` and `visible`."""
         return self.linear(x_ND, self.weights.proj)
 
     def write(
@@ -160,7 +160,7 @@ class C4Entries:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected:
-        """index_q [N, I*J] as projected."""
+        """Select entries. index_q [N, I*J]: the indexer's projected queries."""
         assert index_q is not None
         table = inputs.tables["c4"]
         slots = self.select_entries(

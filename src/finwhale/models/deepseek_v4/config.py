@@ -16,7 +16,7 @@ MODEL_TYPE = "deepseek_v4"
 RATIOS = (0, 4, 128)
 
 DraftHead = Literal["mtp", "dspark"]
-# The MTP layer is trained to predict one more token. Each further draft is right less often.
+# The MTP layer is trained to predict one more token. Each further draft is accepted less often.
 MTP_DRAFT_TOKENS = 3
 ExpertDtype = Literal["fp4", "fp8"]
 ScaleFormat = Literal["ue8m0", "float32"]
@@ -39,7 +39,7 @@ _LAYER_TYPES = {
     "compressed_sparse_attention": 4,
     "heavily_compressed_attention": 128,
 }
-# Integers that are checked on their own; every other number of a ModelConfig must be positive.
+# Integers with their own checks; every other number of a ModelConfig must be positive.
 _OWN_CHECK = (
     "n_shared_experts",
     "hc_mult",
@@ -51,7 +51,7 @@ _OWN_CHECK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:
-    """YaRN of the compressed layers' rope; its magnitude factor is not part of this model."""
+    """YaRN parameters for the rope of compressed layers. The model has no magnitude factor."""
 
     factor: float
     original_max_position_embeddings: int
@@ -67,14 +67,14 @@ class YarnScaling:
 class ModelConfig:
     """Sizes and constants of one model, under the checkpoint's own names.
 
-    Attributes that need a word:
+    Attributes (only those that need an explanation):
         compress_ratios: 0, 4 or 128 for each layer, then for each MTP layer (always 0).
-        num_hash_layers: the first layers route by token id (tid2eid) instead of by score.
-        rope_scaling: for the layers with a ratio; None: plain rope there too.
-        num_nextn_predict_layers: MTP layers that are loaded; 0 where the draft head is not "mtp".
-        draft_head: what the checkpoint drafts with; "dspark" is recognised but not supported.
-        quantised: False: every weight is plain, as transformers writes them.
-        expert_dtype, scale_format: how routed experts and FP8 scales are stored, if quantised.
+        num_hash_layers: number of first layers that route by token id (tid2eid), not by score.
+        rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
+        num_nextn_predict_layers: number of loaded MTP layers; 0 unless draft_head is "mtp".
+        draft_head: the checkpoint's draft head; "dspark" is recognised but not supported.
+        quantised: False if every weight is plain, as in checkpoints that transformers writes.
+        expert_dtype, scale_format: stored formats of routed experts and FP8 scales, if quantised.
 
     Raises:
         CheckpointError: a value is out of range or does not fit another one.
@@ -186,7 +186,7 @@ class ModelConfig:
             _check_fixed(name, getattr(self, name), fixed)
 
     def check_index_rotation(self) -> None:
-        """Raises CheckpointError: the indexer cannot round as trained at this width."""
+        """Raises CheckpointError if the indexer cannot round as trained at this width."""
         width = self.index_head_dim
         if 4 in self.compress_ratios and width & (width - 1):
             raise CheckpointError(
@@ -232,7 +232,7 @@ class ModelConfig:
         return _PRESETS[name]
 
     def with_layers(self, num_layers: int) -> "ModelConfig":
-        """The same model cut to its first layers; an MTP layer stays."""
+        """The same model with its first layers only; it keeps the MTP layer."""
         if not 1 <= num_layers <= self.num_hidden_layers:
             raise CheckpointError(
                 f"cannot cut to {num_layers} layers: the model has {self.num_hidden_layers}"
@@ -247,7 +247,7 @@ class ModelConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most drafts that the draft head makes at once; 0 without a supported one."""
+        """The most drafts that the draft head makes at once; 0 without a supported draft head."""
         return MTP_DRAFT_TOKENS if self.draft_head == "mtp" else 0
 
     @property
@@ -266,7 +266,7 @@ class ModelConfig:
         """Read the contents of a config.json, in the official form or in transformers'.
 
         Raises:
-            CheckpointError: another architecture, a missing field, an unsupported value.
+            CheckpointError: the architecture or a value is not supported, or a field is missing.
         """
         _check_architecture(raw)
         for name, wanted in _FIXED.items():
@@ -292,9 +292,9 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of an official config.json; `from_dict` reads it back equal.
+        """The contents of an official config.json, from which `from_dict` makes an equal object.
 
-        An unsupported draft head is left out.
+        The result omits an unsupported draft head.
         """
         eos = self.eos_token_ids
         out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
@@ -344,7 +344,7 @@ def _get(raw: Mapping[str, Any], name: str) -> Any:
 
 
 def _typed(raw: Mapping[str, Any], name: str, *kinds: type) -> Any:
-    """A value that is absent, null or of one of these types."""
+    """A value that is absent, null or of one of the types `kinds`."""
     value = raw.get(name)
     if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
         wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -358,7 +358,7 @@ def _check_fixed(name: str, found: object, wanted: object) -> None:
 
 
 def _check_positive(name: str, value: Any, *kinds: type) -> None:
-    number: Any = value if type(value) in kinds else 0  # a bool is no number here
+    number: Any = value if type(value) in kinds else 0  # a bool does not count as a number
     if not 0 < number < math.inf:
         what = "number" if float in kinds else "integer"
         raise CheckpointError(f"config: {name} must be a positive {what}, got {value!r}")
@@ -386,11 +386,11 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
     """compress_ratios, the number of MTP layers and the kind of draft head."""
     layers = _get(raw, "num_hidden_layers")
     if raw.get("compress_ratios") is None:
-        # transformers' form; it has no MTP layer and drops its weights.
+        # This is transformers' form. It has no MTP layer and drops the weights of one.
         return _ratios_of_layer_types(raw), 0, None
     ratios = tuple(_typed(raw, "compress_ratios", list))
     drafts = raw.get("num_nextn_predict_layers") or 0
-    # DSpark has three stages in place of one MTP layer.
+    # DSpark has three stages instead of one MTP layer.
     longer = isinstance(layers, int) and len(ratios) == layers + 3 and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
         return ratios[:layers], 0, "dspark"

@@ -35,7 +35,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """hc_attn and hc_ffn carry attn_norm and ffn_norm."""
+    """The weights of a decoder layer. hc_attn and hc_ffn contain attn_norm and ffn_norm."""
 
     hc_attn: MhcWeight
     attn: AttentionWeights
@@ -44,11 +44,11 @@ class LayerWeights:
 
 
 class DecoderLayer:
-    """(x, post_mix, res_mix, residual) -> the same four: the last post step stays pending.
+    """Maps (x, post_mix, res_mix, residual) to the same four values for the next layer.
 
-    The first layer gets the residual streams [N,H,D] as x and no mixes. Every later layer gets the
-    four values that the layer before returned; x is then its last block's output [N,D]. The MTP
-    layer is one of these.
+    The last block's post step stays pending. The first layer gets the residual streams [N,H,D] as x
+    and no mixes. Every later layer gets the four values that the previous layer returned; x is then
+    the output [N,D] of that layer's last block. The MTP layer is a decoder layer too.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class DecoderLayer:
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> LayerState:
-        """The layer's arguments to attention's input and its mixes."""
+        """Compute attention's input and its mixes from the layer's arguments."""
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             return *self.mhc_pre(x, w, self.params), x
         return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
     def cross(self, x: Tensor, post_mix: Tensor, res_mix: Tensor, residual: Tensor) -> LayerState:
-        """Attention's output to the experts' input and its mixes."""
+        """Compute the experts' input and its mixes from attention's output."""
         return self.mhc_post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn, self.params)
 
 

@@ -1,7 +1,8 @@
-"""DeepSeek-V4, whole: read this first.
+"""The whole DeepSeek-V4 model: start here.
 
 embedding -> H equal residual streams -> decoder layers, each with its mHC post step pending ->
-post step -> streams. `compute_logits` collapses streams (hc_head), normalises and projects them.
+post step -> residual streams. `compute_logits` collapses the residual streams (hc_head), normalises
+and projects them.
 
 Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, V vocabulary.
 """
@@ -27,7 +28,7 @@ from finwhale.ops.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpWeights:
-    """The MTP layer's own weights; embedding and LM head are the model's. Norms [D] float32."""
+    """The MTP layer's own weights; it shares embedding and LM head. Norms: [D] float32."""
 
     enorm: Tensor
     hnorm: Tensor
@@ -39,7 +40,7 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """embed [V,D]; head [V,D]; hc_head carries the final norm."""
+    """The model's weights. embed [V,D]; head [V,D]; hc_head contains the final norm."""
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -53,7 +54,7 @@ class DeepseekV4:
 
     Args:
         round_activations: round activations, cached kv and indexer inputs as the model was trained.
-        max_positions: the longest sequence; sizes the tables of the rotary embedding.
+        max_positions: length of the longest sequence and of the rotary tables.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class DeepseekV4:
         return self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """As a forward, through one layer of each kind."""
+        """Run a forward through one layer of each kind only."""
         return self.run_layers(self._one_of_each(), self._embedded(inputs), inputs, cache, segments)
 
     def limit_positions(self, max_positions: int) -> None:
@@ -117,8 +118,9 @@ class DeepseekV4:
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
     def _one_of_each(self) -> list[Layer]:
-        """Layers with every kind of attention and of router. The first layer, which has no pending
-        post step before it, is one of them.
+        """One layer of each kind of attention and router.
+
+        They include the first layer, which has no pending post step before it.
         """
         found: list[Layer] = []
         seen: set[object] = set()
@@ -140,7 +142,7 @@ class DeepseekV4:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Streams through `layers`, the last post step done: [N,H,D] -> [N,H,D]."""
+        """Run residual streams through `layers` and the last post step: [N,H,D] -> [N,H,D]."""
         first, *others = layers
         x, post_mix, res_mix, residual = first(streams_NHD, inputs, self.tables, cache, segments)
         for layer in others:
@@ -150,7 +152,7 @@ class DeepseekV4:
         return self.mhc_post(x, post_mix, res_mix, residual)
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """Logits [M,V] float32 of the streams [M,H,D]."""
+        """Logits [M,V] float32 of the residual streams [M,H,D]."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.weights.head).float()
 
@@ -158,8 +160,8 @@ class DeepseekV4:
 class MtpLayer:
     """Multi-token prediction, a DraftHead: one more layer that predicts the token after the next.
 
-    It shares the model's embedding, LM head, rotary tables and side streams. Its layer is a decoder
-    layer like any other, with the same four values in and out.
+    It shares the model's embedding, LM head, rotary tables and CUDA side streams. Its layer is an
+    ordinary decoder layer.
     """
 
     def __init__(
@@ -189,14 +191,14 @@ class MtpLayer:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """The streams that predict the token after next_token_ids.
+        """The residual streams that predict the token after next_token_ids.
 
         Args:
-            streams_NHD: the model's (or this layer's own, for a further draft step) streams of the
-                step's N tokens.
-            next_token_ids: [N] int64: the token that follows each of them.
+            streams_NHD: residual streams of the step's N tokens, from the model or, in a further
+                draft step, from this layer.
+            next_token_ids: [N] int64: the token that follows each token.
 
-        h = h_proj(hnorm(streams)) + e_proj(enorm(embedding of the next token)), each stream.
+        Each stream is h = h_proj(hnorm(stream)) + e_proj(enorm(embedding of the next token)).
         """
         w = self.weights
         embedded = self.rms_norm(self.embed.index_select(0, next_token_ids), w.enorm, self.eps)
@@ -206,7 +208,7 @@ class MtpLayer:
         return self.run_layers(self.layers, streams, inputs, cache, segments)
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """Logits [M,V] float32 of this layer's streams; every draft step uses the one layer."""
+        """Logits [M,V] float32 of this layer's residual streams, the same for every draft step."""
         assert draft_step >= 0
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
@@ -214,9 +216,9 @@ class MtpLayer:
     def draft(
         self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
     ) -> list[Tensor]:
-        """The likeliest tokens after the newest one of each sequence: [B] int64 for each draft.
+        """Draft the most likely tokens after each sequence's newest one: [B] int64 per draft.
 
-        Each further draft reads the one before it, with this layer's own residual streams.
+        The input of each further draft is the previous draft and this layer's residual streams.
         """
         streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
         drafts = [self._likeliest(streams, 0)]
@@ -234,12 +236,12 @@ class MtpLayer:
         return drafts
 
     def _likeliest(self, streams_BHD: Tensor, draft_step: int) -> Tensor:
-        """[B] int64: ids of the vocabulary, whatever the logits are."""
+        """Most likely tokens [B] int64; valid ids even if logits are not finite."""
         return self.sample(self.compute_logits(streams_BHD, draft_step), SamplingBatch()).ids_S
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:
-    """What the kernels' launch signatures depend on."""
+    """The sizes that the kernels' launch signatures depend on."""
     values = config.num_attention_heads * config.head_dim
     width, inner = config.hidden_size, config.moe_intermediate_size
     linears = {
@@ -248,7 +250,7 @@ def launch_sizes(config: ModelConfig) -> ModelSizes:
         (1, 1, inner * config.n_shared_experts),
         (1, config.o_groups, values // config.o_groups),
         (1, 1, config.o_groups * config.o_lora_rank),
-        (config.hc_mult, 1, width),  # of the MTP layer, from each residual stream
+        (config.hc_mult, 1, width),  # the MTP layer's projection of each residual stream
     }
     return ModelSizes(
         vocab_size=config.vocab_size,

@@ -15,7 +15,7 @@ SHARED_STREAM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeights:
-    """gate [E,D], bias [E] float32; tid2eid [V,K] int64; one of bias and tid2eid is None."""
+    """The weights: gate [E,D]; bias [E] float32 or tid2eid [V,K] int64, the other one is None."""
 
     gate: Tensor
     bias: Tensor | None
@@ -25,7 +25,7 @@ class MoeWeights:
 
 
 class Moe:
-    """x [N,D] -> [N,D]."""
+    """Mixture of experts: maps x [N,D] to [N,D]."""
 
     def __init__(
         self, config: ModelConfig, ops: Ops, weights: MoeWeights, side_streams: SideStreams
@@ -55,7 +55,7 @@ class Moe:
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
 
     def route(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """The experts of each token, and their weights: [N,K]."""
+        """Choose the experts of each token; returns ids and weights [N,K]."""
         w, positions = self.weights, inputs.tokens.positions
         if w.tid2eid is not None:
             return self.route_by_hash(
@@ -70,5 +70,5 @@ class Moe:
         return self.compute(x_ND, weights_NK, pairs, self.weights.experts, self.limit)
 
     def mix(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, shared_ND: Tensor) -> Tensor:
-        """The routed experts' outputs plus the shared expert's, which is complete: [N,D]."""
+        """Add the routed experts' outputs to the finished shared expert's output: [N,D]."""
         return self.combine(self.run_experts(x_ND, ids_NK, weights_NK), ids_NK, shared_ND)

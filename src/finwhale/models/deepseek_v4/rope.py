@@ -1,7 +1,7 @@
-"""Rotary position embedding: (cos, sin) tables of the two kinds that the model uses.
+"""Rotary position embedding: the model's two kinds of (cos, sin) tables.
 
-Layers without compression: theta = rope_theta. Layers with: theta = compress_rope_theta with YaRN's
-frequencies (Peng et al. 2023), without its magnitude factor.
+Layers without compression use theta = rope_theta. Compressed layers use theta = compress_rope_theta
+with YaRN's frequencies (Peng et al. 2023), without its magnitude factor.
 """
 
 import math
@@ -13,7 +13,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
 
 
 def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> Tensor:
-    """[width/2] float32: theta^(-2i/width), interpolated by YaRN where given."""
+    """[width/2] float32: theta^(-2i/width), interpolated by YaRN unless `yarn` is None."""
     inverse = 1.0 / theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if yarn is None or yarn.factor == 1.0:
         return inverse
@@ -30,14 +30,14 @@ def inverse_frequencies(theta: float, width: int, yarn: YarnScaling | None) -> T
 
 
 class RotaryTables:
-    """(cos, sin) for every position: [max_positions, R/2, 2] float32 a kind of layer."""
+    """(cos, sin) of every position: [max_positions, R/2, 2] float32 for each kind of layer."""
 
     def __init__(self, config: ModelConfig, max_positions: int, device: torch.device) -> None:
         self.plain = self._table(config, max_positions, device, compressed=False)
         self.compressed = self._table(config, max_positions, device, compressed=True)
 
     def limit(self, max_positions: int) -> None:
-        """Keep the first positions alone."""
+        """Keep the tables of the first max_positions positions only."""
         if max_positions < len(self.plain):
             self.plain = self.plain[:max_positions].clone()
             self.compressed = self.compressed[:max_positions].clone()

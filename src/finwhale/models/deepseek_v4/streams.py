@@ -1,4 +1,4 @@
-"""Side streams: independent projections of one layer at the same time on a GPU."""
+"""Side CUDA streams, which run independent projections of a layer in parallel."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 class SideStreams:
-    """Two CUDA streams on a GPU where they are wanted; else none, and the code runs in order.
+    """Two side CUDA streams. Without a GPU, or if not wanted, all work runs in order.
 
-    Compressors run on one (attention.py), the shared expert on the other (moe.py). `start` runs
-    work on a side stream once all that the current stream has been given is done, `join` lets the
-    current stream wait for it. Both may be captured into a CUDA graph.
+    Compressors use one (attention.py), the shared expert the other (moe.py). `start` runs work on
+    a side stream after all work that is already on the current CUDA stream. `join` makes the
+    current CUDA stream wait for the side stream. CUDA graphs can capture both.
     """
 
     NUM = 2
@@ -23,7 +23,7 @@ class SideStreams:
         self.streams = tuple(torch.cuda.Stream(device) for _ in range(self.NUM)) if cuda else ()
 
     def start(self, index: int, work: Callable[[], T]) -> T:
-        """Run `work` on a side stream; what it returns may be used after `join(index)`."""
+        """Run `work` on a side stream; use its result only after `join(index)`."""
         if not self.streams:
             return work()
         stream = self.streams[index]
@@ -32,6 +32,6 @@ class SideStreams:
             return work()
 
     def join(self, index: int) -> None:
-        """What comes next waits for the side stream."""
+        """Make later work on the current CUDA stream wait for the side stream."""
         if self.streams:
             torch.cuda.current_stream().wait_stream(self.streams[index])

@@ -1,4 +1,4 @@
-"""The weights of DeepSeek-V4 by their official names: the literal table."""
+"""The table of DeepSeek-V4's weights by official name."""
 
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -12,7 +12,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
     """Every tensor of a checkpoint of this configuration, in file order, by name.
 
-    The `.scale` tensors belong to their weights and are not listed. Where the configuration is not
+    The table omits `.scale` tensors, which belong to their weights. If the configuration is not
     quantised, the storage of every FP8 and FP4 weight is "bf16".
     """
     D, V = config.hidden_size, config.vocab_size
@@ -30,7 +30,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
 
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
-    """Tensors that a checkpoint may hold and that are left out: prefix and the reason."""
+    """Name prefixes of tensors that the loader ignores, each with the reason."""
     if config.draft_head == "dspark":
         return {"mtp.": "drafting with DSpark is not supported; the model runs without drafting"}
     if config.num_nextn_predict_layers == 0:
