@@ -1,1 +1,1 @@
-"""Reading, writing and making up checkpoints: official names, FP8, FP4 and E8M0 formats."""
+"""Reads, writes and generates checkpoints: official names, FP8, FP4 and E8M0 formats."""

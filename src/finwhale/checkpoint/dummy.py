@@ -1,7 +1,7 @@
-"""Made-up weights for a model whose checkpoint is not at hand: random, seeded, in stored form.
+"""Dummy weights for a model without a checkpoint: random, seeded, in stored form.
 
-Sizes and storages are the real ones, and values are scaled so that activations keep their size
-through the layers, so speed and memory are those of the real model; the text is nonsense.
+Sizes and storages are those of the real model, and the scale of the values keeps the size of
+activations through the layers. Speed and memory are therefore realistic; the text is nonsense.
 """
 
 import math
@@ -27,10 +27,11 @@ _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class DummySource:
-    """Random weights made on a device, iterated like a checkpoint's WeightSource.
+    """Iterates over random weights, made on a device, like a checkpoint's WeightSource.
 
-    Each weight depends on its name and the seed only, so that every process of a group, whichever
-    weights it selects, makes the same ones; devices differ. progress counts values, not bytes.
+    Each weight depends only on its name and the seed, so all processes of a group make the same
+    weights, whichever they select. Different devices make different weights. `progress` counts
+    values, not bytes.
     """
 
     def __init__(
@@ -50,11 +51,11 @@ class DummySource:
 
     @property
     def storages(self) -> Mapping[str, Storage]:
-        """How each weight is stored: as its spec says."""
+        """The stored format of each weight, from its spec."""
         return {name: spec.storage for name, spec in self._specs.items()}
 
     def into(self, places: Mapping[str, Tensor]) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """All of them: nothing is read that could go to its place at once."""
+        """All weights. None goes directly to its destination, because no file is read."""
         return iter(self)
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
@@ -68,14 +69,14 @@ class DummySource:
                 self._progress(done, total)
 
     def make(self, spec: WeightSpec) -> StoredWeight:
-        """One weight.
+        """Make one weight.
 
-        Norms are 1. Projections have mean 0 and variance 1/fan_in, in FP8 with one scale for all
-        blocks, in FP4 as uniform codes with each scale one of two neighbouring powers of two.
-        tid2eid rows are distinct experts, uniform. The rest is normal and small.
+        Norms are 1. Projections have mean 0 and variance 1/fan_in. FP8 has one scale for all
+        blocks; FP4 has uniform codes, and each scale is one of two neighbouring powers of two.
+        A tid2eid row holds distinct, uniform experts. The other weights are normal and small.
         """
         generator = torch.Generator(self._device)
-        # The CPU's generator takes 32 bits of seed, so the two are hashed together.
+        # The CPU's generator takes a seed of 32 bits: a hash of the seed and the name.
         generator.manual_seed(zlib.crc32(f"{self._seed} {spec.name}".encode()))
         if spec.storage == "fp4":
             return _fp4(spec, generator)
@@ -113,7 +114,7 @@ def _deviation(spec: WeightSpec) -> float:
 
 
 def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
-    """Normal codes; one power-of-two scale puts their deviation between 32 and 64."""
+    """Make normal codes; one power-of-two scale puts their deviation between 32 and 64."""
     device = generator.device
     deviation = 1 / math.sqrt(spec.fan_in)
     exponent = math.floor(math.log2(deviation)) - 5
@@ -131,7 +132,7 @@ def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
 
 
 def _fp4(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
-    """Uniform codes; scales s and 2s in the proportion that gives the wanted mean square."""
+    """Make uniform codes; the proportion of scales s and 2s gives the wanted mean square."""
     device = generator.device
     rows, columns = spec.shape
     data = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)

@@ -3,10 +3,10 @@
 FP8 block: e4m3 values [out, in], one scale per 128x128 block: [ceil(out/128), ceil(in/128)].
 FP4: two e2m1 values a byte along the last axis, the low nibble is the even k: int8 [..., in/2], one
 scale per 1x32: [..., in/32]. E8M0: a byte b means 2^(b - 127); 255 means NaN (OCP Microscaling
-Formats 1.0, section 5.4.1). Scales are only ever touched as these bytes: converting an E8M0 tensor
-by value rounds to powers of two in ways that differ between devices.
+Formats 1.0, section 5.4.1). The code treats scales only as these bytes, because converting an E8M0
+tensor by value rounds to powers of two differently on different devices.
 
-Everything runs on any device, a slice of rows at a time, so that no full-size float32 copy exists.
+All functions run on any device and process slices of rows, to avoid a full-size float32 copy.
 """
 
 from collections.abc import Iterator
@@ -52,9 +52,9 @@ def scale_to_float32(scale: Tensor) -> Tensor:
 
 
 def find_nan(data: Tensor, scale: Tensor | None) -> str | None:
-    """What is not finite in a stored weight, in words, or None.
+    """Describe a value of a stored weight that is not finite; None if all are finite.
 
-    Looks at e4m3 codes, float32 and E8M0 scales and plain floating values.
+    Checks e4m3 codes, float32 and E8M0 scales, and plain floating values.
     """
     if scale is not None and not_finite(scale):
         return "a scale that is not finite" if scale.dtype == torch.float32 else fault(scale.dtype)
@@ -62,7 +62,7 @@ def find_nan(data: Tensor, scale: Tensor | None) -> str | None:
 
 
 def fault(dtype: torch.dtype) -> str:
-    """What is wrong with a tensor of this dtype that is not finite, in words."""
+    """Describe the fault of a tensor of this dtype that is not finite."""
     return {
         torch.float8_e8m0fnu: f"the E8M0 scale code {E8M0_NAN}, which means NaN",
         torch.float8_e4m3fn: "an E4M3 NaN code",
@@ -70,9 +70,10 @@ def fault(dtype: torch.dtype) -> str:
 
 
 def not_finite(stored: Tensor) -> Tensor:
-    """Whether any value is infinite or NaN: a bool on its device, for which nothing waits yet.
+    """Whether any value is infinite or NaN: a bool on the tensor's device, without waiting.
 
-    stored: as a checkpoint stores it; FP4 codes and integers always are. No temporary as large.
+    stored: a tensor in its stored form. FP4 codes and integers are always finite. The function
+    needs no temporary as large as the tensor.
     """
     dtype = stored.dtype
     if not stored.numel() or not dtype.is_floating_point:
@@ -82,7 +83,7 @@ def not_finite(stored: Tensor) -> Tensor:
     if dtype == torch.float8_e4m3fn:
         # 0xFF is the largest byte and 0x7F the largest signed one.
         return (stored.view(torch.uint8).amax() == 0xFF) | (stored.view(torch.int8).amax() == 0x7F)
-    # aminmax keeps NaN.
+    # aminmax propagates NaN.
     low, high = torch.aminmax(stored)
     return ~(low.isfinite() & high.isfinite())
 

@@ -1,4 +1,4 @@
-"""A checkpoint as a source of weights: the whole inventory is checked before any data is read."""
+"""Loads a checkpoint's weights, after a check of all its tensors against the model."""
 
 import logging
 from collections import Counter
@@ -34,14 +34,14 @@ _SCALE_DTYPES = (torch.float8_e8m0fnu, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight as it is stored.
+    """A weight in its stored form.
 
     Attributes:
         data: bfloat16, float16, float32 or int64 of the logical shape; float8_e4m3fn [out, in];
             or int8 [out, in/2], two e2m1 codes a byte.
         scale: float8_e8m0fnu or float32, one per 128x128 block (FP8); float8_e8m0fnu, one per
             1x32 (FP4); None for plain storages.
-        storage: which of these.
+        storage: the name of the format.
     """
 
     data: Tensor
@@ -54,15 +54,15 @@ class StoredWeight:
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def to(self, device: torch.device | str) -> "StoredWeight":
-        """The same on a device; tensors that are there already are shared."""
+        """The same weight on a device. The result shares tensors that are already there."""
         scale = None if self.scale is None else self.scale.to(device)
         return StoredWeight(self.data.to(device), scale, self.storage)
 
     def dequantise(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         """The values in the logical shape, as dtype; int64 stays int64.
 
-        The stored bytes move to the device first. A plain weight that has the dtype and the device
-        already is returned as it is: it may be a view of the checkpoint's file.
+        The stored bytes move to the device first. A plain weight that already has the dtype and
+        device is returned unchanged and may be a view of the checkpoint's file.
         """
         stored = self if device is None else self.to(device)
         if self.storage == "i64":
@@ -76,7 +76,7 @@ class StoredWeight:
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A tensor that is not as the configuration wants it; found and wanted in words."""
+    """A tensor that does not match the configuration; `found` and `wanted` describe both."""
 
     name: str
     found: str
@@ -88,14 +88,14 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A checkpoint's tensors against what a model wants.
+    """The comparison of a checkpoint's tensors with a model's weights.
 
     Attributes:
-        missing: wanted names that are not there, scales of quantised weights included.
-        unexpected: names that nothing wants.
+        missing: wanted names that the checkpoint lacks, including scales of quantised weights.
+        unexpected: names that the model does not have.
         mismatched: tensors of another shape or dtype.
-        ignored: names that are left out on purpose.
-        storages: how each weight that is right is stored.
+        ignored: names that the loader ignores on purpose.
+        storages: the stored format of each matching weight.
     """
 
     missing: tuple[str, ...]
@@ -106,11 +106,11 @@ class Inventory:
 
     @property
     def complete(self) -> bool:
-        """Nothing is missing, unexpected or mismatched."""
+        """Whether no tensor is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def storage_counts(self) -> dict[Storage, int]:
-        """How many weights have each storage, most frequent first."""
+        """Number of weights by stored format, most frequent first."""
         return dict(Counter(self.storages.values()).most_common())
 
 
@@ -124,7 +124,7 @@ def inventory_report(
     Args:
         checkpoint: an opened checkpoint.
         specs: the wanted weights by name.
-        ignored: prefixes of names to leave out, with the reason.
+        ignored: prefixes of names to ignore, with the reason.
     """
     left_out = tuple(ignored or ())
     missing: list[str] = []
@@ -162,25 +162,25 @@ def inventory_report(
 
 
 class WeightSource:
-    """The weights of a checkpoint: iterates (spec, stored weight), a file at a time.
+    """Iterates over a checkpoint's weights, as (spec, stored weight), one file after the other.
 
-    Every selected weight comes exactly once: memory-mapped on the CPU, or on a GPU, read by several
-    threads. A weight may be stored as its spec says, or plain (bfloat16, float16,
-    float32) where the spec is quantised or of another float dtype, or FP8 where the spec is FP4;
-    FP8 scales may be E8M0 or float32. What was found is logged.
+    Every selected weight comes exactly once. On the CPU it is memory-mapped; for a GPU several
+    threads read it. A weight may be stored as its spec says, or plain (bfloat16, float16, float32)
+    if the spec is quantised or of another float dtype, or FP8 if the spec is FP4. FP8 scales may be
+    E8M0 or float32. The constructor logs the stored formats.
 
     Args:
         checkpoint: an opened checkpoint.
         specs: every weight of the model by name.
-        ignored: prefixes of names to leave out, with the reason; a warning is logged for each.
-        select: which weights this process wants; None: all. The inventory is checked whole.
-        device: where they come; a GPU, or the CPU.
+        ignored: prefixes of names to ignore, with the reason; a warning is logged for each.
+        select: selects the weights of this process; None: all. The inventory covers all weights.
+        device: the device of the weights, a GPU or the CPU.
         progress: called with (bytes done, bytes in all) after each weight.
 
     Raises:
-        CheckpointError: on construction, tensors are missing, unexpected, or of another shape or
-            dtype; while iterating, a file changed meanwhile; a weight or its scales hold NaN, on a
-            GPU after the last one.
+        CheckpointError: the constructor finds tensors missing, unexpected, or of another shape or
+            dtype; during iteration, a file has changed, or a weight or its scales hold NaN (on a
+            GPU, raised after the last weight).
     """
 
     def __init__(
@@ -203,12 +203,12 @@ class WeightSource:
 
     @cached_property
     def total_bytes(self) -> int:
-        """Of the selected weights, scales included."""
+        """Bytes of the selected weights, scales included."""
         return sum(map(self._num_bytes, self._chosen.values()))
 
     @property
     def storages(self) -> Mapping[str, Storage]:
-        """How each weight is stored."""
+        """The stored format of each weight."""
         return self.inventory.storages
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
@@ -219,12 +219,12 @@ class WeightSource:
     def into(
         self, places: Mapping[str, Tensor]
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """The same, where tensors may go to their places at once.
+        """Iterate over the weights, and read some tensors directly into their destinations.
 
         Args:
-            places: by name, of weights and of their scales: where their bytes belong, uint8
-                [num_bytes] on the device. On a GPU such weights are given as None and are there
-                when all have come.
+            places: destinations by name of a weight or scale, uint8 [num_bytes] on the device. On
+                a GPU the iterator yields None for such a weight, whose bytes are in place when the
+                iteration ends.
         """
         weights = self._staged(places) if self._device.type == "cuda" else self._mapped()
         if self._progress is None:
@@ -250,8 +250,10 @@ class WeightSource:
     def _staged(
         self, places: Mapping[str, Tensor]
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """Of each file what has no place yet, the scales first, which are kept until their weights
-        come; then what has, as it lies in the file.
+        """Iterate through Staging, file by file.
+
+        Tensors without a destination come first, scales before weights; the iterator keeps a scale
+        until its weight comes. Tensors with a destination follow in the order of the file.
         """
         scales: dict[str, Tensor | None] = {}
         staging = Staging(self._checkpoint.path, self._device, places=places)
@@ -304,7 +306,7 @@ def _has_scale(storage: Storage) -> bool:
 
 
 def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
-    """How a tensor stores its spec, or why it does not."""
+    """The stored format of a tensor, or a Mismatch if it does not fit its spec."""
     if spec.storage == "i64":
         found: Storage | None = "i64" if info.dtype == torch.int64 else None
     elif info.dtype == torch.float8_e4m3fn and spec.storage in ("fp8_block", "fp4"):
@@ -367,7 +369,7 @@ def _require_complete(
     if found.complete:
         return
     if found.mismatched:
-        # Listed first: with another model's config.json, names are missing too.
+        # Report these first, because with another model's config.json names are missing too.
         raise CheckpointError(
             f"config.json and the tensors in {checkpoint.path} disagree on {len(found.mismatched)} "
             f"of {len(specs)} weights: {_first(found.mismatched, '; ')}. Check that config.json "

@@ -1,8 +1,9 @@
-"""Official tensor names for what a checkpoint's file calls its tensors.
+"""Maps the tensor names in a checkpoint's files to the official names.
 
-Three spellings exist: the official one; transformers' modules (`model.layers.0.self_attn.q_a_proj`,
-experts stacked in one tensor); and what transformers' `save_pretrained` writes, which renames most
-but not all of its modules back. Source: transformers 5.23 `conversion_mapping.py`, "deepseek_v4".
+Three spellings exist: the official one; that of transformers' modules
+(`model.layers.0.self_attn.q_a_proj`, experts stacked in one tensor); and that of transformers'
+`save_pretrained`, which renames most but not all of its modules back. Source: transformers 5.23
+`conversion_mapping.py`, "deepseek_v4".
 """
 
 import re
@@ -56,7 +57,7 @@ class Part:
 
 
 def official_name(stored: str) -> str:
-    """The official name of a tensor that is not stacked; an official or unknown name stays."""
+    """The official name of a tensor that is not stacked; other names are returned unchanged."""
     for pattern, replacement in _RENAMES:
         stored = pattern.sub(replacement, stored)
     return stored
@@ -65,7 +66,7 @@ def official_name(stored: str) -> str:
 def official_tensors(
     stored: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], Part | None]]:
-    """The official tensors in one stored tensor: name, shape and which part of it they are.
+    """The official tensors in one stored tensor: name, shape and their part of it.
 
     `experts.gate_up_proj` [E, 2I, D] holds w1 in its first I rows and w3 in the others;
     `experts.down_proj` [E, D, I] holds w2.

@@ -1,6 +1,6 @@
-"""Opening a checkpoint directory: its config.json and what tensors its safetensors files hold.
+"""Opens a checkpoint directory: its config.json and the headers of its safetensors files.
 
-Opening reads headers only; every fault that headers can show is reported then, before any data.
+Opening reads no data and reports every fault that the headers show.
 """
 
 import json
@@ -39,14 +39,14 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor under its official name, and where it lies.
+    """One tensor under its official name, and its location.
 
     Attributes:
-        num_bytes: its size in the file (of its slice, for one expert of a stacked tensor).
+        num_bytes: its size in the file; for one expert of a stacked tensor, the size of its slice.
         file: the file's name inside the directory.
-        stored_name: what the file calls it.
-        offset: where in the file its bytes begin; they lie together.
-        part: the slice of the stored tensor; None: all of it.
+        stored_name: the tensor's name in the file.
+        offset: offset in the file of its contiguous bytes.
+        part: the slice of the stored tensor; None: the whole tensor.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Checkpoint:
 
     Attributes:
         path: the directory.
-        config: config.json as it stands.
+        config: the unchanged contents of config.json.
         tensors: every tensor by its official name, in the order of the files.
     """
 
@@ -90,7 +90,7 @@ class Checkpoint:
         return sum(info.num_bytes for info in self.tensors.values())
 
     def shards(self) -> list[tuple[str, list[str]]]:
-        """(file, official names in it) for each file: the order in which to read everything."""
+        """(file, official names in it) for each file, in the best order for reading all tensors."""
         names = defaultdict(list)
         for info in self.tensors.values():
             names[info.file].append(info.name)
@@ -101,7 +101,7 @@ class Checkpoint:
         return TensorReader(self)
 
     def read(self, name: str) -> Tensor:
-        """One tensor by its official name, on the CPU, memory-mapped (copied on write)."""
+        """Read one tensor by its official name: on the CPU, memory-mapped (copy on write)."""
         with self.reader() as reader:
             return reader.read(name)
 
@@ -115,10 +115,10 @@ class TensorReader:
         self._files: dict[str, Any] = {}
 
     def read(self, name: str) -> Tensor:
-        """The tensor, a view of the mapped file: pages are read when touched, writes stay private.
+        """The tensor as a view of the mapped file, which is read lazily; writes stay private.
 
         Raises:
-            CheckpointError: no such tensor, or its file changed since it was opened.
+            CheckpointError: the tensor does not exist, or its file changed since it was opened.
         """
         info = self._checkpoint.tensors.get(name)
         if info is None:
@@ -132,7 +132,7 @@ class TensorReader:
         return tensor[info.part.expert, info.part.start : info.part.stop]
 
     def close_all(self) -> None:
-        """Close the files; tensors that were read stay valid."""
+        """Close the files. Tensors that were read remain valid."""
         self._files.clear()
         self._stack.close()
 
@@ -158,7 +158,7 @@ class TensorReader:
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """A checkpoint directory's config.json as it stands; its tensors need not be there.
+    """Read a checkpoint directory's config.json. The directory need not contain tensors.
 
     Raises:
         CheckpointError: the directory or config.json is missing or damaged.
@@ -221,7 +221,7 @@ def _inventory(directory: Path) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor as a header describes it; offset: in the file."""
+    """A tensor's entry in a header; `offset` counts from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -239,7 +239,7 @@ def _infos(file: str, stored_name: str, stored: _Stored) -> Iterator[TensorInfo]
 
 
 def _expected_names(directory: Path) -> dict[str, set[str]]:
-    """File names, sorted, and the stored names that the index puts in each (none without one)."""
+    """Sorted file names, each with its stored names from the index (none without an index)."""
     index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index_path.is_file():
         if not single.is_file():

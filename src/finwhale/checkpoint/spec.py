@@ -1,11 +1,11 @@
-"""What a model wants from a checkpoint: one WeightSpec a weight, in official names."""
+"""The weights that a model needs from a checkpoint: one WeightSpec for each, by official name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
-"""How a weight is stored; "fp8_block" and "fp4" (formats.py) have a `.scale` tensor beside it."""
+"""The stored format of a weight; "fp8_block" and "fp4" (formats.py) have a `.scale` tensor too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class WeightSpec:
     Attributes:
         name: the official name of the weight; its scales are `scale_name`.
         shape: the logical shape, before packing.
-        storage: how an official checkpoint of this configuration stores it.
+        storage: the weight's format in an official checkpoint of this configuration.
     """
 
     name: str
@@ -24,17 +24,17 @@ class WeightSpec:
 
     @property
     def scale_name(self) -> str:
-        """`x.scale` for `x.weight`."""
+        """Name of the scale: `x.scale` for `x.weight`."""
         return self.name.removesuffix(".weight") + ".scale"
 
     @property
     def fan_in(self) -> int:
-        """Length of the last axis: what one output value sums over in a projection."""
+        """Length of the last axis: the number of inputs of each output value of a projection."""
         return self.shape[-1]
 
 
 Select = Callable[[WeightSpec], bool]
-"""Whether this process wants a weight."""
+"""Returns whether this process needs a weight."""
 
 Progress = Callable[[int, int], object]
 """Called with (bytes done, bytes in all) after each weight."""

@@ -1,10 +1,11 @@
-"""A checkpoint's tensors to a GPU, as fast as the files can be read.
+"""Transfers a checkpoint's tensors to a GPU, as fast as the files can be read.
 
-Threads read tensors from the files into pinned memory; one thread sends what they have read, in
-pieces, on a stream of its own. Tensors whose bytes only need a place go there at once: nearly all
-of a checkpoint, in thousands of tensors. The others whoever iterates puts into place meanwhile.
-What is between is bounded: so many pieces in pinned memory, so many on the device. All are looked
-through for NaN on the device: in readers, thousands of short calls would wait for Python's lock.
+Threads read pieces of tensors from the files into pinned memory. One thread sends the pieces to the
+device on its own CUDA stream. Tensors that need no conversion go directly to their destinations;
+these are nearly all of a checkpoint, thousands of tensors. The iterating thread stores the others
+at the same time. The number of pieces in pinned memory and of groups on the device is bounded. All
+tensors are checked for NaN on the device: in the reading threads, thousands of short calls would
+wait for Python's lock.
 """
 
 import os
@@ -28,24 +29,24 @@ from finwhale.errors import CheckpointError
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
-# A piece: what is sent at once. Tensors that fit share one, larger ones have several.
+# Size of one transfer. Small tensors share a piece, larger ones have several.
 PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
 PINNED_PIECES = 24
-# Groups of tensors that are on the device, or on their way there, and not yet in place.
+# The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12
-# Bytes of placed scales that are looked through at once.
+# Bytes of scales at their destinations that one check for NaN covers.
 LOOK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Part of a tensor, or all of it: where it lies in the file and in the group.
+    """A part of a tensor, or all of it, to be read from the file.
 
     Attributes:
-        start: in the tensor's bytes.
-        place: in the group's bytes.
+        start: offset in the tensor's bytes.
+        place: offset in the group's bytes.
     """
 
     info: TensorInfo
@@ -56,13 +57,13 @@ class Read:
 
 @dataclass(slots=True)
 class Group:
-    """Tensors that come together, and the pieces in which they are read.
+    """Tensors that arrive together, and the pieces in which they are read.
 
     Attributes:
-        places: where each begins.
-        pieces: reads of at most PIECE_BYTES in all, which lie together; unless one alone is
-            larger they are whole tensors.
-        placed: these go to places of their own.
+        places: offset of each tensor in the group.
+        pieces: adjacent reads of at most PIECE_BYTES in total. They read whole tensors, except for
+            a tensor larger than a piece.
+        placed: the tensors go directly to their destinations.
     """
 
     placed: bool = False
@@ -74,7 +75,7 @@ class Group:
 def groups_of(
     infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, placed: Container[str] = ()
 ) -> Iterator[Group]:
-    """The tensors in their order, small ones together; `placed` ones apart from others."""
+    """Group the tensors in order, with small ones together; `placed` tensors have own groups."""
     group = Group(pieces=[[]])
     for info in infos:
         is_placed = info.name in placed
@@ -107,10 +108,10 @@ class Staging:
     """Reads tensors from files and sends them to a device.
 
     Args:
-        directory: of the files.
-        device: a GPU; on a CPU the same runs without pinned memory and streams.
-        places: by name, where a tensor's bytes go: uint8 [num_bytes] on the device, aligned for
-            the tensor's dtype.
+        directory: the directory of the files.
+        device: a GPU; on a CPU the same code runs without pinned memory and CUDA streams.
+        places: destinations of tensors by name: uint8 [num_bytes] on the device, aligned for the
+            tensor's dtype.
     """
 
     def __init__(
@@ -129,17 +130,19 @@ class Staging:
         self._ready: Queue[_Arrived | Group | BaseException | None] = Queue()
 
     def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor | None]]:
-        """Each tensor on the device, in order: valid until the next is asked for, and longer where
-        it is kept. None for one that is on its way to its place: it is there when all have come.
+        """Iterate over the tensors on the device, in order.
+
+        The iterator yields None for a tensor with a destination, which holds its bytes when the
+        iteration ends.
 
         Raises:
-            CheckpointError: a file cannot be read, or changed meanwhile; after the last tensor, one
-                holds what is not a number.
+            CheckpointError: a file cannot be read or has changed; after the last tensor, one of
+                them holds a value that is not finite.
         """
         by_name = {info.name: info for info in infos}
         faults = _Faults()
         if self._stream is not None:
-            # Places may lie in memory that something on the current stream still uses.
+            # Work on the current CUDA stream may still use the memory of the destinations.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         sender = threading.Thread(target=self._send_all, args=(infos,), daemon=True)
         sender.start()
@@ -152,7 +155,8 @@ class Staging:
                     try:
                         raise arrived
                     finally:
-                        # It knows this frame, which would know it: what waits in it would stay.
+                        # Break the reference cycle of exception and frame, which would keep the
+                        # frame's objects alive.
                         del arrived
                 if isinstance(arrived, Group):
                     for name in arrived.places:
@@ -168,13 +172,16 @@ class Staging:
             self._room.release()
             sender.join()
             if self._stream is not None:
-                # Nothing is written to places that whoever was stopped may give back.
+                # Finish all writes, because the caller may free the destinations after a stop.
                 self._stream.synchronize()
         self._look_at_places(infos, faults)
         faults.tell()
 
     def _look_at_places(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
-        """Scales are thousands of small tensors: many of a size are looked at together."""
+        """Check tensors at their destinations for NaN.
+
+        Scales are thousands of small tensors, so one check covers many of the same size.
+        """
         alike: dict[int, list[TensorInfo]] = {}
         for info in infos:
             is_value = info.dtype.is_floating_point and info.num_bytes
@@ -191,10 +198,10 @@ class Staging:
                 faults.look(part, places.amax(1) == E8M0_NAN)
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
-        """The sending thread: what goes wrong is raised in whoever iterates."""
+        """Run the sending thread. The iterating thread raises its errors."""
         try:
             with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
-                # Files are closed when no thread reads any more.
+                # The stack closes the files after all reading threads have ended.
                 files = _Files(self._directory, stack)
                 self._pipeline(groups_of(infos, self._piece_bytes, self._places), files, pool)
             self._ready.put(None)
@@ -203,7 +210,7 @@ class Staging:
 
     def _pipeline(self, groups: Iterator[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
         asked: deque[Group] = deque()
-        # None stays: one that failed knows its error, which will know this frame.
+        # Keep no failed future in this frame: its exception will refer to the frame (a cycle).
         reading: deque[Future[_Pinned]] = deque()
 
         def pieces() -> Iterator[list[Read]]:
@@ -286,7 +293,7 @@ class _Arrived:
         if self._event is not None:
             current = torch.cuda.current_stream(self.memory.device)
             current.wait_event(self._event)
-            # Its memory goes back when what the current stream does with it is done.
+            # torch reuses the memory only after the current CUDA stream's work with it is done.
             self.memory.record_stream(current)
         for name, place in self.group.places.items():
             info = infos[name]
@@ -298,19 +305,19 @@ class _Arrived:
 
 
 class _Faults:
-    """Which tensors hold what is not finite; asked for once, when all have come."""
+    """Collects checks for values that are not finite; the host reads them once, at the end."""
 
     def __init__(self) -> None:
         self._infos: list[TensorInfo] = []
         self._flags: list[Tensor] = []
 
     def look(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
-        """flags: bool, one for each."""
+        """Add checks. flags: one bool for each tensor."""
         self._infos += infos
         self._flags.append(flags.reshape(-1))
 
     def tell(self) -> None:
-        """Raises CheckpointError for the first."""
+        """Raises CheckpointError for the first tensor that is not finite."""
         flags = torch.cat(self._flags).tolist() if self._flags else []
         for info in compress(self._infos, flags):
             raise CheckpointError(
@@ -319,7 +326,7 @@ class _Faults:
 
 
 class _Pinned:
-    """Memory for one piece; free again once it was sent."""
+    """Memory for one piece, which is free again once the transfer is done."""
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -344,13 +351,13 @@ class _Files:
 
 
 def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinned:
-    """A reading thread's work."""
+    """Read one piece: the work of a reading thread."""
     if pinned.event is not None:
         pinned.event.synchronize()
     first = piece[0].place
     begin = 0
     for end in range(1, len(piece) + 1):
-        # What lies together, in the file and here, is read at once.
+        # Combine reads that are adjacent both in the file and in the piece.
         if end == len(piece) or not _adjoin(piece[end - 1], piece[end]):
             _read(piece[begin:end], files, pinned.bytes[piece[begin].place - first :])
             begin = end
@@ -367,7 +374,7 @@ def _adjoin(one: Read, other: Read) -> bool:
 
 
 def _read(reads: Sequence[Read], files: _Files, target: Bytes) -> None:
-    """Reads that adjoin, into the beginning of target."""
+    """Read adjacent parts of a file into the beginning of target."""
     offset = reads[0].info.offset + reads[0].start
     left = memoryview(target.data)[: sum(read.num_bytes for read in reads)]
     done = 0
@@ -389,7 +396,7 @@ def _read(reads: Sequence[Read], files: _Files, target: Bytes) -> None:
 
 
 def _at(reads: Sequence[Read], done: int) -> TensorInfo:
-    """Whose bytes come after the first `done`."""
+    """The tensor whose bytes follow the first `done` bytes."""
     for read in reads:
         done -= read.num_bytes
         if done < 0:

@@ -1,4 +1,4 @@
-"""Writing a checkpoint in the official layout: quantised, sharded, with index and config.json."""
+"""Writes a checkpoint in the official layout: quantised, sharded, with index and config.json."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -36,16 +36,16 @@ def write_checkpoint(
     """Write unquantised weights as a checkpoint.
 
     Args:
-        path: the directory, made if missing; it must not hold safetensors files.
+        path: the directory, created if missing; it must not hold safetensors files.
         config: the contents of config.json.
         tensors: each weight of `specs` once, in any order, under its official name, float32,
-            bfloat16 or int64, with its spec's shape. May be a generator: at most one file's
-            tensors are held at a time.
-        specs: how each weight is stored.
-        scale_dtype: of FP8 scales: float8_e8m0fnu, or float32 as the Base checkpoints have.
+            bfloat16 or int64, with its spec's shape. It may be a generator: the writer holds at
+            most one file's tensors at a time.
+        specs: the shape and stored format of each weight.
+        scale_dtype: dtype of FP8 scales: float8_e8m0fnu, or float32 as in the Base checkpoints.
         plain_dtype: store every floating weight in this dtype and quantise nothing.
-        max_shard_bytes: a file holds at most this many bytes of data, or one weight. One file is
-            written as model.safetensors, several with an index.
+        max_shard_bytes: a file holds at most this many bytes of data, or one weight. A single file
+            is named model.safetensors; several files get an index.
 
     Raises:
         CheckpointError: a tensor is unknown, given twice, missing or of another shape, has a
@@ -79,9 +79,9 @@ def write_stored(
     *,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write weights that are in stored form already, such as a DummySource's, as a checkpoint.
+    """Write weights that already are in stored form, such as a DummySource's, as a checkpoint.
 
-    Args: as write_checkpoint's; `weights` each once.
+    The arguments are those of write_checkpoint; `weights` yields each weight once.
 
     Raises:
         CheckpointError: the directory already holds weights.
@@ -115,7 +115,7 @@ def encode(
     scale_dtype: torch.dtype = torch.float8_e8m0fnu,
     plain_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """A weight's stored tensors by official name: itself, and its `.scale` where quantised."""
+    """A weight's stored tensors by official name: the data, and the `.scale` if quantised."""
     try:
         if spec.storage == "i64":
             stored, scale = tensor.to(torch.int64), None
@@ -136,7 +136,7 @@ def encode(
 
 
 class _ShardWriter:
-    """Collects tensors into files of limited size; names them when their number is known."""
+    """Collects tensors into files of limited size, and names the files at the end."""
 
     def __init__(self, directory: Path, max_shard_bytes: int) -> None:
         self._directory = directory
