@@ -1,7 +1,7 @@
 """The operator table: every operator that the model calls, chosen once per process.
 
-`Ops` has no defaults, so each platform's table names an implementation for every operator. Nothing
-falls back at call time. Each family's package holds the contract, `ref.py` the definition.
+`Ops` has no defaults, so each platform's table names an implementation for every operator. No
+operator falls back at call time. Each family's package has the contract and a reference (`ref.py`).
 """
 
 import logging
@@ -36,8 +36,8 @@ from finwhale.platform import Platform
 logger = logging.getLogger(__name__)
 
 TableName = Literal["cpu", "nvidia_sm90", "nvidia", "amd", "reference"]
-# NVIDIA GPUs beside sm90 for which the Triton kernels compile and fit, and the others with what
-# these lack (tests/ops/test_arch_compile.py).
+# NVIDIA GPUs besides sm90 for which all Triton kernels compile and fit. WHY_REFERENCE says what the
+# other GPUs lack (tests/ops/test_arch_compile.py).
 PORTABLE_ARCHS = ("sm100", "sm103")
 NO_E4M3 = "the Triton kernels need E4M3 arithmetic, which this GPU lacks"
 LITTLE_SHARED_MEMORY = "the Triton kernels need 226 KiB of shared memory a block, this GPU has 99"
@@ -54,7 +54,7 @@ UNKNOWN_ARCH = "nobody has checked whether the Triton kernels run on this GPU"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What the loader, the engine and the benchmarks must know about a table's operators.
+    """Properties of a table's operators that the loader, engine and benchmarks use.
 
     Attributes:
         quantised_weights: The operators read FP8 and FP4 weights as the checkpoint stores them, and
@@ -69,7 +69,7 @@ class Capabilities:
             those at start and gives the rest of the GPU to the cache.
         prefix_cache_tokens: With prefix caching, plan at least this cache capacity if the memory
             allows it, even if the sequences that run at once need less.
-        side_streams: Independent projections of a layer run on CUDA streams of their own.
+        side_streams: Independent projections of a layer run on their own CUDA streams.
         compiled_layers: What a graph of the compiled mode can contain: the "whole" layer, or the
             layer "without attention" and experts. None: the mode does not support this table.
         expert_id_dtype: The dtype of the expert ids that routing returns.
@@ -88,7 +88,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """One typed field an operator; each contract's docstring says what it computes."""
+    """The operators of a table, one typed field each. The contracts' docstrings define them."""
 
     capabilities: Capabilities
     prepare_linear: PrepareLinear
@@ -123,7 +123,7 @@ class Ops:
         limit: float,
         shared_ND: Tensor | None = None,
     ) -> Tensor:
-        """The three operators of the routed experts in order, as a layer calls them: [N,D]."""
+        """Run the three operators of the routed experts in order, as a layer does: [N,D]."""
         pairs = self.experts_dispatch(ids_NK, w.w2.shape[0])
         each_NKD = self.experts_compute(x_ND, weights_NK, pairs, w, limit)
         return self.experts_combine(each_NKD, ids_NK, shared_ND)
@@ -163,10 +163,10 @@ def table_name(platform: Platform) -> TableName:
 def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool = False) -> Ops:
     """Import the table for `platform`, or the references. Raises ResourceError if none covers it.
 
-    batch_invariant: a token's bits do not depend on the rest of the batch, nor on its size.
+    batch_invariant: choose operators with which a token's bits do not depend on the batch.
 
     The CPU's own table computes in float32 only; the references take any dtype and device.
-    A table that was not measured on the platform is used with one warning in the log.
+    If a table was not measured on the platform, the log has one warning.
     """
     return _load_ops(platform, reference, batch_invariant)
 

@@ -7,7 +7,7 @@ The first use of a weight chooses between two ways:
   torch's FBGEMM, which accumulates in float32. FBGEMM reads half the bytes, and eight rows take two
   to three times as long as one. Its kernels take 1 to 14 rows at a time, and all of them add the
   terms of an output in order; `_rows_are_independent` checks that before the first use.
-- Every other weight runs one GEMV a row, `cpu_math.matmul_rows`.
+- Every other weight uses one GEMV per row (`cpu_math.matmul_rows`).
 
 Legend: N rows, K input width, M output width, G matrices.
 """
@@ -41,7 +41,7 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """`numel` and `width` are K*M and M; `scale`, a power of two, is the input's."""
+    """A float16 weight. `numel` is K*M, `width` is M; `scale`, a power of two, is for the input."""
 
     packed: Tensor
     numel: int
@@ -67,7 +67,7 @@ class _Half:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """One GEMV a row, for a weight that lies in memory as [K,M]."""
+    """One GEMV per row, for a weight with the memory layout [K,M]."""
 
     matrix_KM: F32
 
@@ -76,7 +76,7 @@ class _Rows:
 
 
 def product(weight_MK: Tensor) -> Product:
-    """The GEMM with a weight that no longer changes; the tensor keeps it."""
+    """The GEMM with a weight that no longer changes, stored as an attribute of the tensor."""
     kept: Product | None = getattr(weight_MK, "_host_product", None)
     if kept is None:
         kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
@@ -85,7 +85,7 @@ def product(weight_MK: Tensor) -> Product:
 
 
 def products(weight_GMK: Tensor) -> tuple[Product, ...]:
-    """The GEMMs with several matrices that no longer change; the tensor keeps them."""
+    """The GEMMs with matrices that no longer change, stored as an attribute of the tensor."""
     kept: tuple[Product, ...] | None = getattr(weight_GMK, "_host_products", None)
     if kept is None:
         kept = tuple(product(weight_MK) for weight_MK in weight_GMK)
@@ -94,7 +94,7 @@ def products(weight_GMK: Tensor) -> tuple[Product, ...]:
 
 
 def _half(weight_MK: Tensor) -> Product | None:
-    """None if float16 cannot hold every value, or if FBGEMM cannot be used."""
+    """The GEMM in float16; None if float16 cannot hold every value or FBGEMM is not usable."""
     if weight_MK.numel() == 0 or not _rows_are_independent():
         return None
     weight: F32 = np.ascontiguousarray(weight_MK.numpy())
@@ -111,7 +111,7 @@ def _half(weight_MK: Tensor) -> Product | None:
 
 def _packed(weight_MK: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of the deprecation, once a process
+        warnings.simplefilter("ignore", UserWarning)  # the deprecation warning, once per process
         packed: Tensor = _PACK(weight_MK)
     return packed
 

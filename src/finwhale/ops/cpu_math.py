@@ -5,8 +5,8 @@ promises bits: no bit of a row depends on the other rows, or on their number. So
 multiplication has a fixed shape per row (matmul of [N,1,K] by [K,M] is one GEMV a row, for any N),
 sums run in order or over an axis of fixed length, and all other functions work element by element.
 
-numpy leaves matrix multiplication to a BLAS library. `blas_keeps_bits` checks that library once, on
-this machine. If the library breaks the promise, `matmul` uses a slower path of its own.
+numpy calls a BLAS library for matrix multiplication. `blas_keeps_bits` checks that library once on
+each machine. If the library breaks the promise, `matmul` uses a slower path instead.
 
 Legend: N rows, K input width, M output width, D width, R rope dimensions.
 """
@@ -37,30 +37,29 @@ I64 = NDArray[np.int64]
 NUM_WORKERS = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
-# Multiplications that are worth a thread of their own, about a millisecond: to wake one takes
-# microseconds on a quiet machine and milliseconds on a busy one.
+# The least multiplications for another thread, about a millisecond of work. Waking a thread takes
+# microseconds on an idle machine and milliseconds on a busy one.
 PARALLEL_WORK = 2**25
 
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """The process's worker threads, started at the first large step."""
+    """The process's worker threads, which the first large step starts."""
     return ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 
 if hasattr(os, "register_at_fork"):
-    # A forked child has none of its parent's threads.
+    # A forked child does not have its parent's threads.
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 @lru_cache(maxsize=1)
 def limit_blas_threads() -> None:
-    """One thread for numpy's own OpenBLAS, for the whole process; torch's threads stay as they are.
+    """Limit numpy's own OpenBLAS to one thread in this process; torch's threads do not change.
 
-    Called when the first weight is prepared, not when a module is imported.
-
-    A gemv is too short to share between threads, and its bits must not depend on their number.
-    Large steps are split over rows instead, by `split_rows`.
+    The preparation of the first weight calls this, so an import alone has no effect. A GEMV is too
+    short to divide between threads, and its bits must not depend on their number. Instead,
+    `split_rows` divides the rows of large steps.
     """
     for library in threadpoolctl.ThreadpoolController().lib_controllers:
         if library.internal_api == "openblas" and "numpy" in library.filepath:
@@ -68,10 +67,10 @@ def limit_blas_threads() -> None:
 
 
 def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) -> None:
-    """Call `fn` with slices that cover all rows, some on other threads where it pays.
+    """Call `fn` with slices that cover all rows, on several threads if the work is large enough.
 
     Args:
-        work_per_row: about how many multiplications a row takes.
+        work_per_row: approximate number of multiplications per row.
     """
     parts = min(NUM_WORKERS, num_rows, num_rows * work_per_row // PARALLEL_WORK)
     if parts <= 1:
@@ -86,7 +85,7 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
 
 
 def view(tensor: Tensor) -> Any:
-    """The tensor's memory as an array, kept on the tensor: for those that many calls read."""
+    """The tensor's memory as an array, stored on the tensor because many calls read it."""
     array = getattr(tensor, "_host_view", None)
     if array is None:
         array = tensor.numpy()
@@ -95,8 +94,9 @@ def view(tensor: Tensor) -> Any:
 
 
 def rows(pool: Tensor) -> tuple[Any, int]:
-    """A dense pool as an array and a step: `paging.contiguous_rows`. numpy would copy all of an
-    array with a stride before it takes rows of it.
+    """A dense pool as a contiguous array and a step (see `paging.contiguous_rows`).
+
+    numpy would copy a whole strided array before it gathers rows of it.
     """
     flat, step = contiguous_rows(pool)
     return view(flat), step
@@ -104,14 +104,14 @@ def rows(pool: Tensor) -> tuple[Any, int]:
 
 @lru_cache(maxsize=256)
 def constant(value: float) -> F32:
-    """[] float32: an array of no dimension is the operand that numpy is quickest with."""
+    """A float32 array without dimensions, which is numpy's fastest operand."""
     array = np.array(value, np.float32)
     array.flags.writeable = False
     return array
 
 
-# Rows, input width and output width of the products that `blas_keeps_bits` tries: widths of whole
-# blocks of a BLAS kernel, a little more, and odd ones. One row is a gemv, more are a gemm.
+# Rows, input width and output width of the GEMMs that `blas_keeps_bits` tries: widths of whole
+# blocks of a BLAS kernel, slightly more, and odd ones. One row uses a GEMV, more rows a GEMM.
 _TRIED = (
     *((1, K, M) for K in (24, 100, 256, 1027) for M in (4, 24, 75, 256, 321)),
     *((rows, K, M) for rows in (4, 16) for K, M in ((24, 32), (64, 128), (128, 24), (128, 96))),
@@ -123,8 +123,8 @@ _TRIED = (
 def blas_keeps_bits() -> bool:
     """Whether numpy's BLAS gives a matrix the same bits alone and within any stack.
 
-    Each product is computed within a stack, alone, and at other addresses. With the OpenBLAS that
-    comes with numpy, one thread and every kernel that was tried, the answer is yes.
+    It computes each GEMM within a stack, alone, and at other addresses. numpy's own OpenBLAS with
+    one thread passed with every kernel that was tried.
     """
     stack = 3
     numbers = np.random.default_rng(0).standard_normal(2**20, np.float32)
@@ -158,7 +158,7 @@ def matmul(a: F32, b: F32, out: F32 | None = None) -> F32:
 
 
 def _matmul_in_order(a: F32, b: F32, out: F32 | None) -> F32:
-    """Add the terms of each element in order, without a library: the order never changes."""
+    """Add the terms of each element in order, without a BLAS library."""
     total: F32 = np.multiply(a[..., :1], b[..., :1, :], out)
     for k in range(1, a.shape[-1]):
         np.add(total, a[..., k : k + 1] * b[..., k : k + 1, :], total)
@@ -166,7 +166,7 @@ def _matmul_in_order(a: F32, b: F32, out: F32 | None) -> F32:
 
 
 def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
-    """x [N,K] @ weight [K,M], one gemv a row."""
+    """x [N,K] @ weight [K,M], with one GEMV per row."""
     num_rows = x_NK.shape[0]
     if num_rows == 1 and blas_keeps_bits():
         one: F32 = x_NK[0].dot(weight_KM)
@@ -181,9 +181,9 @@ def matmul_rows(x_NK: F32, weight_KM: F32) -> F32:
 
 
 def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
-    """1 / sqrt(mean(x^2) + eps) over the last axis, kept: [...,D] -> [...,1]; of one row a scalar.
+    """1 / sqrt(mean(x^2) + eps) over the last axis: [...,D] -> [...,1], or a scalar for one row.
 
-    In float64 from the sum on, so that Python's floats give the bits that arrays do.
+    The computation is in float64 from the sum on, so that scalars and arrays give the same bits.
     """
     share = 1.0 / x.shape[-1]
     if x.ndim == 1 and blas_keeps_bits():
@@ -199,7 +199,7 @@ def inverse_rms(x: F32, eps: float) -> F32 | np.float32:
 
 def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
     """x / rms(x) * weight, a new array."""
-    # One row without its first dimension: operands of one shape are quicker.
+    # Drop the first dimension of a single row, because numpy is faster with equal shapes.
     rows = x[0] if len(x) == 1 and x.ndim == 2 else x
     out = np.multiply(rows, inverse_rms(rows, eps))
     np.multiply(out, weight_D, out)
@@ -207,7 +207,7 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
 
 
 def turns(rotation_NR: Tensor) -> C64:
-    """[N,R/2] cos + i sin of a rotation [N,R/2,2] of (cos, sin), kept like a view."""
+    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin), stored on the tensor."""
     turn = getattr(rotation_NR, "_host_turns", None)
     if turn is None:
         turn = rotation_NR.numpy().view(np.complex64)[..., 0]
@@ -219,23 +219,24 @@ def turns(rotation_NR: Tensor) -> C64:
 def rotate(x: F32, turn_NR: C64) -> None:
     """Rotate the interleaved pairs of x's last R values in place; x [N,C] or [N,A,C], R >= 4.
 
-    A pair (a, b) is the complex number a + bi, and its rotation a product.
+    A pair (a, b) is the complex number a + bi, and a complex product rotates it.
     """
     pairs = x[..., -2 * turn_NR.shape[1] :].view(np.complex64)
     np.multiply(pairs, turn_NR if x.ndim == 2 else turn_NR[:, None], pairs)
 
 
 _EXPONENT = np.array(0x7F800000, np.int32)
-# To the next power of two, and from a group's scale to its lowest exponent, six binades below.
+# Rounds up to a power of two, then goes from a group's scale to its lowest exponent, six binades
+# below.
 _TO_LOWEST = np.array(0x007FFFFF - (6 << 23), np.int32)
 _MAGIC = np.array((20 << 23) + 0x400000, np.int32)
 
 
 def round_e4m3(x: F32, group: int) -> F32:
-    """As rounding.round_e4m3, for |x| < 2^100; a rounded zero is +0. Returns a new array.
+    """Like rounding.round_e4m3, for |x| < 2^100; a rounded zero is +0. Returns a new array.
 
-    A value x with exponent e rounds to multiples of 2^(e-3), or of 2^-9 times the scale if that
-    is more: adding 1.5 * 2^(e+20) and taking it away again does so, ties to even.
+    A value x with exponent e is rounded to a multiple of 2^(e-3), or of 2^-9 times the scale if
+    that is larger. Adding and subtracting 1.5 * 2^(e+20) rounds this way, with ties to even.
     """
     out = np.empty(x.shape, np.float32)
     width = x.shape[-1]

@@ -1,4 +1,4 @@
-"""Where a step's tokens stand and where the rows of their sequences lie: what operators are given.
+"""The positions of a step's tokens and the page tables of their sequences: operators' arguments.
 
 Legend: N tokens of the step, B sequences, P pages of the longest sequence, R rope dimensions.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-# Tokens of a block: where one ends, another sequence with the same beginning may go on from what is
-# kept. Pages of every group hold a divisor of it.
+# Tokens of a block. At the end of a block, another sequence with the same prefix can resume from
+# cached state. The number of tokens of a page divides BLOCK_TOKENS in every group.
 BLOCK_TOKENS = 256
 
 # GPU kernels plan a step with at most this many tokens of each sequence as a decode.
@@ -23,10 +23,11 @@ MAX_DECODE_QUERY = 4
 
 
 def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """A dense pool [rows, width] as contiguous rows [X, width] and a step: row r of the pool is
-    row step * r; other layers' rows lie between. Kept on the pool, which every step reads.
+    """A dense pool [rows, width] as contiguous rows [X, width] and a step.
 
-    A cache's rows are a whole number of widths apart (models/protocol.py, PageLayout).
+    Row r of the pool is row step * r of the result; rows of other layers lie between. The stride of
+    a cache's rows is a multiple of their width (models/protocol.py, PageLayout). The result is
+    stored on the pool, because every step reads it.
     """
     found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)
     if found is None:
@@ -47,9 +48,8 @@ class PageTable:
     r % rows_per_page of the group's pools.
 
     Attributes:
-        pages: [B,P] int32 page numbers in order, 0 where there is none; rows may be strided.
-        first: [B] int32: the number of the page that pages[b,0] is; window pages are given back
-            from the front.
+        pages: [B,P] int32 pages in order, 0 for no page; rows may be strided.
+        first: [B] int32: the page number of pages[b,0]; old window pages are freed.
         rows_per_page: rows of one page.
     """
 
@@ -59,24 +59,24 @@ class PageTable:
 
     @cached_property
     def host_pages(self) -> Ints:
-        """pages as a host array."""
+        """`pages` as a host array."""
         pages: Ints = self.pages.cpu().numpy().astype(np.int64)
         return pages
 
     @cached_property
     def host_first(self) -> Ints:
-        """first as a host array."""
+        """`first` as a host array."""
         first: Ints = self.first.cpu().numpy().astype(np.int64)
         return first
 
     def has_page(self, sequence: int, row: int) -> bool:
-        """Whether a row of a sequence lies in a page; on the host."""
+        """Whether the sequence has a page with this row; computed on the host."""
         number = row // self.rows_per_page - int(self.host_first[sequence])
         pages = self.host_pages
         return 0 <= number < pages.shape[1] and bool(pages[sequence, number])
 
     def slots(self, sequence: Ints, rows: Ints) -> Ints:
-        """Slots of row numbers, which must lie in the sequences' pages; on the host."""
+        """Slots of row numbers, which must be in the sequences' pages; computed on the host."""
         page, offset = np.divmod(rows, self.rows_per_page)
         page -= self.host_first[sequence]
         page += sequence * self.host_pages.shape[1]
@@ -88,16 +88,16 @@ class PageTable:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of a step: each sequence's are neighbours, at consecutive positions.
+    """The tokens of a step. Those of a sequence are adjacent and have consecutive positions.
 
     Attributes:
-        positions: [N] int64; -1: padding of a captured batch. Nothing is stored for it, it sees
-            no row, and its results are finite and meaningless.
+        positions: [N] int64; -1 marks padding of a captured batch. A padding token stores nothing
+            and sees no row; its results are finite and meaningless.
         sequence: [N] int32: the token's row in the page tables.
         query_start: [B+1] int32: offsets of the sequences among the tokens.
-        max_len: on the host: no sequence is longer after this step (nor after any replay).
-        max_query: on the host: no sequence has more tokens in the step; 1 for a pure decode.
-        memo: what implementations derive from the step once and use in every layer.
+        max_len: host number: upper bound of sequence lengths after this step and any replay.
+        max_query: host number: upper bound of a sequence's tokens in the step; 1 for pure decodes.
+        memo: values that implementations derive from the step once and use in every layer.
     """
 
     positions: Tensor
@@ -123,8 +123,8 @@ class Tokens:
         return starts
 
     def rotation(self, rotary_LR: Tensor) -> Tensor:
-        """[N,R/2,2]: the rows of a rotary table at the tokens' positions, gathered once a step."""
-        # The table is kept beside its rows, so that its id stays its own.
+        """Rows [N,R/2,2] of a rotary table at the tokens' positions, gathered once per step."""
+        # Keep the table alive with its rows, so that no other object gets the same id.
         key = ("rotation", id(rotary_LR))
         if key not in self.memo:
             rows = rotary_LR.index_select(0, self.positions.clamp(min=0))

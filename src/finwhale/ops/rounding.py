@@ -1,4 +1,4 @@
-"""The roundings that the model was trained with, as plain torch: shared by the references.
+"""The roundings of the model's training in plain torch, shared by the reference operators.
 
 Source: DeepSeek-V4 technical report, low-precision training; the released inference code rounds
 activations to E4M3, and the indexer's queries and keys to FP4 (e2m1), with one power-of-two scale
@@ -12,7 +12,8 @@ from torch import Tensor
 from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
 
 MIN_AMAX = 1e-4
-# The smallest scale is then the smallest normal float32, and every scale an E8M0 byte of 1..253.
+# With this, the smallest scale is the smallest normal float32, and every scale's E8M0 byte is in
+# 1..253.
 MIN_FP4_AMAX = E2M1_MAX * 2.0**-126
 FP4_GROUP = 32
 
@@ -26,7 +27,7 @@ def power_of_two_at_least(x: Tensor) -> Tensor:
 def scaled_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """x [..., D] in whole groups -> (E4M3 of x / scale [..., D], float32 scales [..., D/group]).
 
-    The scale is amax / 448 rounded up to a power of two, amax at least 1e-4.
+    The scale is amax / 448 rounded up to a power of two, where amax is at least 1e-4.
     """
     grouped = x.float().unflatten(-1, (-1, group))
     amax = grouped.abs().amax(-1).clamp_(min=MIN_AMAX)
@@ -35,7 +36,7 @@ def scaled_e4m3(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def unscaled_e4m3(values: Tensor, scale: Tensor) -> Tensor:
-    """What `scaled_e4m3` stands for, float32."""
+    """The float32 values of a result of `scaled_e4m3`."""
     grouped = values.float().unflatten(-1, (scale.shape[-1], -1))
     result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
     return result
@@ -44,8 +45,8 @@ def unscaled_e4m3(values: Tensor, scale: Tensor) -> Tensor:
 def round_e4m3(x: Tensor, group: int) -> Tensor:
     """x [..., D] rounded to E4M3 with a power-of-two scale for each `group` values along D.
 
-    As `scaled_e4m3`, but a last group may be shorter. Returns x's shape and dtype: every result is
-    exact in float32 and in bfloat16.
+    Unlike in `scaled_e4m3`, the last group may be shorter. Returns x's shape and dtype: every
+    result is exact in float32 and in bfloat16.
     """
     width = x.shape[-1]
     values = F.pad(x, (0, -width % group)) if width % group else x
@@ -77,18 +78,18 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def fp4_group(width: int) -> int:
-    """Values that share a scale: 32, or the whole width where it is less."""
+    """Number of values that share a scale: 32, or the whole width if that is less."""
     return min(FP4_GROUP, width)
 
 
 def scaled_fp4(x: Tensor, least_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [..., C] -> (e2m1 codes uint8 [..., C], float32 scales [..., C/32]), C in whole groups.
 
-    The scale is amax / 6 rounded up to a power of two, amax at least 6 * 2^-126. x / scale rounds
-    to the nearest of 0 .5 1 1.5 2 3 4 6 and their negatives, ties to the even code.
+    The scale is amax / 6 rounded up to a power of two, where amax is at least 6 * 2^-126. x / scale
+    is rounded to the nearest of 0 .5 1 1.5 2 3 4 6 and their negatives, ties to the even code.
 
     Args:
-        least_scale: powers of two, broadcastable to the scales: none is less.
+        least_scale: lower bounds of the scales: powers of two, broadcastable to the scales.
     """
     grouped = x.float().unflatten(-1, (-1, fp4_group(x.shape[-1])))
     amax = grouped.abs().amax(-1).clamp_(min=MIN_FP4_AMAX)
@@ -102,14 +103,14 @@ def scaled_fp4(x: Tensor, least_scale: Tensor | None = None) -> tuple[Tensor, Te
 
 
 def unscaled_fp4(codes: Tensor, scale: Tensor) -> Tensor:
-    """What `scaled_fp4` stands for, float32."""
+    """The float32 values of a result of `scaled_fp4`."""
     grouped = e2m1_values(codes.device)[codes.long()].unflatten(-1, (scale.shape[-1], -1))
     result: Tensor = grouped.mul_(scale[..., None]).flatten(-2)
     return result
 
 
 def rotate_to_fp4(x: Tensor) -> Tensor:
-    """An index query or key x [..., C] as the model scores it: rotated by `hadamard`, then FP4.
+    """Rotate an index query or key x [..., C] by `hadamard`, then round it to FP4, for scoring.
 
     Returns x's dtype: every result is exact in float32 and in bfloat16.
     """

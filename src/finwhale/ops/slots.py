@@ -1,10 +1,10 @@
-"""Slot tables: what the references and the CPU's table read in place of page tables.
+"""Slot tables, which the reference operators and the CPU's table use instead of page tables.
 
-Derived on the host in numpy once a step, kept in the step's memo, with a number of numpy calls
-that does not grow with the number of sequences. Tokens at position -1 (padding) never come here.
+The host computes them in numpy once per step and keeps them in the step's memo. The number of numpy
+calls does not grow with the number of sequences. Tokens at position -1 (padding) never occur here.
 
 Legend as in paging.py; W window, E entries of the longest sequence, M entries that complete,
-S tokens that an entry mixes, K slots a token.
+S tokens that an entry mixes, K slots per token.
 """
 
 from collections.abc import Callable
@@ -21,21 +21,21 @@ from finwhale.ops.paging import BLOCK_TOKENS, Ints, PageTable, Tokens
 
 T = TypeVar("T")
 
-# Slots of entries are padded to this many, the references' block of keys.
+# Entry slots are padded to a multiple of this: the reference operators' block of keys.
 ENTRY_PAD = 128
 
 
 @dataclass(frozen=True, slots=True)
 class CompressStep:
-    """Which entries complete in a step and where everything lies; shared by a ratio's layers.
+    """The entries that complete in a step, with slots. All layers of a ratio share it.
 
     Attributes:
-        history_slots: [X] int64: state rows to put in front of the N new rows.
+        history_slots: [X] int64: slots of state rows, which precede the N new rows.
         entry_sources: [M,S] int64: rows of (history, new) that an entry mixes; -1: none.
-        entry_slots: [M] int64: where the entries go in their pool.
+        entry_slots: [M] int64: the entries' slots in their pool.
         entry_positions: [M] int64: the position of each entry's rope.
         state_sources: [Y] int64: the new rows that later steps need.
-        state_slots: [Y] int64: where they go in the state's pool.
+        state_slots: [Y] int64: their slots in the state's pool.
     """
 
     history_slots: Tensor
@@ -48,13 +48,13 @@ class CompressStep:
 
 @dataclass(frozen=True, slots=True)
 class IndexStep:
-    """Where each sequence's C4 entries lie; shared by all layers with an indexer.
+    """Slots of each sequence's C4 entries. All layers with an indexer share it.
 
     Attributes:
         query_start: B+1 token offsets of the sequences in the batch, on the host.
-        max_entries: B: the entries that each sequence's last token sees, on the host.
+        max_entries: B numbers of entries that each sequence's last token sees, on the host.
         entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
-        num_entries: [N] int64: entries that each token sees.
+        num_entries: [N] int64: number of entries that each token sees.
     """
 
     query_start: tuple[int, ...]
@@ -64,7 +64,7 @@ class IndexStep:
 
 
 def _once(tokens: Tokens, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """What `make` gives, kept in the step's memo."""
+    """The result of `make`, which runs once; the step's memo keeps it."""
     made = tokens.memo.get(key)
     if made is None:
         made = tokens.memo[key] = make()
@@ -77,7 +77,7 @@ def _tensor(array: Ints, tokens: Tokens) -> Tensor:
 
 
 def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
-    """[N] int64: the slot of each token's own row."""
+    """Slot of each token's own row: [N] int64."""
     return _once(
         tokens,
         ("write", table),
@@ -86,7 +86,7 @@ def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
 
 
 def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
-    """[N,W] int64: slots of positions p-W+1 .. p; -1 before the beginning."""
+    """Slots of positions p-W+1 .. p: [N,W] int64; -1 before position 0."""
 
     def make() -> Tensor:
         seen = tokens.host_positions[:, None] + np.arange(1 - size, 1)
@@ -98,7 +98,7 @@ def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
 
 
 def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
-    """[N,K] int64: slots of the entries that each token sees, in order, -1 past its last."""
+    """Slots of the entries that each token sees, in order: [N,K] int64, filled with -1."""
 
     def make() -> Tensor:
         slots = _entry_slots(tokens, table, ratio)[tokens.host_sequence]
@@ -143,7 +143,7 @@ def compress_step(
 
 
 def _chunks(tokens: Tokens) -> list[tuple[int, int]]:
-    """(start, end) positions of each sequence's tokens; (0, 0) where it has none."""
+    """(start, end) positions of each sequence's tokens; (0, 0) for a sequence without tokens."""
     chunks = []
     for first, last in pairwise(tokens.host_query_start):
         start = int(tokens.host_positions[first]) if last > first else 0
@@ -152,7 +152,7 @@ def _chunks(tokens: Tokens) -> list[tuple[int, int]]:
 
 
 def _entry_slots(tokens: Tokens, table: PageTable, ratio: int) -> Ints:
-    """[B,E]: slots of each sequence's entries after the step, -1 past its last."""
+    """Slots [B,E] of each sequence's entries after the step, filled with -1."""
     counts = [end // ratio for _, end in _chunks(tokens)]
     width = padded(max(counts, default=0))
     out = np.full((len(counts), width), -1, np.int64)
@@ -176,7 +176,8 @@ def _compress_step(
     chunks = _chunks(tokens)
     query_start = tokens.host_query_start
     align, before = STATE_KEPT[ratio]
-    # Where each sequence continues at the earliest: drafts may be wrong, its first token stays.
+    # The earliest position at which each sequence may continue: the step may reject drafts, but
+    # not the first token.
     settled = [
         end if end - start > max_verify_tokens else min(start + 1, end) for start, end in chunks
     ]
@@ -220,8 +221,9 @@ def _ends_of_blocks(
     before: int,
     tails: list[int],
 ) -> list[tuple[int, int, int]]:
-    """(sequence, new row, position) of the rows kept at the ends of blocks within the chunks, and
-    before the rows that each sequence keeps anyway, from its tail on.
+    """(sequence, new row, position) of the rows to keep at the ends of blocks within the chunks.
+
+    It omits rows from `tail` on, which each sequence keeps anyway.
     """
     kept = []
     for b, (start, end) in enumerate(chunks):
@@ -242,7 +244,7 @@ def _sources(
     tokens_MS: Ints,
     ratio: int,
 ) -> tuple[Ints, Ints]:
-    """Slots of the kept rows that the entries mix, and [M,S] rows of (those, the new ones)."""
+    """Slots of the kept rows that entries mix, and rows [M,S] into (kept rows, new rows)."""
     align, before = STATE_KEPT[ratio]
     query_start = tokens.host_query_start
     completing = set(sequence_M.tolist())
@@ -255,7 +257,7 @@ def _sources(
         for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True))
         for token in range(first, start)
     ]
-    # Rows of (history, new) minus the position: of the kept tokens, and of the new.
+    # Row in (history, new) minus position, for kept and for new tokens.
     kept_row, new_row = [], []
     count = 0
     for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True)):
@@ -279,7 +281,7 @@ def padded(entries: int) -> int:
 
 
 def token_groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(tokens, sequences): neighbours with one token each together, every other sequence alone."""
+    """(tokens, sequences) slices: adjacent sequences of one token together, others alone."""
     groups: list[tuple[slice, slice]] = []
     for b, (start, end) in enumerate(pairwise(query_start)):
         if groups and end - start == 1:

@@ -4,10 +4,10 @@ Source: DeepSeek-V4 technical report, section 2.3. Legend: N tokens, A heads, C 
 of the query's latent, R rope dimensions (the last R of C, interleaved pairs), L positions, W
 window, K selected entries, S groups of 128 of a token's A C values.
 
-K and V are one row: [nope | rope] of C values, V with its rope, so the output is rotated back by
-the query's position. A pool is dense, [rows, C] of a float dtype, or packed, uint8 [pages, bytes]
-(layout.py); its rows or pages have a stride, because other layers' lie between them. A slot is a
-row's number in its pool; -1 stands for no row.
+K and V are the same row: [nope | rope] of C values. V contains the rope, so the operator rotates
+the output back by the query's position. A pool is dense, [rows, C] of a float dtype, or packed,
+uint8 [pages, bytes] (layout.py). Its rows or pages are strided, because those of other layers lie
+between them. A slot is a row's number in its pool; -1 stands for no row.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ NOPE_GROUP = 64
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The rows of every position; a token sees the last `size`, its own included."""
+    """The rows of all positions. A token sees the last `size` rows, including its own."""
 
     pool: Tensor
     table: PageTable
@@ -31,7 +31,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Entries that the indexer chose: slots [N,K] int32, -1 for none."""
+    """Entries that the indexer selected: slots [N,K] int32, -1 for none."""
 
     pool: Tensor
     slots: Tensor
@@ -48,7 +48,7 @@ class Complete:
 
 
 class PrepareQkv(Protocol):
-    """The query's latent normalised; kv <- rope(RMSNorm(kv)) written to the window's pool."""
+    """Normalise the query's latent, and write kv <- rope(RMSNorm(kv)) to the window's pool."""
 
     def __call__(
         self,
@@ -64,14 +64,14 @@ class PrepareQkv(Protocol):
         table: PageTable,
     ) -> Tensor:
         """q_lora [N,Q] and kv [N,C], rows may be strided; norms float32; rotary [L,R/2,2] float32
-        (cos, sin). round_nope: E4M3 with one power-of-two scale for each 64 of the first C-R
-        values; packed pools always are. Returns RMSNorm(q_lora) [N,Q].
+        (cos, sin). round_nope: round the first C-R values to E4M3 with one power-of-two scale for
+        each 64 values; packed pools are always rounded. Returns RMSNorm(q_lora) [N,Q].
         """
         ...
 
 
 class SparseAttention(Protocol):
-    """softmax over the window's rows, the entries and a sink a head, in float32.
+    """Attention with softmax over the window's rows, the entries and one sink per head, in float32.
 
     q <- rope(RMSNorm without weight, a head); o[n,a] = sum_k p_k row_k with
     p = exp(q . row_k * scale) over the visible rows, normalised by their sum plus exp(sink[a]);
@@ -94,8 +94,7 @@ class SparseAttention(Protocol):
         """q [N,A,C] as projected, rows may be strided, may be written; rotary [L,R/2,2] float32;
         sink [A] float32. Writes out [N,A,C].
 
-        With scales, float32 of any strides and written too, out is E4M3: what would have been
-        written, in q's dtype, is rounded as `linear.LinearWeight.round_input` says. C is then a
-        multiple of 128.
+        With scales (float32 of any strides, written too), out is E4M3: the operator rounds its
+        result in q's dtype as `linear.LinearWeight.round_input` says. C is then a multiple of 128.
         """
         ...

@@ -1,4 +1,4 @@
-"""Sparse attention, the definition. Legend in the package's docstring."""
+"""The reference implementation of sparse attention. The package's docstring has the legend."""
 
 import torch
 from torch import Tensor
@@ -11,8 +11,8 @@ from finwhale.ops.rounding import round_e4m3, scaled_e4m3
 from finwhale.ops.slots import complete_slots, window_slots, write_slots
 
 KEY_BLOCK = 128
-# Values that one gather of key rows may hold: it bounds memory, whatever the chunk's length. On a
-# CPU it also keeps them in the cache; on a GPU it is the 1 GiB that fills it with work.
+# The most values of one gather of key rows. This bounds memory for any length of the chunk. On a
+# CPU the values also stay in the processor's cache; on a GPU 1 GiB is enough to keep it busy.
 MAX_GATHERED = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
@@ -36,7 +36,7 @@ def apply_rope(x: Tensor, rotation: Tensor, *, inverse: bool = False) -> Tensor:
 
 
 def round_row(row: Tensor, rope_width: int) -> Tensor:
-    """Round the nope part of rows [..., C] as it is stored: E4M3, a scale for each 64 values."""
+    """Round the nope part of rows [..., C] for storage: E4M3, a scale for each 64 values."""
     return torch.cat((round_e4m3(row[..., :-rope_width], NOPE_GROUP), row[..., -rope_width:]), -1)
 
 
@@ -104,14 +104,14 @@ def sparse_attention(
 
 
 def write_rounded(o_NAC: Tensor, out_NAC: Tensor, scales_NS: Tensor) -> None:
-    """Attention's output as E4M3 and its scales."""
+    """Write attention's output as E4M3 with scales."""
     values, scales = scaled_e4m3(o_NAC.flatten(1), ACTIVATION_GROUP)
     out_NAC.copy_(values.view(o_NAC.shape))
     scales_NS.copy_(scales)
 
 
 def visible_slots(tokens: Tokens, entries: Selected | Complete | None) -> Tensor | None:
-    """[N,K]: slots of the entries that each token sees, -1 past its last; None: no entry yet."""
+    """Slots [N,K] of the entries that each token sees, filled with -1; None: no entry yet."""
     if entries is None:
         return None
     if isinstance(entries, Selected):
@@ -126,11 +126,11 @@ def _attend(
 ) -> None:
     """Attention over blocks of at most KEY_BLOCK keys.
 
-    Sums run block by block, so that a block without valid rows changes no bit: the result does
-    not depend on how far the longest sequence of the batch made the others pad their slots.
+    Sums run block by block, so that a block without valid rows changes no bit. The result then does
+    not depend on the padding of slots up to the longest sequence of the batch.
     """
     if q_NAC.shape[0] == 1 and q_NAC.device.type == "cpu":
-        # On several threads one matrix takes another path, with other bits, than two or more.
+        # With several threads, torch multiplies one matrix with other bits than two or more.
         twice = q_NAC.new_empty(2, *q_NAC.shape[1:])
         both = [(rows_PC, slots_NK.expand(2, -1)) for rows_PC, slots_NK in pools]
         _attend(q_NAC.expand(2, -1, -1), both, sink_A, twice)

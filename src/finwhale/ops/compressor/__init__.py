@@ -17,17 +17,17 @@ from finwhale.ops.paging import PageTable, Tokens
 
 Rounding = Literal["none", "nope", "key"]
 
-# ratio -> (align, before): a sequence of n tokens still needs the state rows of the positions from
+# ratio -> (align, before): a sequence of n tokens still needs the state rows from position
 # n // align * align - before on.
 STATE_KEPT = {4: (4, 4), 128: (128, 0)}
 
 
 @dataclass(frozen=True, slots=True)
 class CompressorWeight:
-    """What turns projected rows into entries.
+    """The weights that turn projected rows into entries.
 
     Attributes:
-        ape: [S, C] float32; ratio 4: the 4 rows' first halves, then their second halves.
+        ape: [S, C] float32; for ratio 4 the first halves of the 4 rows, then the second halves.
         norm: [C] float32.
         ratio: 4 or 128.
     """
@@ -39,18 +39,18 @@ class CompressorWeight:
 
 @dataclass(frozen=True, slots=True)
 class CompressPart:
-    """One compressor of a layer: a C4 layer has two, of attention's entries and of indexer keys.
+    """One compressor of a layer. A C4 layer has two: for attention's entries and indexer keys.
 
     Attributes:
         projected: [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4; rows may be
             strided.
-        weight: its ape and norm.
+        weight: the compressor's ape and norm.
         state_pool: [rows, X] float32, rows may be strided.
         entry_pool: dense [rows, C], or packed: rows of attention ("nope", attention/layout.py) or
             index keys ("key", indexer/layout.py).
-        rounding: "nope": all but the rope part in E4M3, a scale for each 64 values; "key": the
-            whole entry rotated by a Hadamard matrix, then FP4 with a scale for each 32 values
-            (rounding.rotate_to_fp4), C a power of two; "none".
+        rounding: "nope": round all but the rope part to E4M3 with a scale for each 64 values;
+            "key": rotate the whole entry by a Hadamard matrix, then round it to FP4 with a scale
+            for each 32 values (rounding.rotate_to_fp4; C is a power of two); "none".
     """
 
     projected: Tensor
@@ -61,15 +61,15 @@ class CompressPart:
 
 
 class Compress(Protocol):
-    """Complete entries from new and kept rows, store them, and keep what later steps need.
+    """Compute the entries that complete, store them, and keep the rows that later steps need.
 
     A token at position p with (p + 1) % ratio == 0 completes entry p // ratio from the S tokens up
-    to its own, the first window of ratio 4 from its own 4. Of a sequence that ends at `end` after
-    the step, the rows from end // 4 * 4 - 4 on are kept for ratio 4, from end // 128 * 128 on for
-    ratio 128. A sequence with at most `max_verify_tokens` tokens in the step may be verifying
-    drafts, of which some are wrong: for it, `end` is the position after its first token. For ratio
-    4 the last 4 rows of each block (BLOCK_TOKENS) that ends in the step are kept as well, where the
-    state's table has a page for them: another sequence may continue there.
+    to its own; the first window of ratio 4 has only its own 4. If a sequence ends at `end` after
+    the step, the operator keeps its rows from end // 4 * 4 - 4 on for ratio 4, or from
+    end // 128 * 128 on for ratio 128. A sequence with at most `max_verify_tokens` tokens in the
+    step may verify drafts that are rejected, so its `end` is the position after its first token.
+    For ratio 4 the operator also keeps the last 4 rows of each block (BLOCK_TOKENS) that ends in
+    the step, if the state's table has a page for them: another sequence may resume there.
     """
 
     def __call__(
@@ -82,5 +82,5 @@ class Compress(Protocol):
         entry_table: PageTable,
         max_verify_tokens: int,
     ) -> None:
-        """All parts have one ratio and share the tables. rotary [L,R/2,2] float32 (cos, sin)."""
+        """All parts have the same ratio and tables. rotary [L,R/2,2] float32 (cos, sin)."""
         ...

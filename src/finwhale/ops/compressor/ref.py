@@ -1,4 +1,4 @@
-"""Compressors, the definition. Legend in the package's docstring."""
+"""The reference implementation of compressors. The package's docstring has the legend."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def _mix(rows_MSX: Tensor, missing_MS: Tensor, w: CompressorWeight) -> Tensor:
     else:
         kv, gate = rows_MSX[..., :width], rows_MSX[..., width:]
     gate = (gate + w.ape).masked_fill_(missing_MS[..., None], -torch.inf)
-    # Not softmax(): on several threads its bits depend on the shape.
+    # softmax() is not used: with several threads its bits depend on the shape.
     weight = (gate - gate.amax(1, keepdim=True)).exp_()
     total = weight.sum(1)
     return weight.mul_(kv).sum(1).div_(total)

@@ -12,11 +12,11 @@ from finwhale.ops.paging import PageTable, Tokens
 
 
 class SelectEntries(Protocol):
-    """The topk visible entries with the highest score, ties to the lowest index.
+    """Select the topk visible entries with the highest score; the lowest index wins ties.
 
-    q <- rope(q); with round_query, q <- FP4 of q times the Hadamard matrix of C, as the keys in
-    the pool are (rounding.rotate_to_fp4); C is a power of two then. The rotation alone would leave
-    every dot product as it is.
+    q <- rope(q); with round_query, q is also rotated by a Hadamard matrix and rounded to FP4, like
+    the keys in the pool (rounding.rotate_to_fp4); C is then a power of two. The rotation alone
+    would not change any dot product.
     score(n, e) = sum_i weights[n,i] * scale * relu(q[n,i] . key[e]);
     a token at position p sees the entries e < (p + 1) // 4.
     """
@@ -36,7 +36,7 @@ class SelectEntries(Protocol):
         """q [N,I,C] and weights [N,I] float32 as projected, rows may be strided, q may be
         written; key_pool dense [rows, C] or packed (layout.py); rotary [L,R/2,2] float32.
 
-        Returns slots [N,K] int32, in order of the entries' positions, -1 where there are fewer;
-        K is topk, or less where tokens.max_len allows no token that many.
+        Returns slots [N,K] int32 in order of the entries' positions, filled with -1. K is topk, or
+        less if no token can see topk entries with tokens.max_len.
         """
         ...

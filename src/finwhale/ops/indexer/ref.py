@@ -1,4 +1,4 @@
-"""The lightning indexer, the definition. Legend in the package's docstring."""
+"""The reference implementation of the lightning indexer. The package's docstring has the legend."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
-# Scores of all heads that may be held at once: it bounds memory, whatever the chunk's length.
+# The most scores of all heads at a time. This bounds memory for any length of the chunk.
 MAX_SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
@@ -53,7 +53,7 @@ def select_entries(
 
 
 def _scores(q_NIC: Tensor, weights_NI: Tensor, keys_NEC: Tensor) -> Tensor:
-    """[N,E] float32, computed in products of one shape, so that no bit depends on E or N."""
+    """Scores [N,E] float32, from GEMMs of one fixed shape, so that no bit depends on E or N."""
     blocks = []
     for keys in keys_NEC.split(ENTRY_PAD, 1):
         relu = torch.bmm(q_NIC, keys.transpose(1, 2)).relu_()
@@ -65,8 +65,8 @@ def _top(scores_NE: Tensor, visible_N: Tensor, slots_NE: Tensor, topk: int) -> T
     """Slots [N,topk] of the highest scores, in order of position; -1 past a token's entries."""
     entries = torch.arange(scores_NE.shape[1], device=scores_NE.device)
     hidden = entries >= visible_N[:, None]
-    # Adding 0 turns -0 into 0; flipping a negative float's lower bits makes its integer order
-    # the float order. Below it the inverted index, so that equal scores go to the lowest.
+    # Adding 0 turns -0 into 0. Flipping the lower bits of negative floats makes the integer order
+    # equal to the float order. The low word is the inverted index: the lowest index wins ties.
     bits = (scores_NE + 0.0).masked_fill_(hidden, -torch.inf).view(torch.int32).long()
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     keys = (order << 32) | (0xFFFFFFFF - entries)

@@ -12,15 +12,15 @@ ACTIVATION_GROUP = 128
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A weight as an implementation reads it.
+    """A weight in the form that an implementation reads.
 
     Attributes:
-        weight: [M, K]; grouped linears [G, M, K]. E4M3 where there is a scale.
+        weight: [M, K]; grouped linears [G, M, K]. E4M3 if there is a scale.
         round_input: round the input to E4M3 with one power-of-two scale for each 128 values
             along K, as the model was trained (FP8 and FP4 weights in "as-trained" mode). With an
             E4M3 weight and no rounding, the input is multiplied as bfloat16.
-        scale: float32 [.., ceil(M/128), ceil(K/128)]: of each block of 128x128 of an E4M3 weight.
-        out_dtype: of the result; None: the weight's dtype, of E4M3 weights bfloat16.
+        scale: float32 [.., ceil(M/128), ceil(K/128)]: one for each 128x128 block of an E4M3 weight.
+        out_dtype: dtype of the result; None: the weight's dtype, or bfloat16 for E4M3 weights.
     """
 
     weight: Tensor
@@ -30,10 +30,10 @@ class LinearWeight:
 
 
 class PrepareLinear(Protocol):
-    """Choose how a weight lies in memory: once, on its empty storage, before it is loaded."""
+    """Choose a weight's memory layout: called once, with its empty storage, before loading."""
 
     def __call__(self, w: LinearWeight) -> LinearWeight:
-        """Returns the same fields; `weight`, of any strides, is what loading fills."""
+        """Returns the same fields; loading fills the returned `weight`, of any strides."""
         ...
 
 
@@ -50,9 +50,9 @@ class RoundedInput:
     """The input of a grouped linear, rounded to E4M3 by the operator that produces it.
 
     Attributes:
-        min_tokens: steps of fewer tokens take the input unrounded.
-        empty: number of tokens to uninitialised E4M3 values [N, G, K] and float32 scales
-            [N, S], one for each 128 of a token's G K values, in the layout that the GEMM reads.
+        min_tokens: steps with fewer tokens use an unrounded input.
+        empty: function of the number of tokens; returns uninitialised E4M3 values [N, G, K] and
+            float32 scales [N, S], one for each 128 of a token's G K values, in the GEMM's layout.
     """
 
     min_tokens: int
@@ -60,11 +60,12 @@ class RoundedInput:
 
 
 class GroupedForm(Protocol):
-    """Decide in which form a grouped linear takes its input: once for each weight."""
+    """Choose the form of a grouped linear's input: called once for each weight."""
 
     def __call__(self, w: LinearWeight, head_dim: int) -> RoundedInput | None:
-        """head_dim: values that the input's producer writes, and could round, at a time. None:
-        always unrounded [N, G, K], in the dtype of the activations.
+        """head_dim: number of values that the input's producer writes, and can round, at a time.
+
+        Returns None if the input is always unrounded: [N, G, K] in the dtype of the activations.
         """
         ...
 
@@ -73,7 +74,7 @@ class GroupedLinear(Protocol):
     """y[n, g] = x[n, g] @ weight[g]^T: the first half of the grouped output projection."""
 
     def __call__(self, x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
-        """x [N, G, K]; returns [N, G, M]. With scales, x is rounded already, and both lie in memory
-        from `RoundedInput.empty`.
+        """x [N, G, K]; returns [N, G, M]. With scales, x is already rounded, and
+        `RoundedInput.empty` has allocated both.
         """
         ...

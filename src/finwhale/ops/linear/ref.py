@@ -1,7 +1,7 @@
-"""Linear layers, the definition: values to a tolerance, on any device and in any dtype.
+"""The reference implementation of linear layers, for any device and dtype.
 
-It promises no bits: BLAS libraries order the terms of a sum by the number of rows. The CPU table
-promises bits (ops/cpu_gemm.py), and `batch_invariant` does on a GPU.
+Its bits may depend on the batch, because BLAS libraries choose the order of a sum by the number of
+rows. The CPU table's bits do not (ops/cpu_gemm.py), nor do those of `batch_invariant` on a GPU.
 """
 
 import torch

@@ -3,8 +3,8 @@
 Source: DeepSeek-V4 technical report, section 2.2. Legend: N tokens, H residual streams, D hidden.
 
 The state between blocks is always (x [N,D], post_mix [N,H], res_mix [N,H,H], residual [N,H,D]):
-the output of the last block, whose post step is still pending, with the mixes that it needs. At
-the first layer the mixes and the residual are None and x is the streams [N,H,D] themselves.
+the output of the last block, whose post step is still pending, and the mixes for that step. At the
+first layer the mixes and the residual are None, and x is the residual streams [N,H,D] themselves.
 """
 
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class MhcWeight:
-    """The projection that gives a block's mixes.
+    """The projection that computes a block's mixes.
 
     Attributes:
-        fn: [2H + H*H, H*D] float32; rows: pre, post, then the residual matrix row by row.
+        fn: [2H + H*H, H*D] float32; its rows give pre, post, then the residual matrix row by row.
         scale: [2H + H*H] float32: the checkpoint's three scales, repeated over their rows.
         base: [2H + H*H] float32.
         norm: [D] float32, the RMSNorm of the block's input.
@@ -32,7 +32,7 @@ class MhcWeight:
 
 @dataclass(frozen=True, slots=True)
 class HcHeadWeight:
-    """The collapse after the last layer.
+    """The weights that collapse the residual streams after the last layer.
 
     Attributes:
         fn: [H, H*D] float32.
@@ -49,7 +49,7 @@ class HcHeadWeight:
 
 @dataclass(frozen=True, slots=True)
 class MhcParams:
-    """num_iters Sinkhorn iterations; eps of the mixes and of Sinkhorn; rms_eps of the norms."""
+    """num_iters: Sinkhorn iterations; eps: for the mixes and Sinkhorn; rms_eps: for the norms."""
 
     num_iters: int
     eps: float
@@ -57,7 +57,7 @@ class MhcParams:
 
 
 class MhcPre(Protocol):
-    """Mixes from the streams, and the block's normalised input.
+    """Compute the mixes from the residual streams X, and the block's normalised input.
 
     m = (flatten(X) fn^T) * rsqrt(mean(flatten(X)^2) + rms_eps), scaled and shifted;
     pre = sigmoid(m_pre) + eps; post = 2 sigmoid(m_post);
@@ -77,7 +77,7 @@ class MhcPost(Protocol):
     def __call__(
         self, x_ND: Tensor, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
     ) -> Tensor:
-        """Returns the new streams [N,H,D] in the residual's dtype."""
+        """Returns the new residual streams [N,H,D] in the residual's dtype."""
         ...
 
 

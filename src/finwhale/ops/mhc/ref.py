@@ -1,4 +1,4 @@
-"""mHC, the definition. Legend: N tokens, H residual streams, D hidden."""
+"""The reference implementation of mHC. Legend: N tokens, H residual streams, D hidden."""
 
 import torch
 import torch.nn.functional as F

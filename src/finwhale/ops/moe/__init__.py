@@ -15,13 +15,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:
-    """The weights of experts, as an implementation reads them.
+    """The weights of experts, in the form that an implementation reads.
 
     Attributes:
         w13: [E,2I,D], or [2I,D] for one expert that all tokens share: w1 (gate), then w3 (up).
             FP4: uint8 [E,2I,D/2], two e2m1 codes a byte, the low nibble first.
         w2: [E,D,I], or [D,I]; FP4: uint8 [E,D,I/2].
-        round_input: round what enters w13 and w2 to E4M3, one power-of-two scale for each 128.
+        round_input: round the inputs of w13 and w2 to E4M3, one power-of-two scale for each 128.
         scale13, scale2: FP4: uint8 exponents (E8M0) [E,2I,D/32] and [E,D,I/32]; E4M3: float32, one
             for each block of 128x128; None for plain weights.
     """
@@ -34,15 +34,15 @@ class ExpertWeight:
 
 
 class PrepareExperts(Protocol):
-    """Choose how experts lie in memory: once, on their empty storage, before they are loaded."""
+    """Choose the experts' memory layout: called once, with empty storage, before loading."""
 
     def __call__(self, w: ExpertWeight) -> ExpertWeight:
-        """Returns the same fields; `w13` and `w2`, of any strides, are what loading fills."""
+        """Returns the same fields; loading fills the returned `w13` and `w2`, of any strides."""
         ...
 
 
 class FinishExperts(Protocol):
-    """Turn loaded routed experts into what `compute` reads: once, in place."""
+    """Convert loaded routed experts to the form that `compute` reads: called once, in place."""
 
     def __call__(self, w: ExpertWeight) -> ExpertWeight:
         """Returns the weights to use from now on; `w` must not be used any more."""
@@ -50,7 +50,7 @@ class FinishExperts(Protocol):
 
 
 class RouteByScore(Protocol):
-    """The K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
+    """Choose the K experts with the highest score + bias; score = sqrt(softplus(x gate^T))."""
 
     def __call__(
         self,
@@ -69,7 +69,7 @@ class RouteByScore(Protocol):
 
 
 class RouteByHash(Protocol):
-    """The experts that a table gives each token id, weighted by their scores as above."""
+    """Choose each token's experts from a table by token id; the weights are as above."""
 
     def __call__(
         self,
@@ -86,9 +86,9 @@ class RouteByHash(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The (token, expert) pairs of a step, in the order in which `compute` takes them.
+    """The (token, expert) pairs of a step, in the order in which `compute` processes them.
 
-    An implementation that orders the pairs returns a subclass that holds the order.
+    An implementation that orders the pairs returns a subclass that contains the order.
 
     Attributes:
         ids: [N,K] of an integer dtype: the expert of each pair; -1: the pair is skipped.
@@ -98,10 +98,10 @@ class Dispatched:
 
 
 class ExpertsDispatch(Protocol):
-    """Order the (token, expert) pairs by expert, before anything else of the experts runs."""
+    """Order the (token, expert) pairs by expert, before the experts' other operators run."""
 
     def __call__(self, ids_NK: Tensor, num_experts: int) -> Dispatched:
-        """Returns what `compute` of the same table takes for these ids and that many experts."""
+        """Returns the argument for `compute` of the same table."""
         ...
 
 
@@ -109,8 +109,8 @@ class ExpertsCompute(Protocol):
     """w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)) for each pair.
 
     The weight multiplies the hidden values in float32. With `w.round_input` they are then rounded
-    to E4M3, one scale for each 128. This is the order of the authors' inference code. Weighting
-    w2's outputs instead rounds other values.
+    to E4M3, one scale for each 128. This is the order of the authors' inference code. If the
+    weight multiplied w2's outputs instead, rounding would see other values.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Mixture of experts, the definition. Legend in the package's docstring."""
+"""The reference implementation of mixture of experts. The package's docstring has the legend."""
 
 import torch
 import torch.nn.functional as F
@@ -76,7 +76,7 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
 def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """One expert after the other, for the tokens that chose it; 0 for skipped pairs."""
+    """Run one expert after the other on its tokens; the output of skipped pairs is 0."""
     x = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     x = x.to(w.w13.dtype)
     out_NKD = x.new_zeros(*pairs.ids.shape, x.shape[1], dtype=w.w2.dtype)

@@ -1,4 +1,4 @@
-"""RMSNorm, the definition."""
+"""The reference implementation of RMSNorm."""
 
 import torch
 from torch import Tensor

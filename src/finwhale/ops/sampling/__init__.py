@@ -1,10 +1,10 @@
-"""Choosing the next token: the contract.
+"""Sampling the next token: the contract.
 
-Legend: S rows (one a sequence), V vocabulary, R rows that draw at random (temperature above 0),
-K and P those of them with a top_k and a top_p, N (row, token) pairs under penalties or with a bias,
-G rows that want logprobs or have a grammar, L the most logprobs that any row wants, W = ceil(V/32).
+Legend: S rows (one per sequence), V vocabulary, R rows that draw at random (temperature above 0),
+K and P those of them with a top_k and a top_p, N (row, token) pairs with penalties or a bias, G
+rows with logprobs or a grammar, L the most logprobs of any row, W = ceil(V/32).
 
-A row's result depends on that row alone, bit for bit: never on the rest of the batch.
+A row's result depends only on that row, bit for bit, and never on the rest of the batch.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filters:
-    """What the rows that draw at random ask for.
+    """The settings of the rows that draw at random.
 
     Attributes:
-        rows_R: int64, which rows of the logits; None: every row, in order.
+        rows_R: int64, rows of the logits; None: every row, in order.
         temperature_R: float32, above 0.
-        min_p_R: float32; None: no row has one. 0 keeps all.
+        min_p_R: float32; None: no row has one. 0 keeps all tokens.
         top_k_rows_K, top_k_K: int64, indices into R and their top_k, 1 to V; None: no row.
         max_top_k: the largest of top_k_K; 0: no row.
         top_p_rows_P, top_p_P: int64 indices into R, and float64; None: no row.
@@ -38,11 +38,11 @@ class Filters:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Penalties:
-    """Tokens seen so far, each (row, token) pair once; what is not listed is not penalised.
+    """Tokens seen so far, each (row, token) pair once; other tokens are not penalised.
 
     Attributes:
         rows_N, ids_N: int64, row of the logits and token id.
-        counts_N: float32, how often the row's output holds the token; 0: only its prompt does.
+        counts_N: float32, number of times the token is in the row's output; 0: only in its prompt.
         repetition_N, frequency_N, presence_N: float32, the row's penalties.
     """
 
@@ -56,7 +56,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bias:
-    """What is added to logits, each (row, token) pair once.
+    """Values to add to logits, each (row, token) pair once.
 
     Attributes:
         rows_N, ids_N: int64, row of the logits and token id.
@@ -70,11 +70,11 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedTokens:
-    """Rows that may choose among some tokens only.
+    """Rows in which only some tokens are allowed.
 
     Attributes:
         rows_G: int64, rows of the logits, each once.
-        words_GW: int32; token i is allowed where bit i % 32 of word i // 32 is set.
+        words_GW: int32; token i is allowed if bit i % 32 of word i // 32 is set.
     """
 
     rows_G: Tensor
@@ -96,7 +96,7 @@ class LogprobRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatch:
-    """One step's choices. All tensors on the device of the logits.
+    """The sampling settings of one step. All tensors are on the device of the logits.
 
     Attributes:
         filters: None: every row is greedy.
@@ -104,7 +104,7 @@ class SamplingBatch:
         penalties: None: no row has any.
         bias: None: no row has any.
         allowed: None: every row may choose any token.
-        logprobs: rows that want them, one entry for each distinct `num_top`.
+        logprobs: rows that want log-probabilities, one entry for each distinct `num_top`.
     """
 
     filters: Filters | None = None
@@ -116,7 +116,7 @@ class SamplingBatch:
 
     @property
     def plain(self) -> bool:
-        """Whether every row takes its largest logit, and nothing else is wanted."""
+        """Whether every row only takes its largest logit, without any other option."""
         changed = self.penalties or self.bias or self.allowed or self.logprobs
         return self.filters is None and not changed
 
@@ -125,10 +125,10 @@ class SamplingBatch:
 class Logprobs:
     """Natural log-probabilities before penalties, bias, temperature and filters.
 
-    Rows that did not ask, and columns past what a row asked for, hold NaN, rank 0 and id -1.
+    Rows without a request, and columns past a row's request, hold NaN, rank 0 and id -1.
 
     Attributes:
-        token_S: float32, the chosen token's.
+        token_S: float32, log-probability of the chosen token.
         rank_S: int64, 1 plus the number of tokens that are more likely than the chosen one.
         top_SL, top_ids_SL: float32 and int64, most likely first, ties by lower id.
     """
@@ -142,9 +142,9 @@ class Logprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledTokens:
     """Attributes:
-    ids_S: int64 token ids; where not valid, meaningless ids of the vocabulary.
-    valid_S: bool, False where the row has a NaN, +inf or nothing but -inf.
-    logprobs: None where no row wants them.
+    ids_S: int64 token ids; arbitrary ids of the vocabulary in rows that are not valid.
+    valid_S: bool, False if the row has a NaN, +inf or nothing but -inf.
+    logprobs: None if no row wants them.
     """
 
     ids_S: Tensor
@@ -153,18 +153,18 @@ class SampledTokens:
 
 
 class Sample(Protocol):
-    """Penalties, bias, allowed tokens, then temperature, min_p, top_k, top_p, then the draw.
+    """Apply penalties, bias, allowed tokens, temperature, min_p, top_k and top_p, then draw.
 
     Penalties: a seen token's logit is divided by repetition if positive, else multiplied by it;
     then frequency * count and, if count > 0, presence are subtracted (Keskar et al. 2019).
-    Greedy rows take the largest logit, the lowest id among equals. For the others
+    Greedy rows take the largest logit, the lowest id among equals. For the other rows
     e = exp((logit - max) / temperature); min_p keeps e >= min_p; top_k keeps the logits not below
-    the k-th largest (all of those equal to it); top_p keeps, from the most likely on (lower id
-    first among equals), each token before which the sum of what is left is below top_p.
-    The draw inverts the cumulative distribution in the order of token ids. The weights are
-    integers, floor(e * 2^44), so that sums are exact and in no order.
+    the k-th largest (all of those equal to it); top_p goes through the remaining tokens from the
+    most likely on (lower id first among equals), and keeps each token before which the sum of the
+    probabilities is below top_p. The draw inverts the cumulative distribution in the order of token
+    ids. The weights are integers, floor(e * 2^44), so that sums are exact in any order.
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
-        """logits [S,V] float32, not changed; a -inf excludes its token."""
+        """logits [S,V] float32, not changed; a logit of -inf excludes its token."""
         ...

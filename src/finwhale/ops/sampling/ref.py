@@ -1,4 +1,4 @@
-"""Sampling, the definition."""
+"""The reference implementation of sampling."""
 
 import torch
 from torch import Tensor
@@ -60,8 +60,8 @@ def restrict(logits_SV: Tensor, a: AllowedTokens) -> Tensor:
 
 
 def weigh(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
-    """The filtered distribution: int64 weights [R,V], 0 for what is filtered out."""
-    # Subtracting first: a tiny temperature then gives -inf beside 0, never inf - inf.
+    """The filtered distribution: int64 weights [R,V], 0 for tokens that are filtered out."""
+    # Subtract before dividing: a tiny temperature then gives -inf and 0, never inf - inf.
     e_RV = ((x_RV - max_R[:, None]) / f.temperature_R[:, None]).exp_()
     if f.min_p_R is not None:
         e_RV.masked_fill_(e_RV < f.min_p_R[:, None], 0)
@@ -87,7 +87,7 @@ def draw(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
     # u is at most 1 - 2^-53, so that the rounded product stays below the total.
     target_R = (uniform_R * total_R).to(torch.int64)
     ids_R = torch.searchsorted(sum_RV, target_R[:, None], right=True)[:, 0]
-    # A row without a finite maximum has no distribution; its id must still be an id.
+    # A row without a finite maximum has no distribution, but its id must be in the vocabulary.
     return ids_R.clamp_(max=weights_RV.shape[-1] - 1)
 
 
@@ -106,7 +106,7 @@ def measure(logits_SV: Tensor, ids_S: Tensor, wanted: tuple[LogprobRows, ...]) -
         out.token_S[w.rows_G] = logprobs_GV.gather(-1, ids_G1)[:, 0]
         out.rank_S[w.rows_G] = (x_GV > x_GV.gather(-1, ids_G1)).sum(-1) + 1
         if w.num_top:
-            # topk promises no order among equals: order by id, then stably by logit.
+            # topk guarantees no order among equals, so sort by id, then stably by logit.
             top_GL = x_GV.topk(w.num_top, dim=-1).indices.sort(dim=-1).values
             order_GL = x_GV.gather(-1, top_GL).sort(dim=-1, descending=True, stable=True).indices
             top_GL = top_GL.gather(-1, order_GL)
