@@ -1,4 +1,4 @@
-"""The compiled mode: decoder layers run as graphs that are compiled ahead of time and kept.
+"""The compiled mode: decoder layers run as graphs that are compiled ahead of time and cached.
 
     (x, post_mix, res_mix, residual) -> [enter] -> compress, select, attend -> [leave] -> experts
 
@@ -53,10 +53,10 @@ class CompiledMode:
         """Replace the decoder layers of a model and of its MTP layer by compiled ones.
 
         Args:
-            directory: holds the graphs; made if missing.
+            directory: holds the graphs; created if missing.
 
         Returns:
-            How many graphs were compiled. The others were loaded.
+            Number of graphs that were compiled. The others were loaded.
 
         Raises:
             ResourceError: the machine has no compiler, or the directory cannot be used.

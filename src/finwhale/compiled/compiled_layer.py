@@ -82,7 +82,7 @@ class CompiledLayer:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
-        """The entries that the tokens see, the indexer's choice by its graph."""
+        """Select the entries that each token sees; a graph runs the indexer."""
         attn = self.layer.attn
         if self.select is None or projected is None:
             return attn.choose(q_NX, projected, inputs, rotary, cache)

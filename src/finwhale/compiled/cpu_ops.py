@@ -73,7 +73,7 @@ def traced(registered: Ops) -> Ops:
 
 
 def columns(w: ExpertWeight) -> ExpertWeight:
-    """Routed experts' weights in the order in which `experts_compute` reads them.
+    """Reorder the routed experts' weights for `experts_compute`.
 
     w13 becomes [E, 2I/32, D, 32] and w2 [E, D/32, I, 32], with rows of zeros to fill the last 32.
     They become float16 if that holds every value.
@@ -242,7 +242,7 @@ def experts_dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
 def experts_compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """With weights of `columns`. Each (token, expert) pair alone: one loop over the matrix."""
+    """Takes weights of `columns`. Each (token, expert) pair is one loop over the matrix."""
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     width = w.w2.shape[2]
     gate_up = _each(x_ND[:, None], w.w13[pairs.ids])[..., : 2 * width]
@@ -252,7 +252,7 @@ def experts_compute(
 
 
 def experts_combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
-    """A CPU's step has no padding, so that no pair is skipped."""
+    """A step on a CPU has no padding, so no pair is skipped."""
     mixed: Tensor = each_NKD.sum(1)
     return mixed if shared_ND is None else mixed + shared_ND
 
@@ -274,7 +274,7 @@ def sparse_attention(
     out_NAC: Tensor,
     scales_NS: Tensor | None = None,
 ) -> None:
-    """For selected entries, which may be none. Reads the window's slots from the step's memo."""
+    """Takes selected entries, possibly none. Reads the window's slots from the step's memo."""
     assert isinstance(entries, Selected) and scales_NS is None
     rotation_NR = tokens.rotation(rotary_LR)
     q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)

@@ -96,7 +96,7 @@ class FlatSignature:
         self.flat.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind))
 
     def schema(self, written: tuple[str, ...]) -> str:
-        """In the language of torch.library."""
+        """The signature in the schema language of torch.library."""
 
         def prototype() -> None: ...
 
@@ -133,7 +133,7 @@ class FlatSignature:
 
 
 def _passed(data_class: Any) -> list[Field[Any]]:
-    """Its fields, without what an object collects later."""
+    """The fields of a data class, without those that an object fills later."""
     return [field for field in fields(data_class) if field.default_factory is MISSING]
 
 
@@ -141,7 +141,7 @@ def _results(id_dtype: torch.dtype) -> dict[str, Callable[..., Any]]:
     """Functions that give empty tensors of the shapes and dtypes that the contracts promise.
 
     Args:
-        id_dtype: of the experts' ids.
+        id_dtype: dtype of expert ids.
     """
 
     def mhc_pre(residual: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tensor, Tensor, Tensor]:

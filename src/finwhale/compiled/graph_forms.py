@@ -83,7 +83,7 @@ OPERATORS = ".wrapper.json"
 
 
 def _try_to_load(path: Path) -> None:
-    """Load a library in a process of its own, which dies if the compiler does not fit torch.
+    """Load a library in a separate process, which dies if the compiler does not fit torch.
 
     Raises:
         ResourceError: that process died or failed.

@@ -34,10 +34,10 @@ class Argument:
     open_dims: tuple[int, ...] = ()
 
     def signature(self) -> str:
-        """What a graph's code depends on."""
+        """The properties of the argument that a graph's code depends on."""
         t = self.sample
         shape = ["*" if i in self.open_dims else str(n) for i, n in enumerate(t.shape)]
-        # How far a pool's rows lie apart follows from the number of the cache's layers.
+        # The stride of a pool's rows depends on the number of layers in the cache.
         strides = [] if len(self.open_dims) > 1 else list(t.stride())
         return f"{t.dtype} {t.device.type} {','.join(shape)} {strides}"
 
@@ -72,10 +72,11 @@ class GraphStore:
         operators: the namespace of the custom operators that the graphs call.
 
     Attributes:
-        num_compiled: how many graphs had to be compiled.
+        num_compiled: number of graphs that had to be compiled.
 
     Raises:
-        ResourceError: the directory cannot be made, or (from `graph`) the machine has no compiler.
+        ResourceError: the directory cannot be created, or (from `graph`) the machine has no
+            compiler.
     """
 
     def __init__(self, directory: Path, device: torch.device, operators: str) -> None:
@@ -144,7 +145,7 @@ class _Module(nn.Module):
 
 
 def keep(path: Path, code: bytes) -> None:
-    """Write a graph, then its checksum: a file without one was not finished."""
+    """Write a graph, then its checksum. A file without a checksum is incomplete."""
     write_whole(path, code)
     write_whole(path.with_suffix(".sum"), checksum(code).encode())
 
@@ -163,7 +164,7 @@ def _is_whole(path: Path) -> bool:
 
 
 def _environment(device: torch.device) -> str:
-    """What a graph's code depends on besides its function and arguments."""
+    """The environment that a graph's code depends on besides its function and arguments."""
     if device.type == "cuda":
         # A module names the GPU that its kernels run on.
         on = f"{torch.cuda.get_device_name(device)} {torch.cuda.get_device_capability(device)}"

@@ -1,9 +1,9 @@
 """The functions that are traced into the graphs of one decoder layer.
 
-Each calls DecoderLayer's own methods with weights and caches as arguments, so layers that differ
-only in values share a graph. What reads a sequence's length or chooses experts runs between the
-graphs. Where every operator can be plain torch (on a CPU), attention and the experts are in the
-second graph, and the indexer's choice is a graph of its own.
+Each function calls DecoderLayer's own methods with weights and caches as arguments, so layers that
+differ only in values share a graph. Operators that read a sequence's length or choose experts run
+between the graphs. If every operator can be plain torch (on a CPU), the second graph contains
+attention and the experts, and the indexer has its own graph.
 """
 
 from collections.abc import Iterator
@@ -131,7 +131,7 @@ class LayerTracer:
 
     def select(self) -> Traceable | None:
         """[queries, entries' input, positions, rotation, slots, counts, key pool] -> the slots of
-        the entries that the indexer chooses. None: no indexer, or it runs between the graphs.
+        the selected entries. None: the layer has no indexer, or it runs between the graphs.
         """
         layer, entries = self.layer, self.layer.attn.entries
         if self.step.packed or not isinstance(entries, C4Entries):
@@ -204,7 +204,7 @@ class LayerTracer:
         return Traceable(f"leave {routed}", fn, arguments, self._constants(weights))
 
     def _rows(self) -> list[Argument]:
-        """With attention in the graph: the rotation and the rows that attention reads."""
+        """The rotation and the rows that attention reads, if the graph contains attention."""
         if self.step.packed:
             return []
         rotation = self._empty(*self.rotary.shape[1:], dtype=torch.float32)

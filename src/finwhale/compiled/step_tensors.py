@@ -1,4 +1,4 @@
-"""A step as the flat list of tensors that a compiled graph takes, and back."""
+"""Converts a step to the flat list of tensors that a compiled graph takes, and back."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ ENTRY_STEP = 32
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """How the operators in a graph find positions and cached rows.
+    """Gives the operators in a graph their positions and cached rows.
 
-    If the cache is not packed, a graph gets contiguous rows of a pool and their places in them
-    (`contiguous_rows`), whatever the pool's stride. So all layers of a kind share a graph.
+    If the cache is not packed, a graph gets a pool as contiguous rows, with indices of rows
+    (`contiguous_rows`), for any stride of the pool. All layers of a kind therefore share a graph.
 
     Attributes:
         packed: kernels read page tables, and attention runs between the graphs. Otherwise the
@@ -82,7 +82,7 @@ class StepTensors:
     def flat_entries(
         self, tokens: Tokens, table: PageTable, topk: int, row_step: int
     ) -> list[Tensor]:
-        """For the indexer: the places of each token's keys [N,E] and how many it sees [N]."""
+        """The indexer's rows of each token's keys [N,E], and the number that it sees [N]."""
         key = ("entries", table, topk)
         found: list[Tensor] | None = tokens.memo.get(key)
         if found is None:
@@ -111,7 +111,7 @@ class StepTensors:
 def _entries(
     tokens: Tokens, window_rows: Tensor, entries: Selected | Complete | None
 ) -> tuple[Tensor, Tensor]:
-    """Contiguous rows and those that are read [N,K] int32. K is 0 if there are no entries."""
+    """Contiguous rows, and indices [N,K] int32 of those to read. K is 0 without entries."""
     rows, row_step = (window_rows, 1) if entries is None else contiguous_rows(entries.pool)
     if isinstance(entries, Selected):
         return rows, entries.slots * row_step
