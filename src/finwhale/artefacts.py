@@ -1,9 +1,9 @@
-"""The directory of what was compiled: whose it is, whether it is whole, and who fills it now.
+"""The directory of compiled artefacts, with checksums, a lock and marks of complete configurations.
 
-One folder for each combination of device and versions (`platform_key`). In it the compilers keep
-what they make, each in files of its own naming, keyed by source and constants; we add what they do
-not: checksums of what was finished, a lock for whoever fills it, and a mark for each configuration
-of which everything is there.
+It has one folder for each combination of device and versions (`platform_key`). The compilers store
+their artefacts there under their own file names, with keys from source and constants. This module
+adds checksums of finished artefacts, a lock for the process that fills the folder, and a mark for
+each configuration whose artefacts are complete.
 """
 
 import fcntl
@@ -23,15 +23,15 @@ from finwhale.errors import ResourceError
 
 logger = logging.getLogger(__name__)
 
-# Folders of an artefacts' folder, and how deep in them one artefact is a folder of its own.
+# Folders of the compilers, and the depth at which each artefact is one folder.
 KINDS = {"triton": 1, "deepgemm/cache": 1}
-# What a process reads of an artefact: checked byte for byte.
+# Suffixes of the files that a process reads; their checksums cover every byte.
 CHECKED = (".cubin", ".hsaco", ".json", ".so", ".cu")
 SEALS = "seals.json"
 
 
 def default_directory(xdg_cache_home: str | None = None) -> Path:
-    """Where compiled artefacts go unless told otherwise: finwhale in the XDG cache directory."""
+    """The default directory of compiled artefacts: finwhale in the XDG cache directory."""
     base = Path(xdg_cache_home) if xdg_cache_home else Path.home() / ".cache"
     return base / "finwhale"
 
@@ -44,7 +44,7 @@ def digest(value: object) -> str:
 
 @cache
 def source_digest() -> str:
-    """Of this package's source: another version of it has other kernels and other shapes."""
+    """Digest of this package's source; another version has other kernels and shapes."""
     root = Path(__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -55,7 +55,7 @@ def source_digest() -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """One process at a time; one that is killed lets go."""
+    """Hold a lock between processes. A killed process releases it."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,7 +70,7 @@ def checksum(data: bytes) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """In one piece, whoever reads or writes it at the same time."""
+    """Write a file atomically, safe against concurrent readers and writers."""
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     with temporary.open("wb") as file:
         file.write(data)
@@ -83,11 +83,11 @@ class Artefacts:
     """The folder of one combination of device and versions.
 
     Args:
-        directory: of all of them; made if missing.
-        platform: device and versions, plain data; in words where a folder's name can hold them.
+        directory: the parent directory of all folders; created if missing.
+        platform: device and versions as plain data; they also form the folder's name.
 
     Raises:
-        ResourceError: it is not there and cannot be made.
+        ResourceError: the directory does not exist and cannot be created.
     """
 
     def __init__(self, directory: str | Path, platform: Mapping[str, str]) -> None:
@@ -105,20 +105,20 @@ class Artefacts:
         self.writable = os.access(self.path, os.W_OK)
 
     def folder(self, kind: str) -> Path:
-        """Where a compiler keeps its artefacts."""
+        """The folder in which a compiler stores its artefacts."""
         return self.path / kind
 
     # --- Marks ------------------------------------------------------------------------------------
 
     def is_complete(self, configuration: object) -> bool:
-        """Whether all that a configuration of this source can need was built."""
+        """Whether every artefact for a configuration of this source has been built."""
         return self._mark(configuration).exists()
 
     def mark_complete(self, configuration: object, built: Iterable[str] = ()) -> None:
-        """Say so, with checksums of what is there now.
+        """Mark a configuration as complete, and store checksums of the present artefacts.
 
         Args:
-            built: names of what this configuration needs, for `known`.
+            built: names of the artefacts of this configuration, for `known`.
         """
         if not self.writable:
             return
@@ -126,7 +126,7 @@ class Artefacts:
         write_whole(self._mark(configuration), json.dumps(sorted(built)).encode())
 
     def known(self) -> set[str]:
-        """What the configurations of this source need that are complete."""
+        """Names of the artefacts of all complete configurations of this source."""
         found: set[str] = set()
         for mark in self.path.glob(f"complete-{source_digest()}-*.json"):
             with suppress(OSError, ValueError):
@@ -140,8 +140,9 @@ class Artefacts:
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """One process at a time; the others wait, and find what it has made. A killed one's turn
-        ends with it.
+        """Hold the lock for filling the folder.
+
+        Other processes wait, and then find the artefacts. A killed process releases the lock.
         """
         if not self.writable:
             yield
@@ -152,10 +153,10 @@ class Artefacts:
     # --- Wholeness --------------------------------------------------------------------------------
 
     def check(self) -> int:
-        """Take out what is damaged, so that it is built again; how much that was.
+        """Remove damaged artefacts, so that they are built again; returns their number.
 
         Raises:
-            ResourceError: something is damaged and cannot be removed.
+            ResourceError: a damaged artefact cannot be removed.
         """
         seals = self._seals()
         bad = [entry for entry in self._entries() if not self._is_whole(entry, seals)]
@@ -170,7 +171,7 @@ class Artefacts:
             self._remove(entry)
             seals.pop(self._name(entry), None)
         if bad:
-            # Nothing is complete; and what takes their places need not be the same, byte for byte.
+            # No configuration is complete now, and a rebuilt artefact may differ in bytes.
             for mark in self.path.glob("complete-*.json"):
                 mark.unlink(missing_ok=True)
             write_whole(self.path / SEALS, json.dumps(seals).encode())
@@ -182,7 +183,7 @@ class Artefacts:
                 yield from sorted(Path(entry.path) for entry in found if entry.is_dir())
 
     def _is_whole(self, entry: Path, seals: Mapping[str, dict[str, str]]) -> bool:
-        """By its checksums, or, where it has none yet, by what its files say of themselves."""
+        """Check an artefact by its checksums or, without any, by the structure of its files."""
         try:
             sealed = seals.get(self._name(entry))
             if sealed is not None:
@@ -200,7 +201,7 @@ class Artefacts:
     def _remove(self, entry: Path) -> None:
         trash = self.path / f"removed-{uuid.uuid4().hex}"
         try:
-            # At once, for whoever looks it up meanwhile.
+            # Rename first, because it is atomic for concurrent readers.
             entry.rename(trash)
         except FileNotFoundError:
             return
@@ -238,9 +239,9 @@ def _checked_files(entry: Path) -> list[Path]:
 
 
 def _has_parts(entry: Path) -> bool:
-    """What Triton lists as one group is all there; DeepGEMM's source has its binary."""
+    """Whether all files of Triton's group exist, and DeepGEMM's source has its binary."""
     for group in entry.glob("__grp__*.json"):
-        # By name: the paths beside the names are those of where it was made.
+        # Use only the names, because the stored paths are those of the original location.
         names = json.loads(group.read_text())["child_paths"]
         if not all((entry / name).exists() for name in names):
             return False
@@ -248,7 +249,7 @@ def _has_parts(entry: Path) -> bool:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Whether JSON can be read, and a binary reaches to the end of its last section."""
+    """Whether JSON can be parsed, and a binary contains all of its last section."""
     if path.suffix == ".json":
         json.loads(path.read_text())
         return True

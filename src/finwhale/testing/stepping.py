@@ -1,4 +1,4 @@
-"""Run chosen chunks of chosen sequences through the model, and see every token's streams."""
+"""Runs given chunks of sequences through the model; returns every token's residual streams."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -18,7 +18,7 @@ from finwhale.request import SamplingParams
 
 
 class Stepper:
-    """Takes the place of an idle engine's scheduler: the caller says what each forward reads."""
+    """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward."""
 
     def __init__(self, engine: Engine) -> None:
         assert not engine.has_work
@@ -30,8 +30,8 @@ class Stepper:
         self._count = 0
 
     def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
-        """A sequence of which nothing has been read."""
-        # What the engine kept lies in the same pages.
+        """Make a sequence without computed tokens."""
+        # The engine's cached prefixes use the same pages, so free them.
         self.engine.reset_prefix_cache()
         self._count += 1
         name = f"stepper-{self._count}"
@@ -48,10 +48,10 @@ class Stepper:
         )
 
     def step(self, parts: Sequence[tuple[RunningSequence, int]]) -> list[Tensor]:
-        """Read the next `count` tokens of each sequence in one forward; keeps its `inputs`.
+        """Compute the next `count` tokens of each sequence in one forward; stores its `inputs`.
 
         Returns:
-            The streams [count, H, D] of each.
+            The residual streams [count, H, D] of each sequence.
         """
         chunks = []
         for sequence, count in parts:
@@ -67,13 +67,13 @@ class Stepper:
         return list(torch.split(streams, [count for _, count in parts]))
 
     def plan(self, chunks: Sequence[Chunk]) -> StepPlan:
-        """The plan of a step; the runner knows its pages."""
+        """Make the plan of a step, and apply its page updates to the runner."""
         plan = self.planner.plan(chunks)
         self.runner.tables.apply(plan)
         return plan
 
     def prefilled(self, texts: Sequence[Sequence[int]]) -> list[Chunk]:
-        """Decodes: the last token of each text, of which all others have been read."""
+        """Prefill all tokens of each text but the last; returns chunks that decode the last."""
         chunks = []
         for token_ids in texts:
             sequence, end = self.sequence(token_ids), len(token_ids)
@@ -84,8 +84,8 @@ class Stepper:
         return chunks
 
     def moved(self, sequence: RunningSequence) -> RunningSequence:
-        """The sequence in other pages: their bytes are copied page by page, and every byte of the
-        old pages is overwritten. Releases `sequence`.
+        """Move the sequence to other pages: copy the bytes page by page, overwrite every byte of
+        the old pages, and release `sequence`.
         """
         end = sequence.num_computed
         other = self.sequence(sequence.token_ids)
@@ -104,16 +104,16 @@ class Stepper:
         return other
 
     def release(self, sequence: RunningSequence) -> None:
-        """Give the sequence's pages back."""
+        """Free the sequence's pages."""
         self.pages.release(sequence.tables)
 
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
-        """[count, V] float32, one row of the LM head's product at a time, as decode computes it."""
+        """Logits [count, V] float32, computed one row at a time, as in a decode."""
         return torch.cat([self.runner.model.compute_logits(row) for row in torch.split(streams, 1)])
 
     def read(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
-        """The streams [T,H,D] of a whole text, read in chunks that end at `cuts`."""
+        """The residual streams [T,H,D] of a whole text, computed in chunks that end at `cuts`."""
         sequence = self.sequence(token_ids)
         ends = sorted({0, *cuts, len(token_ids)})
         read = [self.step([(sequence, b - a)])[0] for a, b in pairwise(ends)]

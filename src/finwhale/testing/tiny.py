@@ -24,14 +24,13 @@ QUANTISATION = {
 
 
 def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
-    """The contents of an official config.json, every size drawn from `seed`.
+    """The contents of an official config.json; `seed` determines every size.
 
-    The draws are odd on purpose: hidden sizes that are no multiple of 128, windows from 8 to 128,
-    top-k below and above the number of entries, all layer kinds in any order. index_n_heads is at
-    least 32: with fewer, relu makes equal scores at the top-k boundary and the order is no longer
-    determined. index_head_dim is a power of two, as its Hadamard rotation needs.
-    swiglu_limit is small, so that the clamps act. With `quantised`, sizes are
-    multiples of 32, which FP4 needs.
+    The sizes are irregular on purpose: hidden sizes that are not multiples of 128, windows from 8
+    to 128, top-k below and above the number of entries, all layer kinds in any order. index_n_heads
+    is at least 32: with fewer heads, relu makes equal scores at the top-k boundary, and the order
+    is undetermined. index_head_dim is a power of two for its Hadamard rotation. swiglu_limit is
+    small, so that values are clamped. With `quantised`, sizes are multiples of 32 for FP4.
     """
     draw = random.Random(f"tiny {seed}")
     layers = draw.randint(3, 6)
@@ -97,12 +96,12 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
 def random_weights(
     config: Mapping[str, Any], seed: int, values: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Every tensor of the model by official name: float32, or int64 for tid2eid.
+    """Random tensors of the model by official name: float32, or int64 for tid2eid.
 
-    values: a dtype that holds every value exactly, such as bfloat16.
+    values: a dtype that can represent every value exactly, such as bfloat16.
 
-    Scaled so that activations stay of order one through the layers, while attention, top-k and
-    routing are far from uniform. Nothing is zero: not sinks, biases, ape or the mHC offsets.
+    The scale of the weights keeps activations of order one through the layers, while attention,
+    top-k and routing are far from uniform. No sink, bias, ape or mHC offset is zero.
     """
     generator = torch.Generator().manual_seed(seed)
     specs = weight_specs(ModelConfig.from_dict(config))
@@ -140,7 +139,7 @@ def write_plain_checkpoint(
     config: Mapping[str, Any],
     weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Write official names in float32, quantising nothing, with a config.json that says so."""
+    """Write a checkpoint with official names and unquantised float32 weights."""
     plain = {k: v for k, v in config.items() if k not in ("quantization_config", "expert_dtype")}
     plain["torch_dtype"] = "float32"
     tensors = weights.items() if isinstance(weights, Mapping) else weights
@@ -151,6 +150,6 @@ def write_plain_checkpoint(
 def write_quantised_checkpoint(
     path: str | Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]
 ) -> None:
-    """Write the official layout: FP8 blocks, FP4 experts, bf16 for the rest."""
+    """Write a checkpoint in the official layout: FP8 blocks, FP4 experts, bf16 for the rest."""
     specs = weight_specs(ModelConfig.from_dict(config))
     write_checkpoint(path, config, weights.items(), specs)

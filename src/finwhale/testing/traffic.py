@@ -1,4 +1,4 @@
-"""Random steps: chunks of sequences at random places, with the pages that an engine gives them."""
+"""Random steps: chunks of sequences at random positions, with pages as an engine allocates them."""
 
 import random
 from collections.abc import Sequence as Items
@@ -19,7 +19,7 @@ from finwhale.testing.tiny import tiny_config
 
 
 def planned(chunks: Items[Chunk]) -> tuple[StepPlan, SlotTables]:
-    """A step's plan, and the page tables of its slots as a rank knows them."""
+    """Make a step's plan, and the rank's page tables of its slots."""
     plan = StepPlanner(vocab_size=0).plan(chunks)
     tables = SlotTables(list(chunks[0].sequence.tables))
     tables.apply(plan)
@@ -27,12 +27,12 @@ def planned(chunks: Items[Chunk]) -> tuple[StepPlan, SlotTables]:
 
 
 class Traffic:
-    """Sequences of which some tokens were read in steps before, and the chunks of one more step.
+    """Sequences with tokens computed in earlier steps, and the chunks of one more step.
 
     Args:
-        seed: of the tiny model whose caches the pages belong to.
-        decode: each sequence reads one token.
-        shares: there are pages for what is kept at the ends of blocks.
+        seed: seed of the tiny model whose caches have the pages.
+        decode: each sequence has one token in the step.
+        shares: sequences also have pages for the state at the ends of blocks.
     """
 
     def __init__(
@@ -73,18 +73,18 @@ class Traffic:
             self.chunks.append(Chunk(sequence, start, start + count))
 
     def build(self) -> Batch:
-        """The step's inputs on the CPU."""
+        """Build the step's inputs on the CPU."""
         plan, tables = planned(self.chunks)
         return BatchBuilder(self.groups, tables, torch.device("cpu")).build(plan)
 
     def has_page(self, sequence: Sequence, group: str, row: int) -> bool:
-        """Whether a row of a sequence lies in a page."""
+        """Whether the sequence has a page with this row."""
         table = sequence.tables[group]
         number = row // self.rows_per_page[group] - table.first
         return 0 <= number < len(table.pages) and table.pages[number] > 0
 
     def slot(self, sequence: Sequence, group: str, row: int) -> int:
-        """Where a row of a sequence lies, by its own page table; its page must be one."""
+        """Slot of a row according to the sequence's own page table; the page must exist."""
         table, per_page = sequence.tables[group], self.rows_per_page[group]
         number = row // per_page - table.first
         assert number >= 0
