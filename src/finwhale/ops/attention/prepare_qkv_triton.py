@@ -3,7 +3,7 @@
 `prepare_qkv` normalises the latent of the query. In the same launch it normalises, rotates and
 rounds kv, and stores it as a packed row of the cache.
 
-Bytes a token with values of 2 bytes: 4 Q for the latent, 2 C plus the bytes of the row for kv. The
+Bytes per token with 2-byte values: 4 Q for the latent, 2 C plus the bytes of the row for kv. The
 floors for 8192 tokens of Flash (Q 1024, C 512) at 4.39 TB/s are 8 and 3 us; the floor for a few
 tokens is the launch.
 """
@@ -126,7 +126,7 @@ def prepare_qkv(
     *,
     early_launch: bool = False,
 ) -> Tensor:
-    """Packed pools only, which are always rounded. early_launch: as `launch_options` describes."""
+    """Supports only packed pools, which are always rounded. early_launch: see `launch_options`."""
     check_heads(kv_NC, rotary_LR)
     num_tokens, width = kv_NC.shape
     rope = 2 * rotary_LR.shape[1]

@@ -1,18 +1,18 @@
 """Sparse attention over packed rows for Hopper's warpgroup MMA, in Gluon: heads of 512, rope 64.
 
 Read sparse_attention_triton.py first: this kernel has the same algorithm, numbering of keys and
-plan, and uses the kernel there that combines parts. Here the code says where data lies, and when:
+plan, and shares its kernel that combines parts. This kernel controls the location of data itself:
 
-- Four warps (the producers) find the rows, turn their bytes into bfloat16 and write them to one of
-  two buffers [BLOCK_K,512] in shared memory, where they are read as K and as V; two warpgroups (the
-  consumers) prepare the query, which stays in shared memory, do both products of every tile and
-  hold the output [64,512] in registers, half of it each.
-- A buffer is handed over and back by mbarriers.
+- Four warps (the producers) find the rows, convert their bytes to bfloat16 and write them to one of
+  two buffers [BLOCK_K,512] in shared memory, where they serve as K and as V. Two warpgroups (the
+  consumers) prepare the query, which stays in shared memory, compute both GEMMs of every tile, and
+  each keep half of the output [64,512] in registers.
+- mbarriers pass a buffer from producers to consumers and back.
 
-At 128 tokens a tile of 64 keys takes some 8000 cycles, of which both products need 2000: most of
-it is waiting for global loads, so that the producers seem to set the pace.
+With 128 tokens a tile of 64 keys takes some 8000 cycles, of which both GEMMs need 2000. The rest is
+mostly waiting for global loads, so the producers appear to limit the speed.
 
-A token's bits depend on BLOCK_K and the shares, as there.
+A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.py.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -47,7 +47,7 @@ from finwhale.ops.paging import Tokens
 HEAD_DIM, ROPE = 512, 64
 BLOCK_H, BLOCK_K = 64, 64
 NUM_WARPS = 8
-FEW_TOKENS = 2  # up to which a program takes 16 heads
+FEW_TOKENS = 2  # up to this number of tokens, a program processes 16 heads
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -60,7 +60,7 @@ def _log2(x):
 
 @gluon.jit
 def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
-    """Four E4M3 bytes a word, x [K,X] int32, as 2^-64 of their values.
+    """Convert words of four E4M3 bytes, x [K,X] int32, to their values times 2^-64.
 
     scales [K] int32: four exponent bytes; x begins at group GROUP0 of them. Returns [K,2X] int32,
     two bfloat16 a word.
@@ -173,7 +173,7 @@ def _store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
 
 @gluon.jit
 def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
-    """Rotate the last 64 columns of x [H,512]; the result in a layout of its own."""
+    """Rotate the last 64 columns of x [H,512]; the result has another layout."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
     pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
     cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
@@ -237,7 +237,7 @@ def _produce(
     BLOCK_K: gl.constexpr,
     STEP: gl.constexpr,
 ):
-    """The producers' part: tiles begin .. end - 1 of rows, STEP rows at a time."""
+    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time."""
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
@@ -297,7 +297,7 @@ def _consume(
     BLOCK_K: gl.constexpr,
     ROUND: gl.constexpr,
 ):
-    """The consumers' part: the query, both products of every tile, the output."""
+    """The consumers' work: the query, both GEMMs of every tile, and the output."""
     H: gl.constexpr = 64
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
@@ -310,7 +310,7 @@ def _consume(
     )
     head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
     column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
-    # The query: RMSNorm a head without weight, its nope part times 2^64, then rope.
+    # The query: RMSNorm per head without weight, its nope part times 2^64, then rope.
     q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
     q = gl.load(q_at, mask=gl.expand_dims(head < num_heads, 1), other=0.0).to(gl.float32)
     rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
@@ -517,7 +517,7 @@ def _attend_kernel(
 
 
 def takes(p: Problem) -> bool:
-    """Whether the sizes are those that the kernel is written for."""
+    """Whether the kernel supports the sizes."""
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, Selected):
         rows.append(p.entries.rows_per_page)
@@ -533,7 +533,7 @@ def takes(p: Problem) -> bool:
 
 
 def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
-    """One or two tokens: 16 heads a program, which write a quarter each of what 64 would."""
+    """For one or two tokens: a program has 16 heads and writes a quarter of a 64-head output."""
     block_h, block_k = (16, 32) if num_tokens <= FEW_TOKENS else (BLOCK_H, BLOCK_K)
     programs = num_tokens * triton.cdiv(heads, block_h)
     splits = num_splits(programs, triton.cdiv(max_keys, block_k))
@@ -551,7 +551,7 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
 
 
 def invariant_plan(p: Problem) -> AttendPlan:
-    """As AttendPlan.invariant."""
+    """Like AttendPlan.invariant."""
     share, splits = fixed_shares(p, BLOCK_K)
     return AttendPlan(
         block_h=BLOCK_H, block_k=BLOCK_K, splits=splits, num_warps=NUM_WARPS, share=share
@@ -559,7 +559,7 @@ def invariant_plan(p: Problem) -> AttendPlan:
 
 
 def attend(p: Problem, plan: AttendPlan) -> None:
-    """As sparse_attention_triton.attend, for heads of 512 with a rope of 64; block_k 32 or 64."""
+    """Like sparse_attention_triton.attend, for heads of 512 with rope 64; block_k is 32 or 64."""
     num_tokens, heads, _ = p.q.shape
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
@@ -599,7 +599,7 @@ def sparse_attention(
     *,
     invariant: bool = False,
 ) -> None:
-    """As in sparse_attention_triton, whose kernels run for sizes that `takes` refuses."""
+    """Like sparse_attention_triton, whose kernels run for sizes that `takes` does not support."""
     problem = Problem(
         q=q_NAC,
         rotary=rotary_LR,

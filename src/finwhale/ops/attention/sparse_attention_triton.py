@@ -1,25 +1,25 @@
-"""Sparse attention over packed rows as Triton kernels: one pass over the keys, query to output.
+"""Sparse attention over packed rows as Triton kernels, in one pass over the keys.
 
-A program takes one token, BLOCK_H heads and a share of the token's keys. It normalises and rotates
-the query. For every tile of BLOCK_K keys it finds the rows through the page table, converts E4M3 to
-bfloat16 in registers, and uses the tile both as K and as V. With many tokens, the share is all
-keys, and the program also rotates the output back. With few tokens, the keys are split into several
-shares, and `_combine_kernel` adds the parts in order (no atomics).
+A program processes one token, BLOCK_H heads and a share of the token's keys. It normalises and
+rotates the query. For every tile of BLOCK_K keys it finds the rows through the page table, converts
+E4M3 to bfloat16 in registers, and uses the tile both as K and as V. With many tokens, the share is
+all keys, and the program also rotates the output back. With few tokens, the keys are split into
+several shares, and `_combine_kernel` adds the parts in order (no atomics).
 
-Keys are numbered window first (W of them, whatever the position), then entries. The kernels read
-all lengths on the device; the grid follows from the number of tokens and from host bounds alone.
+The kernels number the keys: first the window (always W keys), then the entries. They read all
+lengths on the device; the grid depends only on the number of tokens and on host bounds.
 
-The nope part of a row is kept 2^-64 too small. An E4M3 byte shifted to the place of a bfloat16 is
-its value times 2^-120, so that one multiplication by a bfloat16 power of two applies the scale of
-any row. The query carries the factor 2^64, exactly, and so does the output.
+The kernels scale the nope part of a row by 2^-64. An E4M3 byte shifted to the position of a
+bfloat16 is its value times 2^-120, so one multiplication by a bfloat16 power of two applies the
+scale of any row. The query and the output have the exact factor 2^64 instead.
 
-A token's bits depend on the plan (BLOCK_K and the shares), hence on the number of tokens of its
-step unless the problem is `invariant`. They do not depend on the values of the other tokens.
+A token's bits depend on the plan (BLOCK_K and the shares), and therefore on the number of tokens of
+its step unless the problem is `invariant`. They do not depend on the values of other tokens.
 
 With ROUND, the kernel that writes the output also rounds it for the grouped projection.
 
-Bytes: 584 a key and token, and 4 A C for query and output (3 A C if the output is rounded).
-Operations: 4 A C a key. The floors for 640 keys of Flash at 4.39 TB/s and 0.79 PFLOP/s are
+Bytes: 584 per key and token, and 4 A C for query and output (3 A C if the output is rounded).
+Operations: 4 A C per key. The floors for 640 keys of Flash at 4.39 TB/s and 0.79 PFLOP/s are
 0.1 us for 1 token, and 2.7 and 3.4 us for 32.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -42,7 +42,7 @@ from finwhale.ops.linear.quantise_triton import e4m3_scale
 from finwhale.ops.paging import Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
-MANY_KEYS = 2**31  # more than any number of shares needs
+MANY_KEYS = 2**31  # more keys than any step has
 # Keys of a share, if shares must not depend on the step.
 FIXED_KEYS = 128
 LOG2_E = 1.4426950408889634
@@ -50,9 +50,9 @@ NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
 # Columns of one program of the kernel that combines parts.
 COMBINE_COLUMNS = 256
 MAX_HEAD_DIM = 4096
-# The parts of so many tokens are in memory at once: 0.7 GB with Flash's heads.
+# The most tokens whose parts are in memory at a time: 0.7 GB with Flash's heads.
 INVARIANT_TOKENS = 1024
-FEW_TOKENS = 8  # up to which a program takes 16 heads
+FEW_TOKENS = 8  # up to this number of tokens, a program processes 16 heads
 
 
 @triton.jit
@@ -199,7 +199,7 @@ def _attend_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Columns are held as two tiles: FIRST of them (0: none), all nope, and REST with the rope."""
+    """A program has two tiles of columns: FIRST columns of nope (may be 0), and REST with rope."""
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -239,7 +239,7 @@ def _attend_kernel(
         tl.store(stats + A, tl.zeros([BLOCK_H], tl.float32), mask=is_head)
         return
 
-    # The query: RMSNorm a head without weight, then rope; its nope part times 2^64.
+    # The query: RMSNorm per head without weight, then rope; its nope part times 2^64.
     column = FIRST + tl.arange(0, REST)
     q_row = q_ptr + token * stride_qn + head[:, None] * stride_qa
     rest_mask = is_head[:, None] & (column < C)[None, :]
@@ -365,7 +365,7 @@ def _combine_kernel(
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token's head and BLOCK_C of its columns: the parts by their weight, rotated back."""
+    """Combine the parts of BLOCK_C columns of a token's head by weight, and rotate them back."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -410,11 +410,11 @@ def _combine_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttendPlan:
-    """How a problem is cut.
+    """Tile sizes and shares for a problem.
 
     Attributes:
         block_h, block_k: heads and keys of a tile.
-        splits: shares of the keys of a token.
+        splits: number of shares of a token's keys.
         share: tiles of a share; 0: all shares are equal.
     """
 
@@ -426,7 +426,7 @@ class AttendPlan:
 
     @classmethod
     def of(cls, num_tokens: int, heads: int, max_keys: int) -> "AttendPlan":
-        """For num_tokens with at most max_keys keys each (a host bound)."""
+        """The plan for num_tokens with at most max_keys keys each (a host bound)."""
         block_h, block_k, num_warps = 16, 32, 8
         if heads >= 64 and num_tokens > FEW_TOKENS:
             block_h, block_k = 64, 64
@@ -445,8 +445,8 @@ class AttendPlan:
 def num_splits(programs: int, tiles: int) -> int:
     """The number of shares of each token's tiles; with one share there are `programs`.
 
-    The grid has at most MAX_PROGRAMS. A second wave would cost more than it gains, and so would a
-    grid of all multiprocessors while some still run the kernel before.
+    The grid has at most MAX_PROGRAMS. A second wave would cost more than it gains. So would a grid
+    of all multiprocessors while some of them still run the previous kernel.
     """
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 
@@ -487,10 +487,10 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
-    """(tiles of a share, shares) for the longest sequence that the model takes.
+    """(tiles of a share, shares) for the longest sequence of the model.
 
-    Two compilations of a kernel need not agree in bits, so not even the number of shares may depend
-    on the step.
+    Two compilations of a kernel may differ in bits, so not even the number of shares may depend on
+    the step.
     """
     if p.entries is None:
         return triton.cdiv(p.window.size, block_k), 1
@@ -522,7 +522,7 @@ def max_keys(tokens: Tokens, window: Window, entries: Selected | Complete | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """The arguments of `sparse_attention`, and what every kernel derives from them.
+    """The arguments of `sparse_attention`, with values that every kernel derives from them.
 
     Attributes:
         invariant: the bits of a token do not depend on the other tokens of the step.
@@ -562,7 +562,7 @@ class Problem:
         return NO_ENTRIES
 
     def launches(self) -> Iterator["Problem"]:
-        """The parts of the problem that are launched one after the other; none for no tokens."""
+        """The parts of the problem, to be launched one after the other; empty without tokens."""
         if self.q.shape[0] == 0:
             return
         if self.invariant:
@@ -571,7 +571,7 @@ class Problem:
             yield self
 
     def slices(self, size: int) -> Iterator["Problem"]:
-        """The same for `size` tokens at a time."""
+        """Split the problem into parts of `size` tokens."""
         for start in range(0, self.q.shape[0], size):
             part = slice(start, start + size)
             tokens = replace(
@@ -616,7 +616,7 @@ class Problem:
         }
 
     def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
-        """Arguments of every kernel that attends."""
+        """Arguments of every kernel that computes attention."""
         window, entries, q = self.window, self.entries, self.q
         pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
         num_slots, ratio = 0, 1
@@ -725,7 +725,7 @@ def check_pool(pool: Tensor, rows_per_page: int, head_dim: int, rope: int) -> No
 
 
 def check_problem(p: Problem) -> None:
-    """Raise ValueError for a problem that no kernel takes."""
+    """Raise ValueError for a problem that no kernel supports."""
     check_heads(p.q, p.rotary)
     check_heads(p.out, p.rotary)
     width = p.q.shape[2]
@@ -770,9 +770,9 @@ def sparse_attention(
     *,
     invariant: bool = False,
 ) -> None:
-    """Packed pools only; scales with bfloat16 queries only. Runs on every GPU with E4M3.
+    """Supports only packed pools, and scales only with bfloat16 queries, on GPUs with E4M3.
 
-    invariant: as Problem's.
+    invariant: see Problem.
     """
     problem = Problem(
         q=q_NAC,

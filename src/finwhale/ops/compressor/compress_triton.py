@@ -1,12 +1,12 @@
-"""Compressors as one Triton kernel a layer: completed entries, and state for later steps.
+"""Compressors as one Triton kernel per layer: completed entries, and state for later steps.
 
-A program takes a few neighbouring tokens of one part. Most tokens complete no entry and keep no
-state, so that a decode step of ratio 128 costs little more than its launch. The work for an entry
-is the same whatever the batch: its bits depend on its own tokens alone. The kernel reads rows of
-this step from the projection and earlier rows from the state pool. It writes only rows of this step
-to the pool, so that no row is both read and written.
+A program processes a few adjacent tokens of one part. Most tokens complete no entry and keep no
+state, so a decode step of ratio 128 costs little more than its launch. The work for an entry is the
+same in every batch: its bits depend only on its own tokens. The kernel reads rows of this step from
+the projection and earlier rows from the state pool. It writes only rows of this step to the pool,
+so no row is both read and written.
 
-Bytes of a prefill token: 4 X of its projected row in each part. The floors for 8192 tokens of Flash
+Bytes per prefill token: 4 X of its projected row in each part. The floors for 8192 tokens of Flash
 at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X 1024).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -25,11 +25,11 @@ from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Token
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
 MAX_PARTS = 2
-# ratio -> neighbouring tokens that one program looks at in a prefill.
+# ratio -> number of adjacent tokens that one program processes in a prefill.
 PREFILL_TOKENS = {4: 1, 128: 16}
 # Columns of an entry of ratio 128 that one program mixes.
 SLICE = 64
-# Of an index key; constants that kernels read.
+# Width of an index key; a constant that kernels read.
 MAX_LOG2_WIDTH = tl.constexpr(9)
 MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
@@ -96,7 +96,7 @@ def _mix(
     page = tl.load(state_row_ptr + source // ROWS_PER_PAGE, mask=is_old, other=0).to(tl.int64)
     new_row = (token - (S - 1) + slot) * stride_projected
     old_row = (page * ROWS_PER_PAGE + source % ROWS_PER_PAGE) * stride_state
-    # One load serves both: rows of the state's pool, by their distance from the projection.
+    # One load serves both sources: a row of the state's pool has an offset from the projection.
     distance = (state_ptr.to(tl.int64) - projected_ptr.to(tl.int64)) // 4
     row = tl.multiple_of(tl.where(is_old, distance + old_row, new_row), 4)
     own = tl.where(slot < 4, 0, C) if RATIO == 4 else slot * 0
@@ -148,9 +148,9 @@ def _store_attention_row(
 
 @triton.jit
 def _hadamard(x, C: tl.constexpr):
-    """x [C] times the Hadamard matrix of C without its factor: as rounding.hadamard, bit for bit.
+    """x [C] times the Hadamard matrix of C without its factor: the bits of rounding.hadamard.
 
-    A pass adds neighbours and moves them half the width apart, so that every pass is the same.
+    A pass adds neighbours and moves them half the width apart, so all passes are the same.
     """
     for i in tl.static_range(MAX_LOG2_WIDTH):
         if 2 << i <= C:
@@ -163,7 +163,7 @@ def _hadamard(x, C: tl.constexpr):
 def _fp4_codes(x):
     """x [groups, values] -> e2m1 codes int32, and the exponent bytes of the groups' scales.
 
-    No scale is less than 2^-MAX_SPREAD of the row's largest (indexer/layout.py).
+    Every scale is at least 2^-MAX_SPREAD times the row's largest (indexer/layout.py).
     """
     exponents = scale_exponent(tl.max(tl.abs(x), axis=1))
     exponents = tl.maximum(exponents, tl.max(exponents, axis=0) - MAX_SPREAD)
@@ -250,8 +250,8 @@ def _part(
     there = positions >= 0
     complete = there & (positions % RATIO == RATIO - 1)
     if RATIO == 4:
-        # Where the token after 8 more is of the same sequence, this one's row is not kept, unless
-        # a block ends here.
+        # If the token 8 places ahead belongs to the same sequence, do not keep this token's row,
+        # unless a block ends here.
         ahead = tokens + 8 < num_tokens
         far = tl.load(positions_ptr + tokens + 8, mask=ahead, other=-1)
         far_sequence = tl.load(sequence_ptr + tokens + 8, mask=ahead, other=0)
@@ -306,7 +306,7 @@ def _part(
         if SLICES > 1:
             slice_columns = first_column + tl.arange(0, SLICE)
             tl.store(mixed_ptr + token * C + slice_columns, mixed, mask=slice_columns < C)
-            # Every thread's values are stored before the count tells the other programs so.
+            # All threads must store their values before the count announces them to other programs.
             tl.debug_barrier()
             is_last_slice = tl.atomic_add(counters_ptr + token, 1, sem="acq_rel") == SLICES - 1
         if is_last_slice:
@@ -341,7 +341,7 @@ def _part(
                     BLOCK_C,
                 )
 
-    # A step that may verify drafts is certain of its first token only.
+    # In a step that may verify drafts, only the first token is certain.
     end = positions + ends - tokens
     end = tl.where(ends - begins > MAX_VERIFY, end, positions + begins - tokens + 1)
     kept = there & (positions >= end // RATIO * RATIO - BEFORE)
@@ -525,7 +525,7 @@ def _compress_kernel(
 
 
 def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
-    """Raises ValueError where the kernel would not read or write what the contract says."""
+    """Raise ValueError if the kernel does not support the arguments."""
     width = part.weight.norm.shape[0]
     num_values = (4 if ratio == 4 else 2) * width
     if part.weight.ratio != ratio:
@@ -561,9 +561,9 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
 
 
 def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
-    """What programs of one entry give each other: mixed columns, and how many have come.
+    """Memory for the exchange between programs of one entry: mixed columns, and their count.
 
-    The counts are 0 before and after each launch, so that a step's layers share them.
+    The counts are 0 before and after each launch, so the layers of a step share them.
     """
     device, num_tokens = tokens.positions.device, tokens.positions.shape[0]
     if not width:

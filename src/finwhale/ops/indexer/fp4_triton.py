@@ -1,7 +1,7 @@
 """Rounding of index queries and keys to FP4 in Triton kernels (rounding.scaled_fp4).
 
-Kernels share these functions, which therefore read no constant of their module: it would be a part
-of a kernel's key or not, depending on which kernel is compiled first.
+Several kernels share these functions, which therefore read no constant of their module: such a
+constant would be a part of Triton's cache key only for the kernel that is compiled first.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -19,10 +19,10 @@ def scale_exponent(amax):
 
 @triton.jit
 def round_to_scale(x, exponent):
-    """x rounded to e2m1 * 2^(exponent - 127), where that reaches x; |x| < 2^100.
+    """Round x to e2m1 * 2^(exponent - 127), whose range must contain x; |x| < 2^100.
 
-    A value with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more:
-    adding 1.5 * 2^(e+22) and taking it away again does so, ties to even.
+    A value with exponent e is rounded to a multiple of 2^(e-1), or of half the scale if that is
+    larger. Adding and subtracting 1.5 * 2^(e+22) rounds this way, with ties to even.
     """
     step = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, exponent << 23)
     magic = (step + ((22 << 23) + 0x400000)).to(tl.float32, bitcast=True)

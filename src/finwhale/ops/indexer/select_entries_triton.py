@@ -5,13 +5,13 @@ a time. Keys are the rows of the GEMM, so that the sum over heads stays within a
 order of that sum does not depend on the batch, the chunk or the split.
 
 Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
-into its values, relative to the largest exponent, which is left as one factor of the whole product.
-That is exact for every key (layout.py). Queries are treated the same way, except that a group
-underflows if its scale is less than 2^-12 of its head's largest scale. That changes a product by
-less than 2^-13 of the largest one.
+into its values, relative to the largest exponent, which remains as one factor of the dot product.
+This is exact for every key (layout.py). The kernel treats queries in the same way, except that a
+group underflows if its scale is less than 2^-12 of its head's largest scale. This changes a product
+by less than 2^-13 of the largest one.
 
 Work for a token that sees E entries: 2 I C E operations at 1.42 PFLOP/s in FP8, and E (C/2 + C/32)
-bytes of keys a sequence at 4.39 TB/s.
+bytes of keys per sequence at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -36,12 +36,12 @@ PREFILL_COLUMNS = 128
 MIN_HEADS = 64
 STAGES = 4
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# Programs a multiprocessor, which fill the GPU; the tiles of a row are split over all of them.
+# Programs per multiprocessor that fill the GPU; the tiles of a row are split over all of them.
 DECODE_PROGRAMS = 4
 PREFILL_PROGRAMS = 8
-# Registers a thread: a multiprocessor then runs four programs of a decode or three of a prefill.
+# Registers per thread. A multiprocessor then runs four programs of a decode or three of a prefill.
 DECODE_REGISTERS, PREFILL_REGISTERS = 128, 168
-# Bytes of scores in memory at once; in a prefill about as many as the L2 cache holds.
+# The most bytes of scores at a time; in a prefill about the size of the L2 cache.
 PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
@@ -69,8 +69,8 @@ OPERANDS = tl.constexpr("=&r,=&r" + ",r" * 5)
 def _signs(C: tl.constexpr):
     """The Hadamard matrix of C <= 128 without its factor, in bfloat16.
 
-    The entry at (i, j) is negative where i and j share an odd number of bits. A thread's rows are
-    known when this is compiled, so that an entry is what one above it is but for one bit.
+    The entry at (i, j) is negative if i and j have an odd number of common bits. A thread's rows
+    are known at compile time, so an entry differs from one above it by one bit only.
     """
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     signs = 0x3F80 + tl.zeros([C, C], tl.int32)
@@ -98,10 +98,10 @@ def _rounded_queries(
     BLOCK_I: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Queries as they are scored, and half of weights * scale * the heads' factors [Q * I].
+    """Prepare queries for scoring, and half of weights * scale * the heads' factors [Q * I].
 
-    rope(q) is rotated, rounded to FP4 and given as E4M3 [Q * I, C], its columns as `_unpacked` has
-    them.
+    The function rotates rope(q), rounds it to FP4 and returns it as E4M3 [Q * I, C], with columns
+    in the order of `_unpacked`.
     """
     column = tl.arange(0, C)
     head = tl.arange(0, BLOCK_I)
@@ -127,7 +127,7 @@ def _rounded_queries(
 
     x = tl.reshape(rotated, [BLOCK_Q * BLOCK_I, C // GROUP, GROUP])
     exponent = scale_exponent(tl.max(tl.abs(x), axis=2))
-    # At least so that the powers of two below are normal numbers.
+    # The lower bound makes the powers of two below normal numbers.
     largest = tl.maximum(tl.max(exponent, axis=1), TOP + 2)
     factor = ((254 - (largest - TOP)) << 23).to(tl.float32, bitcast=True)[:, None, None]
     x = round_to_scale(x, exponent[:, :, None]) * factor
@@ -144,9 +144,9 @@ def _rounded_queries(
 def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
     """Codes uint8 [ROWS, C/2] as E4M3 [ROWS, C]: 64 / 2^below times their values.
 
-    below [ROWS, C/32] int32, 0 .. 11. Of each group come first the columns 8i .. 8i + 3 of all i,
-    then 8i + 4 .. 8i + 7: so a word's values stay in the thread that has it, where a product wants
-    them. Without the assembler the columns are in order.
+    below [ROWS, C/32] int32, 0 .. 11. A group has first the columns 8i .. 8i + 3 of all i, then
+    8i + 4 .. 8i + 7. The values of a word then stay in its thread, where the GEMM needs them.
+    Without inline assembly the columns are in order.
     """
     if ASM:
         codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
@@ -211,7 +211,7 @@ def _scores_kernel(
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    # The last tokens of a chunk see most entries: they go first.
+    # The last tokens of a chunk see the most entries, so process them first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     split, num_splits = tl.program_id(1), tl.num_programs(1)
     rows = first_row + tl.arange(0, BLOCK_Q)
@@ -261,7 +261,7 @@ def _scores_kernel(
             num_pages = tl.cdiv(visible, ROWS_PER_PAGE)
             b = tl.maximum(own, 0).to(tl.int64)
             table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
-            # A tile is a page; its number is read a tile ahead.
+            # A tile is a page. Load its number one tile ahead.
             next_page = tl.load(table_row_ptr + split, mask=split < num_pages, other=0)
             for tile in tl.range(split, num_pages, num_splits, num_stages=STAGES):
                 page = next_page.to(tl.int64)
@@ -269,7 +269,7 @@ def _scores_kernel(
                 next_page = tl.load(table_row_ptr + following, mask=following < num_pages, other=0)
                 page_ptr = keys_ptr + page * stride_page
                 codes = tl.load(page_ptr + code_place)
-                # One word a key: bytes alone would not be loaded ahead.
+                # Load one word per key, because Triton does not prefetch single bytes.
                 word_ptr = (page_ptr + ROWS_PER_PAGE * (C // 2)).to(tl.pointer_type(WORD))
                 word = tl.load(word_ptr + lanes).to(tl.int32)
                 exponent = (word[:, None] >> (8 * groups)[None, :]) & 255
@@ -334,11 +334,11 @@ def select_entries(
     inline_asm: bool = False,
     num_multiprocessors: int = NUM_MULTIPROCESSORS,
 ) -> Tensor:
-    """[N,K] int32 slots of packed keys; grids depend on N, max_len and max_query alone.
+    """Select slots [N,K] int32 of packed keys. Grids depend only on N, max_len and max_query.
 
-    invariant: K is topk in every step; else no more than the longest sequence can fill.
+    invariant: K is topk in every step; otherwise it is limited by the longest sequence.
     inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
-    num_multiprocessors: of the GPU; decides into how many programs the scores are split.
+    num_multiprocessors: number in the GPU; it determines the number of programs.
     """
     num_tokens, heads, width = q_NIC.shape
     _check(q_NIC, key_pool, table, 2 * rotary_LR.shape[1], round_query)

@@ -1,10 +1,10 @@
 """The largest scores of each token, in order of position, as one Triton kernel.
 
-Exact whatever the batch, the chunk or the split: a token's set is the topk largest scores, equal
-ones by the lowest index. Floats are compared as integers of the same order; the threshold is found
-by counting how many reach three probes at a time, each pass a quarter of the range. A row that is
-longer than BLOCK is selected from in chunks, each by its own program; of neighbouring chunks, the
-program that ends last selects from what they chose, until one program holds the row's.
+The result is exact for every batch, chunk and split: a token gets its topk largest scores; the
+lowest index wins ties. The kernel compares floats as integers of the same order. To find the
+threshold, each pass counts the keys that reach three probes, and reduces the range to a quarter. If
+a row is longer than BLOCK, each of its chunks has a program. Of adjacent chunks, the program that
+ends last selects again from their results, until one program has the result of the row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -55,7 +55,7 @@ def _threshold(keys, valid, count):
         high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)) - 1)
         low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
         reached = tl.where(in_3, count_3, tl.where(in_2, count_2, count_1))
-        # Exactly `count` reach it: nothing between matters.
+        # Exactly `count` keys reach it, so the search can end.
         high = tl.where(reached == count, low, high)
     return low
 
@@ -116,8 +116,8 @@ def _select_kernel(
 
     scores_row_ptr = scores_ptr + row * stride_scores
     counter_ptr = counters_ptr + row * stride_counters
-    lists_ptr = candidates_ptr + row * stride_candidates  # what this level's programs choose
-    source_ptr = lists_ptr  # what this program selects from, after the first level
+    lists_ptr = candidates_ptr + row * stride_candidates  # selected by this level's programs
+    source_ptr = lists_ptr  # input of this program after the first level
     columns = tl.arange(0, BLOCK)
     level = 0
     mine = chunk
@@ -130,7 +130,7 @@ def _select_kernel(
         valid = columns < length
         entries = chunk * BLOCK + columns
         if level > 0:
-            # Other programs wrote them: not to be looked for in this processor's own cache.
+            # Other programs wrote them, so bypass this multiprocessor's L1 cache.
             entries = tl.load(source_ptr + columns, mask=valid, other=0, cache_modifier=".cg")
         scores = tl.load(scores_row_ptr + entries, mask=valid, other=0.0)
         bits = (scores + 0.0).to(tl.int32, bitcast=True)
@@ -144,7 +144,7 @@ def _select_kernel(
             tl.store(out_row_ptr + place, slots, mask=chosen)
         else:
             tl.store(lists_ptr + mine * topk + place, entries, mask=chosen)
-            # Every thread's entries are stored before the count tells the other programs so.
+            # All threads must store their entries before the count announces them to others.
             tl.debug_barrier()
             group = mine // fan
             children = tl.minimum(fan, num_programs - group * fan)
@@ -176,8 +176,8 @@ def select_topk(
 ) -> None:
     """Write the rows of `out` for tokens first_token .. first_token + len(scores) - 1.
 
-    scores [n,E] float32, of which a token's visible entries are read if they are more than topk;
-    out [N,K] int32. No token sees more than max_entries. Raises ValueError where topk is more
+    scores [n,E] float32; the kernel reads a token's visible entries only if they are more than
+    topk. out [N,K] int32. No token sees more than max_entries. Raises ValueError if topk is more
     than half of BLOCK and a row does not fit one program.
     """
     num_rows = scores_NE.shape[0]
@@ -220,7 +220,7 @@ def select_topk(
 
 
 def _counters(tokens: Tokens, num_rows: int, width: int) -> Tensor:
-    """How many programs have ended: 0 before and after each launch, so that layers share them."""
+    """Counts of programs that have ended; 0 before and after each launch, so layers share them."""
     counters: Tensor | None = tokens.memo.get("topk counters")
     if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
         counters = torch.zeros(num_rows, width, dtype=torch.int32, device=tokens.positions.device)

@@ -1,4 +1,4 @@
-"""How a Gluon kernel for Hopper starts early (`launch_options`)."""
+"""Functions with which a Gluon kernel for Hopper starts early (`launch_options`)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from triton.experimental import gluon
@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def start_early(PDL: gl.constexpr):
-    """Let the next kernel start, then wait for the kernel before."""
+    """Let the next kernel start, then wait for the previous kernel."""
     start_next(PDL)
     wait_for_last(PDL)
 
@@ -20,7 +20,7 @@ def start_next(PDL: gl.constexpr):
 
 @gluon.jit
 def wait_for_last(PDL: gl.constexpr):
-    """Wait until the kernel before has ended and its writes are visible."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     _control(PDL, "griddepcontrol.wait; mov.u32 $0, 0;")
 
 

@@ -12,7 +12,7 @@ from finwhale.ops.linear.quantise_triton import clamped_swiglu, e4m3_scale, roun
 
 @triton.jit
 def _load_rows(base, row, M, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Whole rows of the weight, BLOCK_K columns a tensor."""
+    """Load whole rows of the weight, in tensors of BLOCK_K columns."""
     k = tl.arange(0, BLOCK_K)
     source = base + row.to(tl.int64)[:, None] * K + k[None, :]
     chunks = ()
@@ -33,7 +33,7 @@ def _load_token(
     ROUND: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """A token times the scales of a row of blocks of the weight, in the chunks of `_load_rows`."""
+    """Multiply a token by the scales of a row of the weight's blocks, in `_load_rows` chunks."""
     k = tl.arange(0, BLOCK_K)
     groups = tl.arange(0, BLOCK_K // 128)
     chunks = ()
@@ -80,7 +80,7 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[g, m] of one token for BLOCKS times BLOCK_M rows m, which divides 128.
+    """Compute out[g, m] of one token for BLOCKS * BLOCK_M rows m; BLOCK_M divides 128.
 
     GATED: the SwiGLU of gate rows m and up rows M + m.
     """
@@ -176,7 +176,7 @@ def tile_kernel(
         x = tl.load(tokens + k[None, :], mask=is_token[:, None] & is_k, other=0.0)
         if SCALED and not ROUND:
             # BLOCK_K is 128 here. E4M3 values are exact in bfloat16. The weight is the first
-            # operand, which tensor cores read from registers, where it is converted.
+            # operand, because tensor cores read it from registers, where it is converted.
             factor = tl.load(scales + step)
             x = tl.trans(x.to(tl.bfloat16))
             total += tl.dot(weight.to(tl.bfloat16), x) * factor

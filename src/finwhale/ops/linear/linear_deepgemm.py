@@ -1,11 +1,11 @@
-"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others run our kernels.
+"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others use our kernels.
 
-One token takes the kernel for one token of `linear_triton.py`. Our kernel rounds more tokens, in
-the layout that DeepGEMM reads. Up to ROUNDED_TOKENS, a K that is too short for DeepGEMM takes our
-tiles, unsplit, which give the same bits. So a token's bits depend neither on the other tokens nor,
-from 2 on, on their number. With `Options.invariant` one token is computed as two.
+One token uses the one-token kernel of `linear_triton.py`. Our kernel rounds more tokens, in
+DeepGEMM's layout. Up to ROUNDED_TOKENS, a K that is too short for DeepGEMM uses our tiles without a
+split, which give the same bits. A token's bits therefore do not depend on the other tokens nor,
+from 2 tokens on, on their number. With `Options.invariant` one token is computed as two.
 
-Attention rounds the input of the grouped GEMM, where `grouped_form` says so.
+Attention rounds the input of the grouped GEMM if `grouped_form` says so.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
@@ -31,26 +31,26 @@ MANY_TOKENS = 256
 
 @cache
 def _begin() -> None:
-    """Its kernels start while ours before them end: worth 1 us each.
+    """Let DeepGEMM's kernels start before our previous kernels end, which saves 1 us each.
 
-    The first setting makes a context of the GPU: not before a product is asked for.
+    The first call creates a context of the GPU, so it must not run before the first GEMM.
     """
     deep_gemm.set_pdl(True)
 
 
 def _takes_weight(p: kernels.Problem) -> bool:
-    """Whether it has scales and a rounded input, and bfloat16 results in rows of 16 bytes."""
+    """Whether a weight has scales, a rounded input, and bfloat16 results in rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
     return p.scale is not None and p.round_input and even
 
 
 def _suits(p: kernels.Problem) -> bool:
-    """Whether DeepGEMM takes it: several tokens, and such a weight."""
+    """Whether DeepGEMM runs a GEMM: with several tokens and a supported weight."""
     return len(p.x) > 0 and _takes_weight(p) and not kernels.by_rows(p)
 
 
 def rows_of(num_tokens: int) -> int:
-    """The rows to give DeepGEMM, which is up to 40% slower with numbers in between."""
+    """The number of rows for DeepGEMM, which is up to 40% slower with numbers in between."""
     if num_tokens > MANY_TOKENS:
         return num_tokens
     return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)
@@ -65,7 +65,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 def _product(
     x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: Options
 ) -> Tensor:
-    """x [rows, K] and its scales as `quantise` returns them; bfloat16 [num_tokens, M]."""
+    """Run DeepGEMM on x [rows, K] and scales from `quantise`; bfloat16 [num_tokens, M]."""
     rows, width = x[0].shape
     if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
         return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale, options)
@@ -87,14 +87,14 @@ def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tens
 
 
 def grouped_form(w: LinearWeight, head_dim: int, *, min_tokens: int = 2) -> RoundedInput | None:
-    """Rounded if DeepGEMM takes the weight and a head is whole groups."""
+    """The input is rounded if DeepGEMM supports the weight and a head is whole groups."""
     groups, rows, width = w.weight.shape
     even = rows % 8 == 0 and w.out_dtype in (None, torch.bfloat16)
     if w.scale is None or not w.round_input or not even or head_dim % ACTIVATION_GROUP:
         return None
 
     def empty(num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Behind the tokens lie the rows that the GEMM is given besides."""
+        """Allocate the tokens, followed by the GEMM's padding rows."""
         x, scales = empty_quantised(rows_of(num_tokens), groups, width, False, w.weight)
         return x[:num_tokens], scales.flatten(1)[:num_tokens]
 
@@ -102,7 +102,7 @@ def grouped_form(w: LinearWeight, head_dim: int, *, min_tokens: int = 2) -> Roun
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x with the rows that `RoundedInput.empty` allocated behind it."""
+    """x with the padding rows that `RoundedInput.empty` allocated after it."""
     return x.as_strided((rows, *x.shape[1:]), x.stride())
 
 
@@ -131,7 +131,7 @@ def grouped_linear(
 def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
-    """As linear_triton.swiglu_mlp; from 2 tokens on gate and up are rounded to bfloat16."""
+    """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 from 2 tokens on."""
     num_tokens = x_ND.shape[0]
     if options.invariant and w.scale13 is not None and w.round_input:
         x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)

@@ -1,18 +1,18 @@
 """Linear layers as Triton kernels. Legend: N tokens, K input width, M output width, G groups.
 
-1. One token runs `row_kernel`. A program computes whole rows: it first issues the loads of the
-   weight, rounds the token meanwhile, and sums in float32 without tensor cores.
-2. More tokens run `tile_kernel` on tensor cores: a tile of the weight times BLOCK_N tokens. The
-   kernel rounds up to ROUNDED_TOKENS itself; a kernel before it rounds more. Up to SPLIT_TOKENS, K
+1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
+   weight, rounds the token while they run, and sums in float32 without tensor cores.
+2. `tile_kernel` processes more tokens on tensor cores: a tile of the weight times BLOCK_N tokens.
+   It rounds up to ROUNDED_TOKENS itself; for more, a previous kernel rounds. Up to SPLIT_TOKENS, K
    is split into parts, which `sum_kernel` adds in order. Above, torch multiplies unscaled weights.
 
 A token's bits do not depend on the other tokens. They do not depend on the number of tokens within
 each class either: one token; 2 to SPLIT_TOKENS; more. Split and order over K follow from K and M.
 
-With `early_launch`, a kernel starts while the kernel before ends and loads its weight meanwhile, so
-the kernel before must not write that weight. It reads everything else after that kernel has ended.
+With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight,
+so the previous kernel must not write that weight. It reads everything else after that kernel ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
-as two, and every number of tokens takes the tiles of 2 to SPLIT_TOKENS.
+as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
 E4M3 weights have a float32 scale for each block of 128x128. Like the scales of tokens it is a power
 of two, so that it can be applied anywhere without rounding. The input of an E4M3 weight is rounded
@@ -51,18 +51,18 @@ MAX_ROW = 8192
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
-MANY_ROWS = 16384  # of a plain weight, from where 64 tokens take tiles of 128 rows
+MANY_ROWS = 16384  # with this many rows of a plain weight, 64 tokens use tiles of 128 rows
 SUM_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a table decides about the linear layers.
+    """A table's options for the linear layers.
 
     Attributes:
         invariant: the bits of a token do not depend on the number of tokens.
         early_launch: launch kernels early (`launch_options`).
-        num_multiprocessors: of the GPU; work is split over so many programs.
+        num_multiprocessors: number in the GPU; work is split over this many programs.
     """
 
     invariant: bool = False
@@ -77,7 +77,7 @@ DEFAULT = Options()
 class Problem:
     """out[n, g] = x[n, g] @ weight[g]^T, or the SwiGLU of its two halves if `limit` is given."""
 
-    x: Tensor  # [N, G, K], rows of values that lie together
+    x: Tensor  # [N, G, K]; values of a row are contiguous
     weight: Tensor  # [G, M, K], or [G, 2M, K] if gated, contiguous
     scale: Tensor | None  # [G, M/128, K/128] float32, contiguous
     round_input: bool
@@ -91,7 +91,7 @@ class Problem:
         return rows if self.limit is None else rows // 2
 
     def empty(self) -> Tensor:
-        """[N, G, M]."""
+        """Allocate the output [N, G, M]."""
         num_tokens, groups, _ = self.x.shape
         return torch.empty((num_tokens, groups, self.M), dtype=self.out_dtype, device=self.x.device)
 
@@ -153,13 +153,13 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
-        # A converted weight is in registers: with 4 warps, 128 rows would spill.
+        # A converted weight is in registers; with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
 
 def tile_tokens(num_tokens: int) -> int:
-    """Tokens of a tile."""
+    """Number of tokens of a tile."""
     tokens: int = min(64, max(16, triton.next_power_of_2(num_tokens)))
     return tokens
 
@@ -304,13 +304,13 @@ def run(p: Problem) -> Tensor:
 
 
 def _rounded_before(p: Problem) -> bool:
-    """Whether a kernel before the tiles rounds the tokens; for E4M3 weights."""
+    """Whether a separate kernel rounds the tokens first (for E4M3 weights)."""
     in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
     return p.round_input and not in_tiles
 
 
 def run_invariant(p: Problem) -> Tensor:
-    """Like `run`, but every number of tokens takes the tiles of 2 to SPLIT_TOKENS."""
+    """Like `run`, but any number of tokens uses the tiles for 2 to SPLIT_TOKENS."""
     _check(p)
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
@@ -324,7 +324,7 @@ def run_invariant(p: Problem) -> Tensor:
 
 
 def two_or_more(x: Tensor) -> Tensor:
-    """x; a single row is repeated."""
+    """Return x; repeat a single row."""
     return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
@@ -366,14 +366,14 @@ def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float, options: Options)
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    """x [N, K], rows that may be apart -> [N, M]. Same bits for a token: see the module."""
+    """x [N, K] with strided rows -> [N, M]. The module's docstring says when bits are equal."""
     return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
 def grouped_linear(
     x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
 ) -> Tensor:
-    """x [N, G, K], tokens and groups that may be apart, weight [G, M, K] -> [N, G, M]."""
+    """x [N, G, K] with strided tokens and groups, weight [G, M, K] -> [N, G, M]."""
     assert scales_NS is None, "this table's input is not rounded"
     return run(problem(x_NGK, w, options))
 
@@ -381,9 +381,9 @@ def grouped_linear(
 def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
-    """x [N, D], w13 [2I, D], w2 [D, I] with scale13, scale2 where they are E4M3; returns [N, D].
+    """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 
-    The hidden values are rounded to x's dtype, then like every input.
+    The hidden values are rounded to x's dtype, and then like any input.
     """
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)

@@ -1,9 +1,10 @@
 """Rounding activations to E4M3 as Triton kernels: alone, and fused with the clamped SwiGLU.
 
-A group is 128 values of a row; its scale is amax / 448 rounded up to a power of two, amax at least
-1e-4, as in `ops/rounding.py`: the same bits. Legend: N tokens, G groups, K width.
+A group is 128 values of a row; its scale is amax / 448 rounded up to a power of two, where amax is
+at least 1e-4. The bits are those of `ops/rounding.py`. Legend: N tokens, G groups, K width.
 
-State: bound by bytes, 3 a value (5 with SwiGLU); 8192 rows of 4096 are 23 us at 4.39 TB/s.
+Memory bandwidth limits the kernels: 3 bytes per value (5 with SwiGLU). The floor for 8192 rows of
+4096 values is 23 us at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,9 +17,9 @@ from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP
 
-EARLY_PROGRAMS = 256  # from where a kernel that starts early only takes room from this one
+EARLY_PROGRAMS = 256  # with this many, an early next kernel only takes this one's resources
 GROUPS_PER_PROGRAM = 32
-SCALE_ALIGNMENT = 4  # float32 values in the 16 bytes that a bulk copy of scales must start at
+SCALE_ALIGNMENT = 4  # float32 values in 16 bytes, the alignment of a bulk copy of scales
 
 
 @triton.jit
@@ -64,7 +65,7 @@ def _quantise_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y [N, G, K] from x: BLOCK_N rows and GROUPS groups of 128 a program."""
+    """Compute y [N, G, K] from x; a program has BLOCK_N rows and GROUPS groups of 128."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -149,7 +150,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
             groups, block_n, _, few = _programs(n * sizes[0], *sizes[1:])
             return groups, block_n, few
 
-        # A grid of one program a token is the smallest.
+        # The smallest grid has one program per token.
         found |= last_of_classes(tile, min(most, 8 * EARLY_PROGRAMS))
     return found
 
@@ -157,7 +158,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 def empty_quantised(
     num_tokens: int, num_groups: int, width: int, token_major: bool, like: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)], as `quantise` returns them."""
+    """Allocate E4M3 [N, G, K] and float32 scales [N, G, ceil(K/128)] in `quantise`'s layout."""
     shape = (num_tokens, num_groups, width)
     y = torch.empty(shape, dtype=torch.float8_e4m3fn, device=like.device)
     total = triton.cdiv(width, ACTIVATION_GROUP)
@@ -177,9 +178,9 @@ def quantise(
 ) -> tuple[Tensor, Tensor]:
     """x [N, K] or [N, G, K] -> (E4M3 of the same shape, float32 scales [.., ceil(K/128)]).
 
-    The scales' tokens lie together, each row of them starting at a multiple of 16 bytes, as
-    DeepGEMM reads them; with `token_major`, a token's scales lie together instead. With `num_rows`,
-    at least N, the results have that many rows: those past N are not written.
+    The scales of all tokens for one group are contiguous and start at a multiple of 16 bytes, which
+    is DeepGEMM's layout. With `token_major`, the scales of a token are contiguous instead. With
+    `num_rows` (at least N), the results have that many rows; rows past N are not written.
     """
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
     y, scale = empty_quantised(
@@ -192,9 +193,9 @@ def quantise(
 def swiglu_quantise(
     gate_up: Tensor, limit: float, *, early_launch: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """gate_up [N, 2I] -> (E4M3 [N, I], scales [N, ceil(I/128)] as `quantise` lays them out).
+    """gate_up [N, 2I] -> (E4M3 [N, I], scales [N, ceil(I/128)] in `quantise`'s layout).
 
-    Of silu(min(gate, limit)) * clamp(up, -limit, limit), rounded to gate_up's dtype in between.
+    It rounds silu(min(gate, limit)) * clamp(up, -limit, limit) to gate_up's dtype, then to E4M3.
     """
     num_tokens, double = gate_up.shape
     y, scale = empty_quantised(num_tokens, 1, double // 2, False, gate_up)
@@ -203,7 +204,7 @@ def swiglu_quantise(
 
 
 def round_input(x_NK: Tensor, *, early_launch: bool = False) -> Tensor:
-    """x [N, K] or [N, G, K] rounded to E4M3 by groups, in its own dtype (exact in bfloat16)."""
+    """Round x [N, K] or [N, G, K] to E4M3 by groups; returns x's dtype (exact in bfloat16)."""
     x_NGK = x_NK.unsqueeze(1) if x_NK.dim() == 2 else x_NK
     y = torch.empty(x_NGK.shape, dtype=x_NK.dtype, device=x_NK.device)
     _launch(x_NGK, y, y, None, early_launch=early_launch, dequantise=True)

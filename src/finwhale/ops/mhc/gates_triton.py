@@ -1,6 +1,6 @@
-"""mHC's second pass as Triton kernels: the gates from the products' parts, and the block's input.
+"""mHC's second pass as Triton kernels: the gates from the GEMM's parts, and the block's input.
 
-Legend: N tokens, D hidden, ROWS values of a part: the products, the sum of squares, padding.
+Legend: N tokens, D hidden, ROWS values of a part: GEMM results, the sum of squares, padding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -15,7 +15,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _reciprocal(x, COMPILED: tl.constexpr):
-    """1 / x of an x between 2^-100 and 2^100, within 2^-23."""
+    """1 / x for x between 2^-100 and 2^100, with an error within 2^-23."""
     if COMPILED:
         return tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
@@ -26,7 +26,7 @@ def _reciprocal(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _step(old, eps, a, x, b, y, c, z, d, w):
-    """In the order in which the reciprocals arrive, one instruction each."""
+    """Add the terms in the order in which the reciprocals arrive, with one instruction each."""
     return eps * old + a * x + b * y + c * z + d * w
 
 
@@ -54,9 +54,9 @@ def _sinkhorn(
     ITERS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Each of the 16 values is a variable, so that no iteration exchanges between threads.
+    """Sinkhorn with a variable for each of the 16 values, so that threads exchange no data.
 
-    The reference's form: with m_ij = a_ij / (u_i v_j), a half step changes only u, then only v.
+    As in the reference, m_ij = a_ij / (u_i v_j); one half step changes only u, the other only v.
     """
     v0 = (a00 + a10) + (a20 + a30) + eps
     v1 = (a01 + a11) + (a21 + a31) + eps
@@ -99,7 +99,7 @@ def _store_row(row_ptr, a, b, c, d, u, v0, v1, v2, v3, mask):
 
 @triton.jit
 def _mix(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, SLOTS: tl.constexpr, ROWS: tl.constexpr):
-    """One mix of each token: row M's parts added up, normalised, scaled and shifted."""
+    """Compute one mix of each token: sum the parts of row M, normalise, scale and shift."""
     total = tl.load(parts_ptr + M * N, mask=mask, other=0.0)
     for slot in tl.static_range(1, SLOTS):
         total += tl.load(parts_ptr + (slot * ROWS + M) * N, mask=mask, other=0.0)
@@ -141,7 +141,7 @@ def _gates_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """A token a thread; parts [S,ROWS,N]."""
+    """Compute the gates with one thread per token; parts [S,ROWS,N]."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = token < N
     parts = parts_ptr + token
@@ -190,7 +190,7 @@ def _pick(values, place, i: tl.constexpr):
 
 @triton.jit
 def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
-    """[BLOCK_S, rows]: the parts of rows FIRST + rows."""
+    """Load the parts [BLOCK_S, rows] of rows FIRST + rows."""
     slot = tl.arange(0, BLOCK_S)
     source = parts_ptr + ((slot * ROWS + FIRST)[:, None] + rows[None, :]) * stride_r
     return tl.load(source, mask=(slot < slots)[:, None], other=0.0)
@@ -213,7 +213,7 @@ def _one_token_gates(
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Loads come first: a sum is a barrier, behind which a load would start later."""
+    """Loads come first, because a sum is a barrier that delays all later loads."""
     four = tl.arange(0, 4)
     place = tl.arange(0, 16)
     mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
@@ -282,11 +282,11 @@ def _block_input_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """KIND "block": pre from the parts, the other gates by the second row of programs; "head":
-    hc_head's gates from the parts; "given": pre is read.
+    """KIND "block": compute pre from the parts; the second row of programs computes the other
+    gates. "head": compute hc_head's gates from the parts. "given": read pre.
     """
     if KIND == "given":
-        # From the last token backwards: what was written last is still in L2.
+        # Process tokens from the last to the first, because the last written ones are still in L2.
         token = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     else:
         token = tl.program_id(0).to(tl.int64)

@@ -1,28 +1,29 @@
 """mHC as Triton kernels, for H = 4 residual streams.
 
 There are two passes over the residual streams. The first applies the pending post step and writes
-the new streams. From the written values it computes the GEMM with fn and the sum of squares, in
-parts over D. The second pass adds the parts, and computes the gates and the block's normalised
+new residual streams. From the written values it computes the GEMM with fn and the sum of squares,
+in parts over D. The second pass adds the parts, and computes the gates and the block's normalised
 input.
 
-- Up to FEW_TOKENS run `_streams_few_kernel` and `_block_input_kernel`. A program of the first takes
-  32 values of D, so that one token already occupies D / 32 programs. A second row of programs of
-  the second kernel runs the Sinkhorn iterations beside the block's input. With `early_launch` both
-  start while the kernel before them ends; until it has ended they read nothing but weights.
-- More tokens run `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which takes D in
-  slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads the
-  residual streams a second time.
+- Up to FEW_TOKENS use `_streams_few_kernel` and `_block_input_kernel`. A program of the first has
+  32 values of D, so even one token occupies D / 32 programs. A second row of programs of the second
+  kernel runs the Sinkhorn iterations in parallel with the block's input. With `early_launch` both
+  start before the previous kernel ends, and read only weights until it has ended.
+- More tokens use `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which divides D
+  into slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads
+  the residual streams a second time.
 
-The GEMM is a float32 GEMM: fn is exactly the sum of three bfloat16 values, and each is multiplied
-by a bfloat16 stream and added in float32, the small parts first. The bits of a row do not depend on
-the other rows. They do not depend on the number of rows either, up to FEW_TOKENS and again above.
+The GEMM has float32 precision: fn is exactly the sum of three bfloat16 values. Each is multiplied
+by a bfloat16 residual stream, and the results are added in float32, the small ones first. The bits
+of a row do not depend on the other rows. They depend on the number of rows only by whether it
+exceeds FEW_TOKENS.
 
-Legend: N tokens, H streams, D hidden, M rows of fn, S parts ("slots") of the GEMM.
+Legend: N tokens, H residual streams, D hidden, M rows of fn, S parts ("slots") of the GEMM.
 
-Bytes of `mhc_post_pre` with bfloat16 streams: 10 D values a token (x, residual, new streams, block
-input), another 8 D for the second pass when the streams exceed the L2 cache, and fn once, 16 M D
-bytes. The floors at 4.39 TB/s, in microseconds for 1, 128 and 8192 tokens (8192 with the second
-pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
+Bytes of `mhc_post_pre` with bfloat16: 10 D values per token (x, residual, new residual streams,
+block input), 8 D more for the second pass if the residual streams exceed the L2 cache, and fn once,
+16 M D bytes. The floors at 4.39 TB/s, in microseconds for 1, 128 and 8192 tokens (8192 with the
+second pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
 """
 
 from dataclasses import dataclass, replace
@@ -43,17 +44,17 @@ from finwhale.ops.mhc.residual_streams_triton import (
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
 FEW_TOKENS = 128
-ANY_NUMBER = 2**31  # as few_tokens: one way for every number of tokens
+ANY_NUMBER = 2**31  # for Options.few_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a table decides about mHC.
+    """A table's options for mHC.
 
     Attributes:
-        few_tokens: the kernels for few tokens run up to so many; ANY_NUMBER: always, so that the
-            bits of a token do not depend on the number of tokens.
-        early_launch: launch those kernels early (`launch_options`).
+        few_tokens: the most tokens for which the kernels for few tokens run. ANY_NUMBER: they
+            always run, so that the bits of a token do not depend on the number of tokens.
+        early_launch: launch these kernels early (`launch_options`).
         inline_asm: use PTX instructions.
     """
 
@@ -67,12 +68,12 @@ DEFAULT = Options()
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How the first pass is cut.
+    """Tile sizes of the first pass.
 
     Attributes:
-        block_n, block_d: tokens and values of D that a program takes at a time.
-        slots: parts of D with a program each, for each block of tokens; 0: one for each block_d.
-        stages: of the pipelined loop over D.
+        block_n, block_d: tokens and values of D that a program processes at a time.
+        slots: programs along D for each block of tokens; 0: one for each block_d.
+        stages: stages of the pipelined loop over D.
     """
 
     block_n: int
@@ -98,7 +99,7 @@ def _check_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-# The first pass, then that of `mhc_post`, which takes no products.
+# Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
 FEW = Plan(block_n=16, block_d=32, num_warps=4)
 MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
 MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
@@ -116,7 +117,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
 def _empty_parts(
     num_tokens: int, slots: int, rows: int, device: torch.device, *, few: bool
 ) -> Tensor:
-    """[N,S,rows] float32: a token's values together for few tokens, a value's tokens for many."""
+    """Allocate parts [N,S,rows] float32: contiguous by token for few tokens, else by value."""
     if few:
         return torch.empty((num_tokens, slots, rows), dtype=torch.float32, device=device)
     return torch.empty((slots, rows, num_tokens), dtype=torch.float32, device=device).permute(
@@ -125,7 +126,7 @@ def _empty_parts(
 
 
 def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
-    """fn [M,4D] as `_streams_many_kernel` reads it."""
+    """Rearrange fn [M,4D] for `_streams_many_kernel`."""
     num_rows, width = fn.shape[0], fn.shape[1] // NUM_STREAMS
     count = 3 if dtype == torch.bfloat16 else 1
     planes = torch.empty((count, num_rows, width, NUM_STREAMS), dtype=dtype, device=fn.device)
@@ -141,8 +142,8 @@ def _run_streams(
     fn: Tensor | None,
     how: Options,
 ) -> tuple[Tensor, Tensor]:
-    """The streams after the post step (x, post, res), if there is one, and the products' parts
-    [N,S,ROWS] float32: M products, then the sum of squares.
+    """The residual streams after the post step (x, post, res), if any, and the GEMM's parts
+    [N,S,ROWS] float32: M results, then the sum of squares.
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
@@ -207,7 +208,7 @@ def _run_block_input(
     params: MhcParams,
     how: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(block input, post, res); for hc_head the last two stay unwritten."""
+    """Run the second pass: (block input, post, res); hc_head does not write the last two."""
     num_tokens, streams, width = streams_NHD.shape
     device = streams_NHD.device
     _check_contiguous(scale=w.scale, base=w.base, norm=w.norm)

@@ -1,4 +1,4 @@
-"""mHC's first pass as Triton kernels: the new streams, and the parts of their products with fn.
+"""mHC's first pass as Triton kernels: new residual streams, and the parts of their GEMM with fn.
 
 Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D ("slots").
 """
@@ -10,8 +10,10 @@ import triton.language as tl
 
 @triton.jit
 def _settle(x, COMPILED: tl.constexpr):
-    """x, in a form that the compiler cannot see through: else it computes the post step in the
-    layout of a product's operand, where every value lies in several threads' registers.
+    """Hide the computation of x from the compiler.
+
+    Otherwise it would compute the post step in the layout of a GEMM operand, in which several
+    threads hold every value.
     """
     if COMPILED:
         return tl.inline_asm_elementwise(
@@ -28,13 +30,13 @@ def _settle(x, COMPILED: tl.constexpr):
 
 @triton.jit
 def _truncate(x):
-    """The upper half of a float32: what bfloat16 can hold of it."""
+    """Clear the lower half of a float32, so that bfloat16 can represent it."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _split(fn):
-    """Three bfloat16 whose sum is fn, the largest first."""
+    """Split fn into three bfloat16 values whose sum is fn, the largest first."""
     high = _truncate(fn)
     middle = _truncate(fn - high)
     low = fn - high - middle
@@ -43,7 +45,7 @@ def _split(fn):
 
 @triton.jit
 def _times_split(x, high, middle, low):
-    """x (high + middle + low)^T, the small products first."""
+    """x (high + middle + low)^T, with the small products added first."""
     total = tl.dot(x, tl.trans(low))
     total = tl.dot(x, tl.trans(middle), total)
     return tl.dot(x, tl.trans(high), total)
@@ -61,7 +63,10 @@ def _times_fn(x, fn):
 
 @triton.jit
 def _column(res, post, k, is_token):
-    """What new stream k takes of each old one and of x; res and post point at a token's mixes."""
+    """Load the factors of each old residual stream and of x for the new residual stream k.
+
+    res and post point to a token's mixes.
+    """
     r0 = tl.load(res + k, mask=is_token, other=0.0)
     r1 = tl.load(res + 4 + k, mask=is_token, other=0.0)
     r2 = tl.load(res + 8 + k, mask=is_token, other=0.0)
@@ -71,7 +76,7 @@ def _column(res, post, k, is_token):
 
 @triton.jit
 def _mixed(column, x0, x1, x2, x3, x):
-    """A new stream of a tile."""
+    """Compute a new residual stream of a tile."""
     stream = column[0][:, None] * x0.to(tl.float32)
     stream += column[1][:, None] * x1.to(tl.float32)
     stream += column[2][:, None] * x2.to(tl.float32)
@@ -81,7 +86,7 @@ def _mixed(column, x0, x1, x2, x3, x):
 
 @triton.jit
 def _take_turns(a, b, c, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Four [ROWS, WIDTH] as one [ROWS, 4 WIDTH], whose columns are theirs in turns."""
+    """Interleave the columns of four [ROWS, WIDTH] to one [ROWS, 4 WIDTH]."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, 4 * WIDTH])
 
 
@@ -165,7 +170,7 @@ def _streams_few_kernel(
 
 @triton.jit
 def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """fn [M,4,D] -> [P,M,D,4]: P = 3 bfloat16 that add up to it, or 1 float32."""
+    """fn [M,4,D] -> [P,M,D,4]: P = 3 bfloat16 values with fn as their sum, or 1 float32."""
     row = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
@@ -186,8 +191,8 @@ def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr
         tl.store(target, fn, mask=column < 4 * D)
 
 
-# Compiled once, whether 16 divides N or not: another compilation may fuse other multiplications
-# with additions, and so give other bits.
+# Do not specialise on N (divisible by 16 or not): another compilation may fuse other
+# multiplications with additions, and then give other bits.
 @triton.jit(do_not_specialize=["N"])
 def _streams_many_kernel(
     x_ptr,
@@ -230,7 +235,7 @@ def _streams_many_kernel(
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([BLOCK_N], tl.float32)
     for step in tl.range(steps, num_stages=STAGES):
-        # Programs that run at a time read neighbours.
+        # Programs that run at the same time read adjacent memory.
         start = (step * tl.num_programs(0) + slot) * BLOCK_D
         d = start + tl.arange(0, BLOCK_D)
         mask = is_token[:, None] if EVEN else is_token[:, None] & (d < D)[None, :]

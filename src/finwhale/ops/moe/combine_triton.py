@@ -1,6 +1,6 @@
-"""Add the outputs of each token's experts, as a Triton kernel. Legend in the package's docstring.
+"""Adds the outputs of each token's experts, as a Triton kernel. The package has the legend.
 
-Bytes: 2 D (K + 2) a token.
+Bytes: 2 D (K + 2) per token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from finwhale.ops.launch import launch_options
 
-MAX_COLUMNS = 1024  # that a program adds
+MAX_COLUMNS = 1024  # of a program
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _sum_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add a token's pairs in order of k, BLOCK_D columns of them."""
+    """Add BLOCK_D columns of a token's pairs, in order of k."""
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,8 +1,9 @@
 """Order (token, expert) pairs by expert, as Triton kernels.
 
-Legend: P pairs, E experts. The host need not know how the tokens spread over the experts. With few
-pairs, the program of each expert reads all of them in one launch. With more, there are three: count
-the pairs of each chunk, add up the counts of the chunks before, and find the row of every pair.
+Legend: P pairs, E experts. The host need not know the number of tokens of each expert. With few
+pairs, there is one launch, in which the program of each expert reads all pairs. With more pairs,
+there are three: count the pairs of each chunk, add up the counts of the previous chunks, and find
+the row of every pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -16,20 +17,20 @@ from torch import Tensor
 from finwhale.ops.launch import launch_options
 from finwhale.ops.moe import Dispatched
 
-# With up to so many pairs every expert's program reads them all; more are counted in chunks.
+# Up to this number of pairs, every expert's program reads all pairs; else chunks count them.
 FEW_PAIRS = 2048
 CHUNK = 128  # one tile compares a chunk's pairs with each other
-# Experts and chunks that a program of the second launch adds up at a time.
+# Numbers of experts and chunks that a program of the second launch adds up at a time.
 SCAN_EXPERTS, SCAN_CHUNKS = 16, 128
-ALIGN = 8  # an expert's rows start at multiples: the copy engine wants that of their scales
+ALIGN = 8  # alignment of an expert's first row, which the copy engine needs for the scales
 
 
 @dataclass(frozen=True, slots=True)
 class OrderedPairs(Dispatched):
-    """Rows for the pairs: those of an expert are neighbours and start at a multiple of 8.
+    """Rows for the pairs. The rows of an expert are adjacent and start at a multiple of 8.
 
     Attributes:
-        order: int32 [P]: the pair of each row that has one.
+        order: int32 [P]: the pair of each row; undefined for rows without a pair.
         place: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is in
             row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
         blocks: int32 [B,3]: (expert, first row, end) of up to block_rows rows; expert -1: no block.
@@ -83,7 +84,7 @@ def _order_few_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Order one expert's pairs and write its blocks, which are numbered without gaps."""
+    """Order one expert's pairs and write its blocks, with consecutive numbers."""
     expert = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -165,9 +166,9 @@ def _order_many_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs order a chunk each, the others write the blocks of an expert each.
+    """The first programs each order one chunk; the others each write the blocks of one expert.
 
-    The blocks of expert e start at number first // BLOCK_N + e, where there is room for them.
+    The blocks of expert e start at number first // BLOCK_N + e, which leaves room for all.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -205,7 +206,7 @@ def _order_many_kernel(
 
 
 def order_one_token(ids_NK: Tensor, block_rows: int) -> OrderedPairs:
-    """Nothing to order: only memory for what the kernel that rounds the token writes."""
+    """Allocate the result for one token; the kernel that rounds the token fills it."""
     pairs, device = ids_NK.numel(), ids_NK.device
     order = torch.empty(ALIGN * pairs, dtype=torch.int32, device=device)
     blocks = torch.empty((pairs, 3), dtype=torch.int32, device=device)
@@ -213,7 +214,7 @@ def order_one_token(ids_NK: Tensor, block_rows: int) -> OrderedPairs:
 
 
 def order_sizes(pairs: int, num_experts: int, block_rows: int) -> tuple[int, int]:
-    """(rows P, blocks B) that so many pairs may need, however they spread over the experts."""
+    """The most (rows P, blocks B) for a number of pairs, for any distribution over experts."""
     rows = triton.cdiv(pairs + (ALIGN - 1) * min(pairs, num_experts), ALIGN) * ALIGN
     slots = num_experts + rows // block_rows
     return rows, min(pairs, slots) if pairs <= FEW_PAIRS else slots
@@ -230,7 +231,7 @@ def _few_blocks_tile(slots: int) -> int:
 
 
 def launch_class(pairs: int, num_experts: int, block_rows: int) -> tuple[int, ...]:
-    """What the launches for so many pairs have in common."""
+    """The arguments common to all launches for a number of pairs."""
     _, slots = order_sizes(pairs, num_experts, block_rows)
     if pairs > FEW_PAIRS:
         return (block_rows,)

@@ -1,22 +1,22 @@
 """The routed experts on Hopper GPUs, with GEMMs in Gluon.
 
-Legend: N tokens, K experts a token, P rows in order of the experts, E experts, D hidden, I
+Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
-Launches for several tokens: `dispatch` orders the pairs (dispatch_triton.py); `compute` rounds x,
-then gate and up, rounds the hidden values, then down. Gate and up applies the clamped SwiGLU and
-the routing weights. One token needs no order and has kernels of its own, in two launches
-(experts_hopper_one_token.py). An expert's weights are read once for a block of tokens. Blocks
-without tokens return at once, so the host need not know how the tokens spread.
+Launches for several tokens: `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x,
+runs the gate and up GEMM, rounds the hidden values, and runs the down GEMM. The gate and up kernel
+applies the clamped SwiGLU and the routing weights. One token needs no order and has its own
+kernels, in two launches (experts_hopper_one_token.py). A block of tokens reads an expert's weights
+once. Blocks without tokens return at once, so the host need not know each expert's tokens.
 
 A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
 warp that fills a ring of tiles through the copy engine. The weights come first, because the expert
 is known while x is still being rounded. Weights go from the ring to registers, are decoded there to
-E4M3 (exactly), and enter the tensor cores from there. A sum goes over 128 values in the tensor
-core, then over these sums in float32, times the activations' scale of the 128, for every N.
+E4M3 (exactly), and enter the tensor cores from there. The tensor cores sum over 128 values. These
+sums, times the activations' scales, are added in float32, in the same order for every N.
 
-Floors: bytes, E' (3 I D / 2 + 3 I D / 32) for the E' experts that are hit: at 4.39 TB/s 18 us for
-one token of Flash, 750 for 128. Operations, 6 I D a pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
+Floors: bytes, E' (3 I D / 2 + 3 I D / 32) for E' different experts: at 4.39 TB/s 18 us for one
+token of Flash, 750 for 128. Operations, 6 I D per pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -65,8 +65,8 @@ def _load(
 ):
     """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns.
 
-    Its first weights are asked for while the kernel before still writes x. Of x come as many boxes
-    of rows as `count` pairs need.
+    It requests its first weights while the previous kernel still writes x. It loads as many boxes
+    of rows of x as `count` pairs need.
     """
     descs, rings, first, count, tile, blocks = load
     height: gl.constexpr = descs[0].block_type.shape[0]
@@ -97,7 +97,7 @@ def _load(
 def _load_weights(
     descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """A block of each group's rows; announces what _load_rows brings, too."""
+    """Load a block of each group's rows; also announce the bytes that _load_rows loads."""
     x_desc, scale_desc, w_desc, steps_desc = descs
     _, _, w_ring, steps_ring, full, _ = rings
     height: gl.constexpr = x_desc.block_type.shape[0]
@@ -142,7 +142,7 @@ def _add_part(
 ):
     """total + (a times WIDTH columns of the tile) times these columns' scales.
 
-    SCALES_FIRST: they are read while the product is computed, in registers of their own.
+    SCALES_FIRST: read the scales to their own registers while the tensor cores multiply.
     """
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
     scale_tile = scale_tile.slice(FROM, WIDTH, 0)
@@ -157,8 +157,9 @@ def _add_part(
 
 @gluon.constexpr_function
 def _parts(width, groups):
-    """(first, columns) of the products that a block of `width` columns is cut into: one is held
-    beside the sums of all, in the registers that so many groups leave a thread.
+    """(first, columns) of the parts of a block of `width` columns, each multiplied separately.
+
+    The registers of a thread must hold one part's result beside the sums of all parts.
     """
     if groups == 4 and width == 128:
         return [(0, 32), (32, 32), (64, 32), (96, 32)]
@@ -188,7 +189,7 @@ def _size(width, groups, part):
 
 @gluon.constexpr_function
 def _scales_first(width, groups, part):
-    """Whether registers are left for a part's scales beside the sums and the product."""
+    """Whether a thread has registers for a part's scales beside the sums and the result."""
     return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
 
 
@@ -243,10 +244,10 @@ def _multiply(
 
 @gluon.jit
 def _to_odd(x):
-    """float32 x as bfloat16, its last bit set if anything was cut off: "rounded to odd".
+    """Convert float32 x to bfloat16, with the last bit set if any lower bit was: "round to odd".
 
-    Rounding that to E4M3, which has four bits less, gives what rounding x itself would, and no x
-    changes sides at a scale's boundary, which is 448 times a power of two: a bfloat16. (Also with
+    Rounding the result to E4M3, which has four bits less, equals rounding x itself. No x crosses a
+    scale's boundary, because this is 448 times a power of two, which is a bfloat16. (Also with
     1/448 rounded to float32, and at the least amax; test_rounding_to_odd.py.)
     """
     bits = x.to(gl.int32, bitcast=True)
@@ -266,7 +267,7 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
     result = swiglu(total, limit)
-    # This group of warps has not waited for the kernel before: as `_block`, from L2.
+    # This group of warps has not waited for the previous kernel, so load from L2, as in `_block`.
     place = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
     pair = gl.load(order_ptr + place, mask=place < end, other=0, cache_modifier=".cg")
     weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
@@ -298,7 +299,7 @@ def _store_out(total, out, unit_ptr, first, end, row, limit):
 
 @gluon.jit
 def _opaque(x):
-    """x, so that what is computed from it stays in the loop: outside it would cost registers."""
+    """Return x, and keep computations from it inside the loop; outside they cost registers."""
     asm: gl.constexpr = "mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -338,7 +339,7 @@ def _columns(
 
 @gluon.constexpr_function
 def _widths(columns, groups):
-    """Columns that a program for up to `columns` pairs has code for, ascending."""
+    """The numbers of columns for which a program for up to `columns` pairs has code, ascending."""
     if columns <= 64:
         return [columns]
     steps = (64, 96, 128) if groups == 4 else (64, 128, 160, 192, 224, 256)
@@ -352,7 +353,7 @@ def _num_widths(columns, groups):
 
 @gluon.constexpr_function
 def _width(columns, groups, i):
-    """The i-th; before the first 0, after the last more than any block has."""
+    """The i-th of `_widths`; 0 before the first, and 2^31 - 1 after the last."""
     widths = [0, *_widths(columns, groups), 2**31 - 1]
     return widths[i + 1]
 
@@ -367,7 +368,7 @@ def _group(
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """What four warps do: their rows times as many columns as the block has pairs."""
+    """The work of four warps: multiply their rows by as many columns as the block has pairs."""
     rings, results, unit_ptr, first, end, row, blocks, limit = work
     count = end - first
     last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
@@ -452,8 +453,10 @@ def _run(
 
 @gluon.jit
 def _block(blocks_ptr):
-    """(expert, first pair, end) of this program, which the kernel before does not write: it lets
-    this one start when those before it have ended. From L2, which all that they wrote has reached.
+    """Load (expert, first pair, end) of this program.
+
+    The previous kernel does not write them, and lets this kernel start only after all kernels
+    before it have ended. The loads bypass L1, because those kernels' writes are in L2.
     """
     entry = blocks_ptr + gl.program_id(1) * 3
     expert = gl.load(entry, cache_modifier=".cg")
@@ -561,12 +564,12 @@ BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 @dataclass(frozen=True, slots=True)
 class HopperPlan:
-    """Tiles of one launch.
+    """Tile sizes of one launch.
 
     Attributes:
-        block_rows: pairs of one expert that a program takes.
+        block_rows: pairs of one expert in a program.
         groups: groups of warps in a program.
-        gate_up, down: steps through the rows of weights, and tiles in the ring, of either GEMM.
+        gate_up, down: for each GEMM, the steps through the rows of weights and the ring's tiles.
     """
 
     block_rows: int
@@ -575,7 +578,7 @@ class HopperPlan:
     down: tuple[int, int]
 
 
-# Up to so many pairs an expert on average, this plan.
+# (largest average number of pairs per expert, plan)
 PLANS = (
     (6, HopperPlan(16, 1, (1, 4), (1, 4))),
     (32, HopperPlan(32, 1, (1, 6), (1, 6))),
@@ -614,7 +617,7 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
 def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """x bfloat16, its rows any stride apart. Returns bfloat16 [N,K,D]."""
+    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
     if isinstance(pairs, OrderedPairs):
@@ -635,7 +638,7 @@ def launch(
     plan: HopperPlan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` of several tokens by a plan, whose block_rows the pairs were dispatched with."""
+    """`compute` of several tokens with a given plan, whose block_rows `dispatch` has used."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=True)
     shape = (len(x), w.w2.shape[2] * 2)
     hidden = torch.empty(shape, dtype=torch.bfloat16, device=x_ND.device)
@@ -658,9 +661,11 @@ def _descriptors(
 
 
 def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
-    """Registers a thread: at launch, and of each group of warps after the first then; the loader
-    keeps 24, and the first group gets the rest: 104 of 64 at launch, with which four programs share
-    a multiprocessor (two with 128: a fifth slower for 30 to 50 pairs an expert).
+    """Registers per thread: at launch, and later of each group of warps except the first.
+
+    The loader keeps 24, and the first group gets the rest. With 64 at launch the first group gets
+    104, and four programs share a multiprocessor. With 128 only two do, which takes a fifth longer
+    for 30 to 50 pairs per expert.
     """
     registers, at_launch = {1: (80, 64), 2: (232, 168), 4: (112, 96)}[groups]
     return {
@@ -675,8 +680,9 @@ def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, in
 
 
 def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
-    """(groups of a program, its steps, programs) for an even number of tiles of rows: no more than
-    asked for of either, and no rest.
+    """(groups of a program, its steps, programs), which divide the tiles of rows without a rest.
+
+    `groups` and `tiles` are upper bounds.
     """
     groups = math.gcd(groups, rows)
     tiles = math.gcd(tiles, rows // groups)
@@ -728,7 +734,10 @@ def _down(
     plan: HopperPlan,
     each_NKD: Tensor,
 ) -> None:
-    """each bfloat16 [N,K,D] of hidden E4M3 [P,I] and its scales [I/128,P']; as `_gate_up`."""
+    """Compute `each` bfloat16 [N,K,D] from hidden E4M3 [P,I] and scales [I/128,P'].
+
+    `_gate_up` describes the order of its reads.
+    """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
     w2, steps2, unit2 = w.second()
     groups, tiles, programs = _cut(width // 64, plan.groups, plan.down[0])

@@ -1,12 +1,12 @@
 """The routed experts of one token on Hopper GPUs, in Gluon: two launches.
 
 Read experts_hopper.py first. Here a program has one row of x. Its four warps round the row while
-the first weights come, so that no launch stands between the router and the weights or between the
+the first weights arrive, so there is no launch between the router and the weights or between the
 two GEMMs. The row is row 0 of tiles of eight in shared memory; the results of the other seven rows
 are ignored. The bits are those of experts_hopper.py.
 
-Each program reads and rounds the whole row, 8 KiB from L2, in 1 KiB of shared memory a block. A
-token of Flash takes 384 programs, three or four on a multiprocessor (gate and up of Pro: 576, two).
+Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block.
+A token of Flash has 384 programs, three or four per multiprocessor (gate and up of Pro: 576, two).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -37,12 +37,12 @@ from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
 STAGES = 6
-REGISTERS = 64  # a thread: four programs share a multiprocessor, where their rows leave room
+REGISTERS = 64  # per thread; four programs share a multiprocessor if their rows fit
 
 
 @gluon.constexpr_function
 def _columns():
-    """The fewest of a product. No constant: the kernels share functions (see `decode`)."""
+    """The fewest columns of a GEMM. A function, because shared functions read no constants."""
     return 8
 
 
@@ -50,9 +50,9 @@ def _columns():
 def _round_row(
     x_ptr, x, scales, BLOCKS: gl.constexpr, CHUNK: gl.constexpr, TOP: gl.constexpr, LEAST
 ):
-    """Round BLOCKS blocks of 128 values into row 0 of x's tiles, with one scale a block.
+    """Round BLOCKS blocks of 128 values into row 0 of x's tiles, with one scale per block.
 
-    CHUNK blocks at a time, a power of two.
+    CHUNK, a power of two, is the number of blocks at a time.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -103,7 +103,7 @@ def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """A tile's blocks of weights, one after the other."""
+    """Load a tile's blocks of weights, one after the other."""
     w_desc, steps_desc = descs
     w_ring, steps_ring, full, empty = rings
     slot = 0
@@ -123,20 +123,20 @@ def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def _store_hidden(total, hidden):
-    """32 values of I, times the routing weight."""
+    """Store 32 values of I, times the routing weight."""
     hidden_ptr, weight_ptr, limit = hidden
     _store_first(hidden_ptr, swiglu(total, limit) * gl.load(weight_ptr))
 
 
 @gluon.jit
 def _store_out(total, out_ptr):
-    """64 values of D."""
+    """Store 64 values of D."""
     _store_first(out_ptr, total.to(gl.bfloat16))
 
 
 @gluon.jit
 def _store_first(ptr, x):
-    """The first column, which is the token's."""
+    """Store the first column, which belongs to the token."""
     layout: gl.constexpr = x.type.layout
     row = gl.expand_dims(gl.arange(0, x.shape[0], gl.SliceLayout(1, layout)), 1)
     column = gl.expand_dims(gl.arange(0, _columns(), gl.SliceLayout(0, layout)), 0)
@@ -262,7 +262,7 @@ def _one_down_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = w2 hidden. w2 is read while the kernel before, which did not write ids, runs."""
+    """out[pair] = w2 hidden. It loads w2 and ids before the previous kernel has ended."""
     start_next(PDL)
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
@@ -307,7 +307,7 @@ def launch(
 ) -> None:
     """out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K]; -1: no expert.
 
-    Rows of out that have no expert are not written.
+    It does not write rows of out without an expert.
     """
     (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)

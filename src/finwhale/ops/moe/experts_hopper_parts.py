@@ -1,4 +1,4 @@
-"""Shared by the experts' kernels for Hopper GPUs: decoder, ring buffers and SwiGLU, in Gluon.
+"""Functions of the experts' kernels for Hopper GPUs: decoder, ring buffers, SwiGLU, in Gluon.
 
 experts_layout.py describes the layout of the weights.
 """
@@ -16,7 +16,7 @@ WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 @gluon.jit
 def _decode_group(w, first, second):
-    """w uint8 [64,32]; first and second [64,1]: the shifts of the tables of either half."""
+    """Decode w uint8 [64,32]; first and second [64,1] are the table shifts of the two halves."""
     # Uses no constants of the module. Triton's cache key of a kernel would then depend on which
     # kernel used this function first.
     # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments
@@ -50,7 +50,7 @@ or.b32 $1, second, sign;
 
 @gluon.jit
 def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
-    """Two [64,WIDTH/2] side by side: [64,WIDTH]."""
+    """Concatenate two [64,WIDTH/2] to [64,WIDTH]."""
     both = gl.reshape(gl.permute(gl.join(a, b), (0, 2, 1)), [64, WIDTH])
     return gl.convert_layout(both, LAYOUT, assert_trivial=True)
 

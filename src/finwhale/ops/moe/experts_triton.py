@@ -1,15 +1,15 @@
 """The routed experts as Triton kernels for GPUs of any vendor: FP4 weights, E4M3 activations.
 
-Legend: N tokens, K experts a token, P rows in order of the experts, E experts, D hidden, I
+Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
 `dispatch` orders the pairs (dispatch_triton.py). `compute` is four launches: round x, gate and up,
-round the hidden values, down. Gate and up applies the clamped SwiGLU and the routing weights; if
-its tiles hold whole groups, it also rounds. An expert's weights are read once for a block of
-tokens. Blocks without tokens return at once, so the host need not know how the tokens spread.
+round the hidden values, down. The gate and up kernel applies the clamped SwiGLU and the routing
+weights; if its tiles hold whole groups, it also rounds. A block of tokens reads an expert's weights
+once. Blocks without tokens return at once, so the host need not know each expert's tokens.
 
-Weights are decoded to bfloat16, exactly. A sum goes over 128 values in the matrix units, then over
-these sums in float32, times the activations' scale of the 128: the same for every N.
+The kernels decode weights to bfloat16, exactly. The matrix units sum over 128 values. These sums,
+times the activations' scales, are added in float32, in the same order for every N.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -46,7 +46,7 @@ from finwhale.ops.rounding import MIN_AMAX
 
 @triton.jit
 def _decode(w, steps, ROWS: tl.constexpr):
-    """128 values of each row, in two halves [ROWS,64]; w uint8 [ROWS,64], four steps a row."""
+    """Decode 128 values of each row to two halves [ROWS,64]; w uint8 [ROWS,64], 4 steps per row."""
     half = tl.arange(0, 2)
     first = (steps[:, None] >> (8 * half)[None, :]) & 0xFF
     second = (steps[:, None] >> (16 + 8 * half)[None, :]) & 0xFF
@@ -60,7 +60,7 @@ def _decode(w, steps, ROWS: tl.constexpr):
 
 @triton.jit
 def _values(codes, steps, signs, ROWS: tl.constexpr):
-    """The values of the codes, with the group's steps, in bfloat16 [ROWS,64]."""
+    """The values of codes with the steps of their groups, in bfloat16 [ROWS,64]."""
     codes = tl.reshape(codes, [ROWS, 2, 32])
     byte = tl.where(codes == 1, 8, 8 + 4 * codes) + steps[:, :, None]
     bits = tl.where(codes == 0, 0, (byte << 4) + (120 << 7))
@@ -226,10 +226,10 @@ def _down_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Tiles of one launch.
+    """Tile sizes of one launch.
 
     Attributes:
-        block_rows: pairs of one expert that a program takes.
+        block_rows: pairs of one expert in a program.
         gate_up, down: rows of weights (of w1, and as many of w3), pipeline stages, warps.
     """
 
@@ -238,7 +238,7 @@ class Plan:
     down: tuple[int, int, int] = (128, 3, 8)
 
 
-# Up to so many pairs an expert on average, this plan.
+# (largest average number of pairs per expert, plan)
 PLANS = (
     (6, Plan(16, (128, 4, 8), (64, 4, 4))),
     (20, Plan(32, (128, 4, 8), (64, 4, 4))),
@@ -276,7 +276,7 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
 def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """x bfloat16, its rows any stride apart. Returns bfloat16 [N,K,D]."""
+    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
     assert isinstance(pairs, OrderedPairs)
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
@@ -294,7 +294,7 @@ def launch(
     plan: Plan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` by a given plan, whose block_rows the pairs were dispatched with."""
+    """`compute` with a given plan, whose block_rows `dispatch` has used."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
     hidden, hidden_scale = _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan)
     _down(hidden, hidden_scale, pairs, w, plan, each_NKD)

@@ -1,6 +1,6 @@
-"""Round tokens to E4M3 for the experts' GEMMs, into the rows of their pairs: a Triton kernel.
+"""A Triton kernel that rounds tokens to E4M3 into the rows of their pairs, for experts' GEMMs.
 
-Legend: N tokens, K experts a token, P rows in order of the experts.
+Legend: N tokens, K experts per token, P rows in order of the experts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -15,7 +15,7 @@ from finwhale.ops.moe.dispatch_triton import OrderedPairs
 from finwhale.ops.moe.experts_layout import GROUP
 from finwhale.ops.rounding import MIN_AMAX
 
-# Groups that a program rounds, up to FEW_ROWS rows and beyond; Flash's hidden values have 16.
+# Up to this number of rows, a program rounds fewer groups. Flash's hidden values have 16 groups.
 FEW_ROWS = 256
 FEW_GROUPS, MANY_GROUPS = 8, 16
 
@@ -51,9 +51,9 @@ def _round_rows_kernel(
 ):
     """Round BLOCK groups of row n of x into rows place[n K ..] of values and columns of scale.
 
-    A place of -1 is skipped. Without place_ptr K is 1 and a row keeps its number. With ids_ptr
-    there is one token: its pair k goes to row 8 k, in a block of its own, and the kernel writes
-    order and blocks too.
+    The kernel skips a place of -1. Without place_ptr, K is 1 and a row keeps its number. With
+    ids_ptr there is one token: its pair k goes to row 8 k, in its own block, and the kernel also
+    writes order and blocks.
     """
     if PDL:
         # Wait first: the next kernel reads `order` and `blocks` before its own wait.
@@ -100,12 +100,12 @@ def round_tokens(x_ND: Tensor, pairs: OrderedPairs, early_launch: bool) -> tuple
 def round_hidden(
     hidden_PI: Tensor, pairs: OrderedPairs, early_launch: bool
 ) -> tuple[Tensor, Tensor]:
-    """Round hidden values, whose rows are the pairs': E4M3 [P,I] and scales [I/128,P']."""
+    """Round hidden values in the rows of the pairs: E4M3 [P,I] and scales [I/128,P']."""
     return _round_rows(hidden_PI, None, 1, pairs, early_launch)
 
 
 def rounded_groups(num_rows: int) -> int:
-    """Groups of 128 that a program rounds."""
+    """Number of groups of 128 that a program rounds."""
     return FEW_GROUPS if num_rows <= FEW_ROWS else MANY_GROUPS
 
 

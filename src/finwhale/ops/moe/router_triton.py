@@ -1,12 +1,12 @@
 """The router as Triton kernels.
 
-By score: one kernel multiplies with parts of the gate along D. In a second kernel, the program of a
-token adds the parts in order and chooses. By hash: the program of a token reads only the K rows of
-the gate that the table names. Many tokens take the whole GEMM instead, as by score, and pick from
-it. A token's bits do not depend on the other tokens. They depend on the number of tokens only by
-whether it exceeds FEW_TOKENS.
+By score: one kernel computes the GEMM in parts along D. In a second kernel, the program of a token
+adds the parts in order and chooses experts. By hash: the program of a token reads only the K rows
+of the gate that the table names. Many tokens use the whole GEMM instead, as by score, and select
+from it. A token's bits do not depend on the other tokens. They depend on the number of tokens only
+by whether it exceeds FEW_TOKENS.
 
-The kernels read at least the gate, 2 E D bytes in bfloat16, and 2 D bytes a token. At 4.39 TB/s
+The kernels read at least the gate, 2 E D bytes in bfloat16, and 2 D bytes per token. At 4.39 TB/s
 that takes, for 1, 128 and 8192 tokens: Flash (E 256, D 4096) 0.5, 0.7 and 16 us, Pro (384, 7168)
 1.3, 1.7 and 28 us. Arithmetic bounds many tokens: 17 GFLOP for 8192 of Flash, 22 us at 0.79
 PFLOP/s.
@@ -21,11 +21,11 @@ from torch import Tensor
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 
-# Up to so many tokens, the GEMM is split along D into chunks, so that it occupies many programs.
+# Up to this number of tokens, the GEMM is split along D into chunks to occupy many programs.
 FEW_TOKENS = 128
 BLOCK_E = 32
 CHUNK = 256
-# Tokens of a tile: up to NARROW_TILE tokens so many, else twice as many.
+# Tokens of a tile for up to NARROW_TILE tokens; for more tokens, tiles are twice as wide.
 NARROW_TILE = 16
 FEW_WARPS = 4
 # Tiles of a bfloat16 GEMM with many tokens: tokens, experts, values of D, warps. Up to
@@ -64,7 +64,7 @@ def _gate_few_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Experts are the rows of a tile: tensor cores take 16 rows, but 8 columns, at a time."""
+    """Experts are the rows of a tile: tensor cores process 16 rows but 8 columns at a time."""
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     slot = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,8 +100,8 @@ def _gate_many_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tensor cores truncate their accumulator, and over all of D the errors would add up. So each
-    accumulator adds two blocks, and these sums are added in float32.
+    """Tensor cores truncate their accumulator, and errors would add up over all of D. Therefore
+    each accumulator adds two blocks only, and these sums are added in float32.
     """
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -206,7 +206,7 @@ def _hash_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MULTIPLY: compute the scores' sums here, else read them from the parts."""
+    """MULTIPLY: compute the GEMM's results here; otherwise read them from the parts."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

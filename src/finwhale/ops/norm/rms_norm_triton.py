@@ -1,7 +1,7 @@
-"""RMSNorm as a Triton kernel: one program a row.
+"""RMSNorm as a Triton kernel with one program per row.
 
-State: x is read once and written once, 2 D values a row; the floor of 8192 rows of 4096 bf16
-values is 31 us at 4.39 TB/s, that of a few rows the launch.
+The kernel reads x once and writes it once, 2 D values per row. The floor for 8192 rows of 4096 bf16
+values is 31 us at 4.39 TB/s; the floor for a few rows is the launch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -1,7 +1,7 @@
-"""The draw as Triton kernels: temperature, min_p, top_k and top_p, then a token of those left.
+"""The draw as Triton kernels: temperature, min_p, top_k and top_p, then one of the kept tokens.
 
 The tokens of a row are ordered by (logit, lower id), as one integer. top_k and top_p keep the
-tokens from a place `least` on. The kernels find `least` by looking at few tokens:
+tokens from a place `least` on. The kernels find `least` without a sort of all tokens:
 
 1. `_scan_kernel` counts the tokens, and sums the weight, in each of BINS equal ranges of logits. It
    runs over parts of the vocabulary, and only if a row of the batch has a top_k or a top_p.
@@ -10,7 +10,7 @@ tokens from a place `least` on. The kernels find `least` by looking at few token
 3. `_draw_kernel`, with a program for each row, finds `least`, the part in which the draw falls, and
    the token.
 
-Weights are integers: their sums do not depend on the order, or on how a row is cut.
+Weights are integers, so their sums do not depend on the order or on the parts of a row.
 
 The kernels read the logits twice, or three times with a top_k or a top_p, including the pass for
 the largest logit. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256 rows of 129280
@@ -31,20 +31,21 @@ from finwhale.ops.sampling import Filters
 MAX_PARTS = 128
 BINS = 1024  # 16 KiB a row, which each of its programs reads
 TILE = 512  # of a list
-WAYS = 16  # what a pass over a list narrows a search by
-ROWS = 128  # that are searched at once for a request's
-# Integers that differ from batch to batch, and small tensors that may begin anywhere.
+WAYS = 16  # factor by which a pass over a list narrows a search
+ROWS = 128  # number of rows compared at a time in the search for a row
+# Integers that differ between batches, and small tensors of any alignment: Triton must not
+# specialise on them.
 INTEGERS = ["steps", "id_bits", "parts", "R", "M", "K", "P"]
 POINTERS = ["rows_ptr", "temperature_ptr", "min_p_ptr", "uniform_ptr"]
 POINTERS += ["top_k_rows_ptr", "top_k_ptr", "top_p_rows_ptr", "top_p_ptr"]
-# Functions that kernels share read no constants of this module: with one, what Triton finds a
-# compiled kernel by would depend on which kernel it met first.
+# Functions that several kernels share read no constants of this module. With one, Triton's cache
+# key would depend on the kernel that it compiles first.
 _kernel = triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 
 
 @triton.jit
 def order(x):
-    """int32 that orders as float32 x does, 0.0 and -0.0 equal; every NaN above all the rest."""
+    """Map float32 x to int32 in the same order, with 0.0 equal to -0.0 and NaN above all."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(x != x, 0x7FFFFFFF, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits))
 
@@ -63,7 +64,7 @@ def finite(place):
 
 @triton.jit
 def _place(x, v, id_bits):
-    """A token's place in its row's order, as one int64."""
+    """A token's place in the order of its row, as one int64."""
     return (order(x).to(tl.int64) << id_bits) | ((1 << id_bits) - 1 - v)
 
 
@@ -78,7 +79,7 @@ def _extremes(best_ptr, low_ptr, row, parts, MAX_PARTS: tl.constexpr):
 
 @triton.jit
 def _find(rows_ptr, count, row, ROWS: tl.constexpr):
-    """Where `row` is among `count` rows; -1: nowhere."""
+    """Index of `row` among `count` rows; -1: not found."""
     found = -1
     for start in range(0, count, ROWS):
         i = start + tl.arange(0, ROWS)
@@ -101,7 +102,7 @@ def _find_filters(
 
 @triton.jit
 def _weigh(x, top, temperature, min_p):
-    """(logit - largest) / temperature, and the weight that min_p leaves, e * 2^44."""
+    """(logit - largest) / temperature, and the weight e * 2^44 after min_p."""
     z = tl.div_rn(x - top, temperature)
     e = tl.exp(z)
     return z, tl.where(e >= min_p, e * 17592186044416.0, 0.0).to(tl.int64)
@@ -109,7 +110,7 @@ def _weigh(x, top, temperature, min_p):
 
 @triton.jit
 def _bin(z, low, top, temperature, BINS: tl.constexpr):
-    """The range that z lies in, from the largest logit's on; the last holds what has no weight:
+    """The bin of z, counted from the largest logit. The last bin has the tokens without weight:
     exp(-32) * 2^44 < 1.
     """
     span = tl.div_rn(top - logit(low), temperature)
@@ -132,7 +133,7 @@ def _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS: tl.constexpr):
     last = last_k
     most = tl.sum(tl.where(b <= last_k, weights, 0), axis=0)
     if has_p:
-        # top_k leaves a total that is known to the tokens of one bin.
+        # The total weight after top_k is known except for the tokens of one bin.
         before = (tl.cumsum(weights, 0) - weights).to(tl.float64)
         least = tl.sum(tl.where(b < last_k, weights, 0), axis=0)
         inside = before < top_p * least.to(tl.float64)
@@ -175,7 +176,9 @@ def _scan_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A part of a row into bins, or, GATHER, its weight above them and its tokens in them."""
+    """Sum a part of a row in bins. With GATHER, sum the weight above the chosen bins and list the
+    tokens in them.
+    """
     r = tl.program_id(0).to(tl.int64)
     row = r
     if R > 0:
@@ -360,7 +363,7 @@ def _draw_kernel(
     total = tl.sum(sums, axis=0)
     total += _list_weight(list_ptr, num, least, V, id_bits, top, temperature, min_p, TILE)
     target = (tl.load(uniform_ptr + r) * total.to(tl.float64)).to(tl.int64)
-    # The first part up to whose end there is more than the target; `before` is what comes first.
+    # Find the first part at whose end the sum exceeds the target; `before` is the sum before it.
     before = tl.full([], 0, tl.int64)
     here = tl.full([], 0, tl.int32)
     behind = parts - 1
@@ -389,7 +392,7 @@ def _draw_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts that rows are cut into, and what is known of each.
+    """The parts of rows, with the largest and smallest logit of each part.
 
     Attributes:
         block, steps: tokens of a step, and steps of a part.
@@ -406,13 +409,13 @@ class Parts:
 def draw(
     logits_SV: Tensor, parts: Parts, filters: Filters, uniform_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A token of each row: of the filtered distribution, or the best where a row has no filters.
+    """Draw a token of each row from its filtered distribution, or take the best without filters.
 
     Args:
-        logits_SV: [S,V] float32, S above 0; rows may lie apart.
+        logits_SV: [S,V] float32, S above 0; rows may be strided.
 
     Returns:
-        ids [S] int64; valid [S] bool, False where the row has a NaN, +inf or nothing but -inf.
+        ids [S] int64; valid [S] bool, False if the row has a NaN, +inf or nothing but -inf.
     """
     f, device = filters, logits_SV.device
     num_rows, vocab_size = logits_SV.shape
@@ -428,7 +431,7 @@ def draw(
     valid_S = torch.empty(num_rows, dtype=torch.bool, device=device)
     tensors = (
         *(logits_SV, parts.best_SP, parts.low_SP, bins, entries, sums),
-        # Where there is none any of its type is passed: a kernel is compiled once.
+        # Replace a missing tensor by one of its type, so that the kernel is compiled only once.
         some_int64 if f.rows_R is None else f.rows_R,
         f.temperature_R,
         f.temperature_R if f.min_p_R is None else f.min_p_R,

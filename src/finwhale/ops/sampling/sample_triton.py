@@ -25,8 +25,8 @@ from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, finite, or
 
 BLOCK_V = 1024
 BLOCK_N = 256
-PROGRAMS = 4096  # rows in flight hide the wait for memory
-# Small tensors that may begin anywhere, and what differs from batch to batch.
+PROGRAMS = 4096  # many programs hide the latency of memory
+# Do not specialise on integers that differ between batches or on small tensors' alignment.
 _changes_kernel = triton.jit(
     do_not_specialize=["N", "stride_w"],
     do_not_specialize_on_alignment=[
@@ -126,13 +126,13 @@ def _restrict_kernel(logits_ptr, rows_ptr, words_ptr, V, stride_s, stride_w, BLO
 
 
 def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row, the lowest id among equals.
+    """Find the largest logit of each row; the lowest id wins ties.
 
     Args:
-        logits_SV: [S,V] float32 or bfloat16, V below 2^31 - 2^17; rows may lie apart.
+        logits_SV: [S,V] float32 or bfloat16, V below 2^31 - 2^17; rows may be strided.
 
     Returns:
-        ids [S] int64; valid [S] bool, False where the row has a NaN, +inf or nothing but -inf.
+        ids [S] int64; valid [S] bool, False if the row has a NaN, +inf or nothing but -inf.
     """
     num_rows = _check(logits_SV)
     ids_S = torch.empty(num_rows, dtype=torch.int64, device=logits_SV.device)
@@ -148,7 +148,7 @@ def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check(logits_SV: Tensor) -> int:
-    """How many rows there are."""
+    """The number of rows."""
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:
         raise ValueError(f"a row's logits must lie together, got strides {logits_SV.stride()}")
@@ -170,7 +170,7 @@ def launch_rows(model: ModelSizes, most: int) -> set[int]:
 
 
 def _cut(logits_SV: Tensor, *, low: bool) -> Parts:
-    """The best of each part; low: and its smallest finite logit."""
+    """Find the best token of each part; low: also its smallest finite logit."""
     num_rows, vocab_size = logits_SV.shape
     parts, steps = _parts(num_rows, vocab_size)
     shape, device = (num_rows, parts), logits_SV.device
@@ -192,7 +192,7 @@ def _penalise(x_SV: Tensor, p: Penalties) -> None:
         *(N, x_SV.stride(0)),
         BLOCK_N=BLOCK_N,
         num_warps=4,
-        enable_fp_fusion=False,  # a product is rounded before it is subtracted
+        enable_fp_fusion=False,  # round a product before its subtraction
     )
 
 
@@ -213,7 +213,7 @@ def _restrict(x_SV: Tensor, a: AllowedTokens) -> None:
 
 
 def _change(logits_SV: Tensor, batch: SamplingBatch) -> Tensor:
-    """The logits after penalties, bias and allowed tokens."""
+    """Apply penalties, bias and allowed tokens to the logits."""
     if batch.penalties is None and batch.bias is None and batch.allowed is None:
         return logits_SV
     x_SV = logits_SV.clone(memory_format=torch.contiguous_format)
