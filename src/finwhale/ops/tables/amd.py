@@ -1,66 +1,21 @@
-"""Operators on AMD GPUs (gfx942, gfx950): bfloat16, as-trained activations, packed weights.
+"""Operators on AMD GPUs (gfx942, gfx950): the portable Triton kernels of `tables/nvidia.py`.
 
-The portable Triton kernels; no side streams, mHC in two steps. They were run in Triton's
-interpreter and on an NVIDIA GPU, never on the hardware: docs/platforms.md.
+The table uses no side streams, and its mHC takes two kernels. The kernels ran in Triton's
+interpreter and on an NVIDIA GPU, never on AMD hardware: docs/platforms.md.
 """
 
-import torch
+from dataclasses import replace
 
-from finwhale.ops import Capabilities, Ops
-from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
-from finwhale.ops.attention.sparse_attention_triton import sparse_attention
-from finwhale.ops.compressor.compress_triton import compress
-from finwhale.ops.indexer.select_entries_triton import select_entries
-from finwhale.ops.linear.linear_triton import Options, grouped_linear, linear, swiglu_mlp
-from finwhale.ops.linear.ref import grouped_form, prepare_linear
-from finwhale.ops.mhc.mhc_triton import hc_head, mhc_post, mhc_pre
+from finwhale.ops import Ops
 from finwhale.ops.mhc.mhc_unfused_triton import mhc_post_pre
-from finwhale.ops.moe.combine_triton import combine
-from finwhale.ops.moe.experts_layout import finish_experts
-from finwhale.ops.moe.experts_triton import compute, dispatch
-from finwhale.ops.moe.ref import prepare_experts
-from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
-from finwhale.ops.norm.rms_norm_triton import rms_norm
-from finwhale.ops.sampling.sample_triton import sample
-from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
+from finwhale.ops.tables import nvidia
 from finwhale.platform import Platform
 
 
 def table(platform: Platform) -> Ops:
-    num_multiprocessors = platform.num_multiprocessors
-    options = Options(num_multiprocessors=num_multiprocessors)
-    return Ops(
-        capabilities=Capabilities(
-            quantised_weights=True,
-            packed_cache=True,
-            captures_steps=True,
-            builds_kernels=True,
-            bounded_workspace=True,
-            prefix_cache_tokens=PREFIX_CACHE_TOKENS,
-            side_streams=False,
-            compiled_layers="without attention",
-            expert_id_dtype=torch.int32,
-        ),
-        prepare_linear=prepare_linear,
-        prepare_experts=prepare_experts,
-        finish_experts=finish_experts,
-        rms_norm=rms_norm,
-        linear=bind(linear, options=options),
-        grouped_form=grouped_form,
-        grouped_linear=bind(grouped_linear, options=options),
-        mhc_pre=mhc_pre,
+    portable = nvidia.table(platform)
+    return replace(
+        portable,
+        capabilities=replace(portable.capabilities, side_streams=False),
         mhc_post_pre=mhc_post_pre,
-        mhc_post=mhc_post,
-        hc_head=hc_head,
-        prepare_qkv=prepare_qkv,
-        compress=compress,
-        select_entries=bind(select_entries, num_multiprocessors=num_multiprocessors),
-        sparse_attention=sparse_attention,
-        route_by_score=route_by_score,
-        route_by_hash=route_by_hash,
-        experts_dispatch=dispatch,
-        experts_compute=compute,
-        experts_combine=combine,
-        swiglu_mlp=bind(swiglu_mlp, options=options),
-        sample=sample,
     )

@@ -14,7 +14,7 @@ from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_hopper import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.indexer.select_entries_triton import select_entries
-from finwhale.ops.linear import linear_triton as linear_triton
+from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear import ref as linear_ref
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe.combine_triton import combine
