@@ -13,6 +13,7 @@ from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import BOUNDS, Clock, Meter
+from finwhale.engine.loop.step_loop import Launcher
 from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import EngineDeadError
@@ -94,6 +95,30 @@ def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path
 def test_seconds_that_are_none(seconds: Any) -> None:
     with pytest.raises(FinwhaleError, match="watchdog_seconds must be above 0 or None"):
         EngineConfig(watchdog_seconds=seconds)
+
+
+# --- A launch that fails --------------------------------------------------------------------------
+
+
+def test_the_plan_after_a_failed_launch_frees_the_same_slots(
+    tiny_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(tiny_path, device="cpu")
+    llm.generate([[5, 6, 7], [8, 9]], GREEDY)
+    engine, freed = llm.engine, list[list[int]]()
+    engine.add_request("next", [5, 6, 7], GREEDY)
+    chunks = engine.scheduler.schedule()
+
+    def failing(plan: Any) -> None:
+        freed.append(sorted(plan.freed))
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(engine.executor, "execute", failing)
+    launcher = Launcher(engine.executor, engine.scheduler, engine.model_config.vocab_size)
+    for _ in range(2):
+        with pytest.raises(torch.AcceleratorError):
+            launcher.launch(chunks, None)
+    assert freed[0] and freed[0] == freed[1]
 
 
 # --- Death ----------------------------------------------------------------------------------------
