@@ -29,7 +29,7 @@ class WeightSpec:
 
     @property
     def fan_in(self) -> int:
-        """Length of the last axis: the number of inputs of each output value of a projection."""
+        """The number of input values of the projection, which is the length of the last axis."""
         return self.shape[-1]
 
 

@@ -49,7 +49,7 @@ WHY_REFERENCE = {
     "sm120": LITTLE_SHARED_MEMORY,
     "sm121": LITTLE_SHARED_MEMORY,
 }
-UNKNOWN_ARCH = "nobody has checked whether the Triton kernels run on this GPU"
+UNKNOWN_ARCH = "the Triton kernels were not checked on this GPU"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

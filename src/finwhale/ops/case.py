@@ -1,4 +1,4 @@
-"""One call of an operator: `cases.py` of each family lists the calls that tests and bench share.
+"""A case: one call of an operator. `cases.py` of each family lists them for tests and benchmarks.
 
 A family's `CASES` are calls with plain float32 arguments at many small sizes. Its `model_cases`
 are calls of a table with packed rows and weights at the published models' sizes. A step is chunks:

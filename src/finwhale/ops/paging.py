@@ -18,7 +18,7 @@ Ints = NDArray[np.int64]
 # cached state. The number of tokens of a page divides BLOCK_TOKENS in every group.
 BLOCK_TOKENS = 256
 
-# GPU kernels plan a step with at most this many tokens of each sequence as a decode.
+# A step is a decode for the GPU kernels if no sequence has more tokens in it than this.
 MAX_DECODE_QUERY = 4
 
 

@@ -48,7 +48,7 @@ class CompressStep:
 
 @dataclass(frozen=True, slots=True)
 class IndexStep:
-    """Slots of each sequence's C4 entries. All layers with an indexer share it.
+    """The slots of each sequence's C4 entries. All layers with an indexer share this object.
 
     Attributes:
         query_start: B+1 token offsets of the sequences in the batch, on the host.

@@ -16,17 +16,19 @@ from finwhale.engine.plan.step_plan import (
     StepPlan,
 )
 
-# What ranks have of one slot's table in one group: its version, the table, `first`, its length.
+# The state of one block table that the ranks have received: its version, the table, its `first`
+# and its length.
 _SentTable = tuple[object, BlockTable | None, int, int]
 _NOTHING: _SentTable = (None, None, 0, 0)
 
 
 @dataclass(slots=True)
 class _SentSlot:
-    """What ranks have of one slot.
+    """The block tables of one slot that the ranks have received.
 
     Attributes:
-        tables: of the sequence in the slot: after another admission, the slot has others.
+        tables: the block tables of the sequence in the slot. A new admission brings new tables.
+        groups: for each group, the state that was sent last.
     """
 
     tables: BlockTables

@@ -57,7 +57,7 @@ def plan_cache(
         drafts: sequences have drafts.
 
     Raises:
-        ResourceError: the budget is too small for one page of each group.
+        ResourceError: budget_bytes cannot hold one page of each group.
     """
     windowed = [g for g in groups if g.keep is not None]
     keeping = [g for g in groups if g.keep is None]

@@ -7,7 +7,11 @@ from pathlib import Path
 
 
 class Phases:
-    """Seconds of each phase. A phase begins when the previous one ends, the first one now."""
+    """Measure how long each phase takes, in seconds.
+
+    The first phase begins when this object is constructed. Each other phase begins when the
+    previous phase ends.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -55,7 +55,7 @@ class Moe:
         return self.swiglu_mlp(x_ND, self.weights.shared_experts, self.limit)
 
     def route(self, x_ND: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor]:
-        """Choose the experts of each token; returns ids and weights [N,K]."""
+        """Choose K experts for each token. Returns their ids and routing weights, both [N,K]."""
         w, positions = self.weights, inputs.tokens.positions
         if w.tid2eid is not None:
             return self.route_by_hash(

@@ -443,10 +443,11 @@ class AttendPlan:
 
 
 def num_splits(programs: int, tiles: int) -> int:
-    """The number of shares of each token's tiles; with one share there are `programs`.
+    """Return how many programs share the tiles of one token.
 
-    The grid has at most MAX_PROGRAMS. A second wave would cost more than it gains. So would a grid
-    of all multiprocessors while some of them still run the previous kernel.
+    `programs` is the size of the grid without sharing. The grid with sharing has at most
+    MAX_PROGRAMS programs, because a second wave would cost more than it gains. MAX_PROGRAMS is less
+    than the number of multiprocessors, because some of them still run the previous kernel.
     """
     return max(1, min(tiles, MAX_PROGRAMS // programs, MAX_SPLITS))
 

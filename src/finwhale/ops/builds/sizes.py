@@ -60,7 +60,11 @@ class LaunchSizes:
 
 
 def _in_every_class(first: int, last: int, last_of_classes: set[int]) -> list[int]:
-    """The first number of each alignment between any two of the published sizes."""
+    """Return sizes that meet every launch signature.
+
+    A class ends at each published size. Within a class, this returns the first size of each
+    alignment.
+    """
     found: list[int] = []
     seen: set[tuple[bool, ...]] = set()
     for size in range(first, last + 1):

@@ -68,8 +68,9 @@ class Compress(Protocol):
     the step, the operator keeps its rows from end // 4 * 4 - 4 on for ratio 4, or from
     end // 128 * 128 on for ratio 128. A sequence with at most `max_verify_tokens` tokens in the
     step may verify drafts that are rejected, so its `end` is the position after its first token.
-    For ratio 4 the operator also keeps the last 4 rows of each block (BLOCK_TOKENS) that ends in
-    the step, if the state's table has a page for them: another sequence may resume there.
+    Another sequence may resume at the end of a block of BLOCK_TOKENS tokens. So for ratio 4 the
+    operator also keeps the last 4 rows of each block that ends in the step, if the state's table
+    has a page for them.
     """
 
     def __call__(
