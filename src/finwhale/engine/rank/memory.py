@@ -112,12 +112,14 @@ class LargestSteps:
         return workspace
 
     def _peak(self, run: Callable[[], None]) -> int:
+        """Bytes that torch's allocator reserves for `run`, fragmentation included."""
         torch.cuda.synchronize(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         run()
         torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
+        return torch.cuda.max_memory_reserved(self.device) - before
 
     @torch.inference_mode()
     def run(self, largest: Largest) -> None:
