@@ -139,12 +139,10 @@ def _add_part(
     FROM: gl.constexpr,
     WIDTH: gl.constexpr,
     SCALES_FIRST: gl.constexpr,
-    WAIT: gl.constexpr,
 ):
     """total + (a times WIDTH columns of the tile) times these columns' scales.
 
     SCALES_FIRST: read the scales to their own registers while the tensor cores multiply.
-    WAIT: call `_wait_for` on the scales.
     """
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
     scale_tile = scale_tile.slice(FROM, WIDTH, 0)
@@ -154,37 +152,7 @@ def _add_part(
     part = warpgroup_mma_wait(0, deps=[part])
     if not SCALES_FIRST:
         scale = scale_tile.load(gl.SliceLayout(0, mma(WIDTH)))
-    total += part * gl.expand_dims(scale, 0)
-    if WAIT:
-        _wait_for(scale)
-    return total
-
-
-@gluon.jit
-def _wait_for(scale):
-    """Wait until the loads of the scales, which are positive, have ended.
-
-    Otherwise a warp may pass the barrier before the arrival at `empty` while its loads are still
-    queued. On an H200 the copy that refills the place overtook such loads, rarely. A fence costs
-    more. So an instruction depends on the scales that the compiler neither removes nor moves behind
-    the barrier: a trigger of the performance monitor, which never runs.
-    """
-    asm: gl.constexpr = """{
-.reg .pred negative;
-.reg .b32 all;
-or.b32 all, $4, $5;
-or.b32 all, all, $6;
-or.b32 all, all, $7;
-setp.lt.s32 negative, all, 0;
-@negative pmevent 0;
-mov.b32 $0, $4;
-mov.b32 $1, $5;
-mov.b32 $2, $6;
-mov.b32 $3, $7;
-}"""
-    gl.inline_asm_elementwise(
-        asm, "=r,=r,=r,=r,r,r,r,r", [scale], dtype=gl.float32, is_pure=False, pack=4
-    )
+    return total + part * gl.expand_dims(scale, 0)
 
 
 @gluon.constexpr_function
@@ -259,12 +227,13 @@ def _multiply(
             # fmt: off
             added += (_add_part(  # type: ignore[assignment]
                 totals[p], a, x, scale, _first(WIDTH, GROUPS, p), _size(WIDTH, GROUPS, p),
-                _scales_first(WIDTH, GROUPS, p), GROUPS == 1,
+                _scales_first(WIDTH, GROUPS, p),
             ),)
             # fmt: on
         totals = added
-        if GROUPS > 1:
-            fence_async_shared()  # as `_wait_for`; that would need more registers than there are
+        # The loads of the scales may still wait behind loads of other warps. On an H200 the copy
+        # that refills this place overtook some of them, rarely.
+        fence_async_shared()
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
         if slot == STAGES:
