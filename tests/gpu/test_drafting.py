@@ -142,7 +142,7 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
     """Captured: every draft against the MTP layer's formulas, from the engine's own streams.
 
     The formulas begin from the model's streams as this GPU computes them, so only the draft layer
-    is compared. LEAST_EQUAL of the drafts must be the formulas' where the choice is no near tie, and
+    is compared. Where the choice is no near tie, LEAST_EQUAL of the drafts must be the same, and
     no draft's logit may lie further than FARTHEST below the best one.
     """
     llm = load(draft_tokens, enforce_eager=False)
