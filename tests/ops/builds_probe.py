@@ -1,8 +1,7 @@
-"""What launches fix, on a CPU: a script that test_builds.py runs without TRITON_INTERPRET.
+"""A script that test_builds.py runs without TRITON_INTERPRET: it records launches of the sm90 table.
 
-The sm90 table runs on CPU tensors with a driver that only names SM90; launches are collected, not
-made. Prints one JSON object.
-With the argument "walk" it looks at the walk alone.
+The table runs on CPU tensors with a driver that only names SM90, and no launch is made. The script
+prints one JSON object. With the argument "walk" it only compares the recorded launches.
 """
 
 import contextlib
@@ -55,7 +54,7 @@ LARGEST = Largest(
     prefill_graphs=(16, 48, 64),
 )
 
-# As by default: no step with prompts runs without a graph.
+# As by default, every step with a prefill is captured.
 ALL_CAPTURED = replace(
     LARGEST,
     num_tokens=512,
@@ -65,12 +64,12 @@ ALL_CAPTURED = replace(
 )
 
 
-# No step is captured: decodes, too, have any number of tokens and any context.
+# No step is captured, so decodes also have any number of tokens and any context.
 EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
 
 def small_flash() -> ModelConfig:
-    """Flash's heads, and everything else small; a layer of each kind."""
+    """A small model with Flash's heads and one layer of each kind."""
     config = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     return replace(
         config,
@@ -84,7 +83,7 @@ def small_flash() -> ModelConfig:
 
 
 class Sample(SignatureRun):
-    """Every number of tokens, each with contexts drawn at random."""
+    """Steps of every number of tokens, with random contexts."""
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         draw = random.Random(0)
@@ -108,7 +107,7 @@ def names(variants: list[Variant]) -> set[tuple[str, str]]:
 
 
 def left_out(experts: int, topk: int, last: int) -> list[str]:
-    """Plans of the experts' launches, which change most often, that no walked number meets."""
+    """The experts' launch plans that no size in LaunchSizes meets. They change most often."""
 
     def keys(counts: Iterable[int]) -> set[tuple[object, ...]]:
         found: set[tuple[object, ...]] = set()
@@ -134,7 +133,7 @@ def left_out(experts: int, topk: int, last: int) -> list[str]:
 
 
 def compile_twice(variants: list[Variant]) -> dict[str, Any]:
-    """By workers, then from their cache in another place; then after one result was damaged."""
+    """Compile in workers, load from their cache after a move, and load again after damage."""
     with tempfile.TemporaryDirectory() as directory:
         artefacts = Artefacts(f"{directory}/made", {"device": "none"})
         cache = artefacts.folder("triton")
@@ -154,7 +153,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
         artefacts = Artefacts(f"{directory}/moved", {"device": "none"})
         moved = artefacts.check()
         cache = artefacts.folder("triton")
-        triton_cache.keep_in(str(cache))
+        triton_cache.use_folder(str(cache))
         counter = Counter()
         artefacts.mark_complete("this")
         load_all(variants)
@@ -172,7 +171,7 @@ def compile_twice(variants: list[Variant]) -> dict[str, Any]:
 
 
 def another_thread_waits() -> list[bool]:
-    """Whether its launch is under way while a walk is collected, and afterwards."""
+    """Whether another thread's launch waits during `collect`, and after it."""
 
     def launch() -> None:
         # There is no GPU to launch on.
@@ -193,9 +192,11 @@ def another_thread_waits() -> list[bool]:
 
 
 def build_for_several() -> list[int | str]:
-    """What is compiled for a configuration, for another that needs the same, and for one more that
-    needs another kernel besides; the second must not start any process. Then where nothing can be
-    written: for one that needs both, and for one that needs a third.
+    """Compiled kernels for several configurations in one directory.
+
+    The first needs a kernel, the second needs the same one and must not start a process, the third
+    needs another one too. Then the directory is read-only: the fourth needs both kernels, and the
+    fifth, which needs a third kernel, is refused.
     """
     one, other, third = torch.zeros(3, 1104), torch.zeros(3, 1111), torch.zeros(3, 4096)
 
@@ -229,7 +230,7 @@ def build_for_several() -> list[int | str]:
 
 
 def rounds(variant: Variant) -> bool:
-    """Whether it is of attention and rounds what it writes."""
+    """Whether this is a kernel of attention that rounds its output."""
     if variant.name not in ("_attend_kernel", "_combine_kernel"):
         return False
     return bool(json.loads(variant.specialization)["signature"]["out_ptr"] == "*fp8e4nv")
@@ -279,7 +280,7 @@ def main() -> None:
         for case in sampling.CASES:
             logits = torch.zeros(len(case.rows), config.vocab_size)
             batch = sampling.batch(case.rows, config.vocab_size)
-            # No token is drawn here, so none can be looked up.
+            # No token is sampled here, so none can have log-probabilities.
             OPS.sample(logits, replace(batch, logprobs=()))
 
     missing |= names(collect(choices)) - names(walked)

@@ -1,4 +1,4 @@
-"""What is built ahead: no class of launch is left out, results are kept, damage is found."""
+"""Kernels built ahead: every launch finds its kernel, caches are reused, damage is detected."""
 
 import json
 import os
@@ -42,8 +42,8 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     )
 
 
-def test_and_beside_deepgemm(tmp_path: Path) -> None:
-    """There attention rounds its output from two tokens on."""
+def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(tmp_path: Path) -> None:
+    """With DeepGEMM, attention rounds its output in steps of two or more tokens."""
     nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
     install(tmp_path, nothing)
     found = probe(tmp_path, only=("walk",))
@@ -51,8 +51,8 @@ def test_and_beside_deepgemm(tmp_path: Path) -> None:
     assert found["rounding"] == ["_attend_kernel", "_combine_kernel"]
 
 
-def test_and_where_wo_a_s_input_is_not_rounded(tmp_path: Path) -> None:
-    """wo_a_input "bf16": attention rounds nothing, and our kernels serve every number of tokens."""
+def test_every_number_of_tokens_finds_its_kernels_with_bf16_wo_a_input(tmp_path: Path) -> None:
+    """Attention rounds nothing then, and Finwhale's kernels serve every number of tokens."""
     nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
     install(tmp_path, nothing)
     found = probe(tmp_path, only=("walk", "bf16"))
@@ -61,12 +61,12 @@ def test_and_where_wo_a_s_input_is_not_rounded(tmp_path: Path) -> None:
 
 
 def test_variants_are_few(report: dict[str, Any]) -> None:
-    """Each costs a second to compile: an argument that need not be fixed is not."""
+    """A variant takes a second to compile, so kernels specialise on as few arguments as possible."""
     assert report["walked"] < 220
 
 
-def test_workers_compile_and_their_results_are_found(report: dict[str, Any]) -> None:
-    """Also where the directory was moved meanwhile."""
+def test_kernels_that_workers_compiled_are_loaded(report: dict[str, Any]) -> None:
+    """They are loaded even after the cache directory has moved."""
     found = report["compiling"]
     assert found["damaged by moving"] == 0
     assert found["loaded"] >= 2
@@ -75,17 +75,17 @@ def test_workers_compile_and_their_results_are_found(report: dict[str, Any]) -> 
     assert "has no attribute 'nothing'" in error
 
 
-def test_a_damaged_result_is_compiled_again(report: dict[str, Any]) -> None:
+def test_a_damaged_kernel_is_compiled_again(report: dict[str, Any]) -> None:
     found = report["compiling"]
     assert found["damaged"] == [1, 0]
     assert found["compiled after damage"] == 1
 
 
-def test_what_another_configuration_had_built_is_not_built_again(report: dict[str, Any]) -> None:
+def test_a_kernel_of_another_configuration_is_not_built_again(report: dict[str, Any]) -> None:
     *compiled, refused = report["several configurations"]
     assert compiled == [1, 0, 1, 0]
-    assert refused == "cannot be written and lacks 1 kernels"
+    assert refused == "is read-only and lacks 1 kernels"
 
 
-def test_another_thread_s_launch_waits_while_kernels_are_found(report: dict[str, Any]) -> None:
+def test_another_thread_s_launch_waits_while_launches_are_recorded(report: dict[str, Any]) -> None:
     assert report["another thread waits"] == [True, False]

@@ -1,5 +1,6 @@
-"""DeepGEMM absent, too old, failing or new: the table says so and has every operator; and what is
-built ahead of it, with a package that stands in for it.
+"""A missing, old, broken or working DeepGEMM: the table names the reason and has every operator.
+
+A fake package stands in for DeepGEMM, also in the test of its kernels that are built ahead.
 """
 
 import json
@@ -36,7 +37,7 @@ logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdo
 from finwhale.ops import load_ops
 from finwhale.ops.tables import optional
 from finwhale.platform import Platform
-asked = optional.has_deepgemm(), "deep_gemm" in sys.modules, "torch" in sys.modules
+asked = not optional.why_no_deepgemm(), "deep_gemm" in sys.modules, "torch" in sys.modules
 for batch_invariant in (False, True):
     ops = load_ops(Platform("nvidia", "sm90"), batch_invariant=batch_invariant)
     assert all(callable(getattr(ops, name)) for name, _ in ops.implementations())
@@ -45,7 +46,7 @@ print(asked, load_ops(Platform("nvidia", "sm90")).linear.__module__, optional.no
 
 
 def install(path: Path, code: str, version: str = "2.5.0.post20260629") -> None:
-    """A package that stands in for DeepGEMM."""
+    """Install a fake DeepGEMM package with this code and version into a directory."""
     (path / "deep_gemm").mkdir(parents=True)
     (path / "deep_gemm" / "__init__.py").write_text(code)
     info = path / f"tokenspeed_deepgemm-{version}.dist-info"
@@ -72,26 +73,26 @@ def test_a_working_package_is_used(tmp_path: Path) -> None:
     assert line == "(True, False, True) finwhale.ops.linear.linear_deepgemm []"
 
 
-def test_an_old_one_is_not(tmp_path: Path) -> None:
+def test_a_package_that_is_too_old_is_not_used(tmp_path: Path) -> None:
     install(tmp_path, "raise AssertionError('imported')", "2.1.0")
     warning, line = python(TABLE, tmp_path)
     assert warning == (
-        "Triton kernels run instead of DeepGEMM's: tokenspeed-deepgemm 2.1.0 is too old, "
-        "2.5 or later is wanted"
+        "Triton kernels replace DeepGEMM's: tokenspeed-deepgemm 2.1.0 is too old: "
+        "2.5 or later is needed"
     )
     assert line.startswith(f"(False, False, True) {TRITON} ['DeepGEMM is not used")
 
 
 @pytest.mark.parametrize("code", ["assert 1 > 2, 'no CUDA home'", "import nowhere_to_be_found"])
-def test_one_that_fails_is_not(tmp_path: Path, code: str) -> None:
+def test_a_package_whose_import_fails_is_not_used(tmp_path: Path, code: str) -> None:
     install(tmp_path, code)
     warning, line = python(TABLE, tmp_path)
-    assert "importing it failed, " in warning
+    assert "its import failed, " in warning
     assert "no CUDA home" in warning or "nowhere_to_be_found" in warning
     assert line.startswith(f"(True, False, True) {TRITON} ['DeepGEMM is not used")
 
 
-PRODUCTS = """
+GEMMS = """
 import json, sys
 import torch
 from pathlib import Path
@@ -106,30 +107,30 @@ def deepgemm_empty(x, num_rows):
     return y.squeeze(1), s.squeeze(1)
 folder = Path(sys.argv[1]) / "deepgemm" / "cache"
 folder.mkdir(parents=True)
-products = DeepGemmKernels(folder)
-products.install()
+kernel_builds = DeepGemmKernels(folder)
+kernel_builds.install()
 w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), True, torch.ones(2, 16))
 def linear(n):
     linear_deepgemm.linear(torch.zeros(n, 2048, dtype=torch.bfloat16), w)
-with products.collecting():
+with kernel_builds.collecting():
     linear(2), linear(1500)
 collected = len(deep_gemm.calls)
-jobs = products.jobs()
-loaded = products.load()
+jobs = kernel_builds.jobs()
+loaded = kernel_builds.load()
 kernels = len(deep_gemm.configs)
 for n in (*range(2, 400), *range(400, 1501, 7), 1500):
     linear(n)
-before = products.total
+before = kernel_builds.total
 linear_deepgemm.linear(torch.zeros(5000, 2048, dtype=torch.bfloat16), w)
 kernels = kernels, len(deep_gemm.configs)
-print(json.dumps([collected, jobs, loaded, *kernels, before, products.total]))
+print(json.dumps([collected, jobs, loaded, *kernels, before, kernel_builds.total]))
 """
 
 
-def test_products_are_built_for_every_number_of_rows(tmp_path: Path) -> None:
-    """And one that was not is counted."""
+def test_gemms_are_built_for_every_number_of_rows(tmp_path: Path) -> None:
+    """A kernel that was not built ahead counts as a late compilation."""
     install(tmp_path, WORKING)
-    code = PRODUCTS.replace("sys.argv[1]", repr(str(tmp_path)))
+    code = GEMMS.replace("sys.argv[1]", repr(str(tmp_path)))
     collected, jobs, loaded, kernels, all_kernels, late, later = json.loads(
         python(code, tmp_path)[-1]
     )

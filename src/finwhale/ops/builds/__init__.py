@@ -1,10 +1,10 @@
-"""Build the kernels of a table's operators ahead, before anything is served.
+"""Builds the kernels of a table's operators ahead of time, so that no request waits for a compiler.
 
-Triton compiles a kernel once for each launch signature: the constants of its plan, and of each
-integer argument whether it is 1 or a multiple of 16. The launch functions themselves say which
-signatures a model can meet. `Builds.prepare` calls the operators once for every class of step
-without launching anything, compiles in parallel what they asked for, and loads it. The files of
-the kernels publish where the classes end (ops/launch/sizes.py).
+Triton compiles a kernel once for each launch signature: the constants of the launch, and for each
+integer argument whether it is 1 or a multiple of 16. A class of steps is a range of sizes whose
+launches have the same signatures; the kernels' files publish where each class ends
+(ops/launch/sizes.py). `Builds.prepare` calls the operators once for every class of steps, records
+their launches instead of running them, compiles the recorded kernels in parallel and loads them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,11 +17,11 @@ from finwhale.platform import Platform
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """What preparing did.
+    """The result of `Builds.prepare`.
 
     Attributes:
-        kernels: variants that are loaded.
-        compiled: of them, those that no cache held.
+        kernels: number of kernel variants that are loaded.
+        compiled: how many of them were compiled because no cache had them.
     """
 
     kernels: int = 0
@@ -29,32 +29,33 @@ class Built:
 
 
 class Builds(Protocol):
-    """The compilers behind one table, on the device that is current."""
+    """The compilers of one table, for the current device."""
 
     def expect(self, configuration: object) -> None:
-        """Start compiler processes now, if `prepare` of this configuration will need them."""
+        """Start compiler processes now if `prepare` will need them for this configuration."""
         ...
 
     def prepare(self, configuration: object, launch_all: Callable[[], None]) -> Built:
-        """Build and load every kernel that `launch_all` launches; nothing is launched.
+        """Build and load every kernel that `launch_all` would launch, without launching any.
 
         Args:
-            configuration: plain data that with this source determines what `launch_all` launches.
-            launch_all: calls operators with tensors of any contents.
+            configuration: plain data. Together with this package's source it determines which
+                kernels `launch_all` launches.
+            launch_all: calls the operators; the contents of their tensors do not matter.
         """
         ...
 
     def ready(self) -> None:
-        """From here on every compilation counts."""
+        """Start to count compilations: from now on, each one delays a request."""
         ...
 
     def late(self) -> Mapping[str, int]:
-        """By compiler: kernels that were compiled or loaded since `ready`."""
+        """Number of kernels compiled or loaded since `ready`, by compiler."""
         ...
 
 
 class NothingToBuild:
-    """For tables that are compiled already: numpy's and torch's."""
+    """The `Builds` of tables without kernels of their own: numpy and torch are compiled already."""
 
     def expect(self, configuration: object) -> None:
         pass
@@ -70,11 +71,11 @@ class NothingToBuild:
 
 
 def load_builds(ops: Ops, platform: Platform, device_index: int, directory: str | None) -> Builds:
-    """The compilers of a table.
+    """Create the compilers of a table.
 
     Args:
-        device_index: which GPU.
-        directory: of compiled artefacts; None: where they go by default.
+        device_index: number of the GPU.
+        directory: where compiled artefacts are stored; None: the default directory.
 
     Raises:
         ResourceError: the directory cannot be used.

@@ -1,12 +1,13 @@
-"""Build DeepGEMM's kernels ahead: find which GEMMs a model asks for, compile them, count late ones.
+"""Builds DeepGEMM's kernels ahead of time: records a model's GEMMs and compiles their kernels.
 
-DeepGEMM chooses a kernel by the shape of a GEMM and compiles it with nvcc at the first call, 1 to
-3 s each. It cannot be asked to compile alone. On SM90 it chooses by the weight's shape and by the
-number of blocks of rows: of 16 or 32 rows if one block holds them all, else of 64, 128 and 256. So
-all numbers of rows with the same number of blocks of 64 share a kernel.
+DeepGEMM chooses a kernel by the shape of a GEMM and compiles it with nvcc at the first call, which
+takes 1 to 3 s. It cannot compile a kernel without running it. On SM90 the choice depends on the
+weight's shape and on the number of row blocks. A block has 16 or 32 rows if one block holds all
+rows, otherwise 64, 128 or 256. So all row counts with the same number of 64-row blocks share a
+kernel.
 
-This module wraps DeepGEMM's two GEMMs in DeepGEMM's module, where
-`ops/linear/linear_deepgemm.py` calls them.
+This module replaces the two GEMM functions of the module deep_gemm, through which
+`ops/linear/linear_deepgemm.py` calls them, by wrappers.
 """
 
 import os
@@ -28,10 +29,11 @@ from finwhale.ops.linear.quantise_triton import empty_quantised
 
 BLOCK_ROWS = 64
 K_GROUP = 128
-# No launch takes so long on the host; loading a kernel does, compiling one takes seconds.
+# A plain launch takes less host time than this. Loading a kernel takes more; compiling takes
+# seconds.
 SLOW_CALL_S = 0.1
-# Numbers of rows that one process takes at a time. Beyond OWN_KERNEL_ROWS, neighbours often share
-# a kernel.
+# A job has JOB_ROWS row counts beyond OWN_KERNEL_ROWS rows, where neighbouring counts often share a
+# kernel, and a single one below.
 JOB_ROWS, OWN_KERNEL_ROWS = 4, 512
 Kind = Literal["gemm", "einsum"]
 VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
@@ -40,24 +42,25 @@ EINSUM: Any = deep_gemm.fp8_einsum
 
 
 def classes_of_rows(most: int) -> list[int]:
-    """A number of rows for each kernel that steps of up to `most` tokens can need."""
+    """One row count for each kernel that steps of up to `most` tokens can need."""
     few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
     many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
     return sorted(few | set(many if most > MANY_TOKENS else ()))
 
 
 def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[object, ...]:
+    """A key that GEMMs with the same kernel share."""
     small = rows if rows <= 32 else 0
     return kind, weight_shape, small, -(-rows // BLOCK_ROWS)
 
 
 def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
-    """Whether DeepGEMM is called at all: our own kernel takes few rows of a short GEMM."""
+    """Whether DeepGEMM runs this GEMM: Finwhale's own kernel runs short GEMMs with few rows."""
     return kind == "einsum" or rows > ROUNDED_TOKENS or weight_shape[-1] > SHORT_STEPS * K_GROUP
 
 
 def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
-    """Run one GEMM of `rows` rows of any contents."""
+    """Run one GEMM with `rows` rows of uninitialised values."""
     width = weight.shape[-1]
     groups = weight.shape[0] if kind == "einsum" else 1
     x, x_scale = empty_quantised(rows, groups, width, False, weight)
@@ -71,8 +74,8 @@ def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """A weight of a GEMM that was asked for, and the most rows of it."""
+class _RecordedGemm:
+    """The weight of a recorded GEMM, and the largest number of rows recorded with it."""
 
     weight: Tensor
     scale: Tensor
@@ -80,25 +83,25 @@ class _Asked:
 
 
 class DeepGemmKernels:
-    """The GEMMs that were asked for, and how many of their kernels were not built ahead.
+    """Records the GEMMs of a model, and counts kernels that were not built ahead.
 
-    A process has one (`of_process`), because DeepGEMM keeps its kernels and reads the place of its
-    cache once.
+    A process has one instance (`of_process`), because DeepGEMM's loaded kernels are global and
+    DeepGEMM reads the location of its cache only once.
 
     Attributes:
         folder: DeepGEMM's cache.
-        total: kernels that were compiled or loaded when they were first called.
+        total: number of kernels that were compiled or loaded at their first call.
     """
 
     def __init__(self, folder: Path) -> None:
         self.total = 0
         self.folder = folder
-        self._asked: dict[tuple[Kind, tuple[int, ...]], _Asked] = {}
+        self._recorded: dict[tuple[Kind, tuple[int, ...]], _RecordedGemm] = {}
         self._built: set[tuple[object, ...]] = set()
         self._collecting: int | None = None
 
     def install(self) -> None:
-        """Wrap DeepGEMM's GEMMs from now on."""
+        """Replace DeepGEMM's GEMM functions by wrappers until the process ends."""
         self.folder.mkdir(parents=True, exist_ok=True)
         os.environ["DG_JIT_CACHE_DIR"] = str(self.folder.parent)
 
@@ -114,22 +117,23 @@ class DeepGemmKernels:
         weight, scale = w
         shape = tuple(weight.shape)
         if self._collecting == threading.get_ident():
-            asked = self._asked.setdefault((kind, shape), _Asked(weight, scale, rows))
-            asked.rows = max(asked.rows, rows)
+            new = _RecordedGemm(weight, scale, rows)
+            recorded = self._recorded.setdefault((kind, shape), new)
+            recorded.rows = max(recorded.rows, rows)
             return
-        this = class_of(kind, shape, rows)
+        gemm_class = class_of(kind, shape, rows)
         begin = time.time()
         run()
-        if this not in self._built:
-            self._built.add(this)
+        if gemm_class not in self._built:
+            self._built.add(gemm_class)
             self.total += 1
         elif time.time() - begin > SLOW_CALL_S and self.folder.stat().st_mtime >= begin:
-            # Its kernel was not that of its class.
+            # DeepGEMM compiled a kernel although the class was built: `class_of` is too coarse.
             self.total += 1
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Note this thread's GEMMs instead of computing them."""
+        """Record this thread's GEMMs instead of running them."""
         self._collecting = threading.get_ident()
         try:
             yield
@@ -137,36 +141,41 @@ class DeepGemmKernels:
             self._collecting = None
 
     def load(self) -> int:
-        """Compile or load every kernel of the noted GEMMs, then forget these; returns how many."""
+        """Compile or load the kernels of all recorded GEMMs, and clear the record.
+
+        Returns:
+            The number of kernels.
+        """
         count = 0
-        for (kind, shape), asked in self._asked.items():
-            for rows in _wanted(kind, shape, asked.rows):
-                call(kind, asked.weight, asked.scale, rows)
+        for (kind, shape), gemm in self._recorded.items():
+            for rows in _row_counts(kind, shape, gemm.rows):
+                call(kind, gemm.weight, gemm.scale, rows)
                 self._built.add(class_of(kind, shape, rows))
                 count += 1
-        self._asked.clear()
+        self._recorded.clear()
         return count
 
     def jobs(self) -> list[dict[str, Any]]:
-        """The noted GEMMs as jobs for gemm_worker.py, which may run at the same time."""
+        """The recorded GEMMs as jobs for gemm_worker.py; jobs can run in parallel."""
         found = []
-        for (kind, shape), asked in self._asked.items():
-            rows, scale = _wanted(kind, shape, asked.rows), list(asked.scale.shape)
+        for (kind, shape), gemm in self._recorded.items():
+            rows, scale = _row_counts(kind, shape, gemm.rows), list(gemm.scale.shape)
             few = [r for r in rows if r <= OWN_KERNEL_ROWS]
             many = rows[len(few) :]
             parts = [[r] for r in few]
             parts += [many[i : i + JOB_ROWS] for i in range(0, len(many), JOB_ROWS)]
             for part in parts:
                 found.append({"kind": kind, "weight": shape, "scale": scale, "rows": part})
-        # The longest first; the short ones at the end fill what time is left.
+        # Start the longest jobs first, so that short ones balance the workers at the end.
         return sorted(found, key=lambda job: -len(job["rows"]))
 
     def num_built(self) -> int:
-        """Kernels in the cache."""
+        """Number of kernels in the cache."""
         return len(list(self.folder.iterdir()))
 
 
-def _wanted(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
+def _row_counts(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
+    """The row counts up to `most` to compile: one for each kernel of DeepGEMM."""
     return [rows for rows in classes_of_rows(most) if needed(kind, shape, rows)]
 
 
@@ -174,7 +183,7 @@ _OF_PROCESS: list[DeepGemmKernels] = []
 
 
 def of_process(folder: Path) -> DeepGemmKernels:
-    """The kernels of this process; the first caller's `folder` is their cache."""
+    """The instance of this process. The first call creates it with `folder` as its cache."""
     if not _OF_PROCESS:
         _OF_PROCESS.append(DeepGemmKernels(folder))
         _OF_PROCESS[0].install()

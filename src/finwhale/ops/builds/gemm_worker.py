@@ -1,7 +1,8 @@
-"""A process in which DeepGEMM compiles GEMMs for another process; it holds a context of the GPU.
+"""A worker process in which DeepGEMM compiles GEMMs. It needs a context on the GPU.
 
-The first line on stdin names the cache and the GPU. Each further line is the shape of a weight and
-numbers of rows, and is answered by one line. The results are in DeepGEMM's cache.
+The first line on stdin names the cache and the GPU. Each further line is a job: the shape of a
+weight and row counts. The worker answers each job with one line of JSON on stdout, and DeepGEMM
+stores the kernels in its cache.
 """
 
 import importlib
@@ -37,10 +38,10 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # DeepGEMM and nvcc print: the pipe stays for answers.
+    # DeepGEMM and nvcc print to stdout. Send that to stderr, so that the pipe has answers only.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
         serve(sys.stdin, out)
     except BrokenPipeError:
-        os._exit(1)  # Whoever asked is gone.
+        os._exit(1)  # The parent process has ended.

@@ -1,4 +1,4 @@
-"""How many graphs torch's own compiler has made in this process; it is not imported for that."""
+"""Counts the graphs that torch's compiler has made in this process, without importing it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Triton's and DeepGEMM's kernels: compiled by other processes, kept in one place, counted."""
+"""Compiles Triton's and DeepGEMM's kernels in worker processes and counts late compilations."""
 
 import logging
 import platform as python_platform
@@ -28,10 +28,10 @@ if HAS_DEEPGEMM:
 
 logger = logging.getLogger(__name__)
 
-# DeepGEMM's compiling processes: each has a context of the GPU and the tensors of a GEMM there.
+# DeepGEMM's workers. Each has a context on the GPU, and the tensors of a GEMM in its memory.
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
-# Modules whose kernels take longest to compile; these are compiled first.
+# The modules whose kernels take longest to compile. They are compiled first.
 LONG = (
     ".sparse_attention_hopper",
     ".sparse_attention_triton",
@@ -41,11 +41,11 @@ LONG = (
 
 
 class KernelBuilds:
-    """Builds (ops/builds) on one GPU.
+    """The `Builds` of one GPU.
 
     Raises:
-        ResourceError: the cache directory cannot be used, or holds what is damaged and stays;
-            also in `prepare`, where it cannot be written and something is missing.
+        ResourceError: the cache directory cannot be used, or a damaged artefact in it cannot be
+            removed. `prepare` raises it if a kernel is missing and the directory is read-only.
     """
 
     def __init__(self, platform: Platform, device_index: int, directory: str | None) -> None:
@@ -55,7 +55,7 @@ class KernelBuilds:
             directory or default_directory(), _versions(platform, device_index)
         )
         self._artefacts.check()
-        triton_cache.keep_in(str(self._artefacts.folder("triton")))
+        triton_cache.use_folder(str(self._artefacts.folder("triton")))
         self._counter = Counter()
         self._deepgemm: deepgemm_builds.DeepGemmKernels | None = None
         if HAS_DEEPGEMM and self._table == "nvidia_sm90":
@@ -65,7 +65,7 @@ class KernelBuilds:
 
     def expect(self, configuration: object) -> None:
         complete = self._artefacts.is_complete(configuration)
-        # Where others were built, most kernels are there, often all.
+        # If another configuration is complete, most kernels exist, and often all.
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
@@ -78,13 +78,13 @@ class KernelBuilds:
             variants, gemms, _ = self._needed(launch_all)
             if variants or gemms:
                 raise ResourceError(
-                    f"{self._artefacts.path} cannot be written and lacks {len(variants + gemms)} "
-                    "kernels: give another cache directory, or fill this one with finwhale warmup"
+                    f"{self._artefacts.path} is read-only and lacks {len(variants + gemms)} "
+                    "kernels: choose another cache directory, or fill this one with finwhale warmup"
                 )
             return self._loaded(launch_all)
         with self._artefacts.filling():
             if self._artefacts.is_complete(configuration):
-                # Another process has made everything meanwhile.
+                # Another process has built everything in the meantime.
                 self._close_pool()
                 return self._loaded(launch_all)
             missing, names = self._build(launch_all)
@@ -93,16 +93,16 @@ class KernelBuilds:
         return replace(built, compiled=built.compiled + missing)
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
-        """Load everything, and compile one by one what is not there."""
+        """Load every kernel. Those that are still missing are compiled one by one."""
         compiled = self._counter.compiled
         kernels = self._load(launch_all)
         return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
 
     def _build(self, launch_all: Callable[[], None]) -> tuple[int, list[str]]:
-        """Have all that is not known compiled into the cache by other processes.
+        """Let worker processes compile the missing kernels into the cache.
 
         Returns:
-            How many kernels there were to compile, and the names of all that is needed.
+            The number of compiled kernels, and the names of all kernels that are needed.
         """
         begin = time.perf_counter()
         variants, gemms, names = self._needed(launch_all)
@@ -121,7 +121,7 @@ class KernelBuilds:
         compiled: int = sum(answer.get("compiled", False) for answer in answers)
         compiled += self._num_gemms() - before
         logger.info(
-            "built %d kernels into %s in %.1f s, %.1f s of it to find them",
+            "built %d kernels into %s in %.1f s, of which %.1f s to list them",
             compiled,
             self._artefacts.path,
             time.perf_counter() - begin,
@@ -130,8 +130,11 @@ class KernelBuilds:
         return compiled, names
 
     def _needed(self, launch_all: Callable[[], None]) -> tuple[list[Any], list[Any], list[str]]:
-        """Jobs for what no complete configuration needs, Triton's (the longest first) and
-        DeepGEMM's, and the names of all that is needed.
+        """List the kernels that `launch_all` needs.
+
+        Returns:
+            The jobs for Triton's missing kernels, longest first, those for DeepGEMM's, and the
+            names of all needed kernels. A kernel of a complete configuration is not missing.
         """
         with self._collecting():
             variants = sorted(map(asdict, collect(launch_all)), key=_effort)
@@ -172,7 +175,7 @@ class KernelBuilds:
     def _new_gemm_pool(self, num_jobs: int) -> Pool | None:
         if self._deepgemm is None:
             return None
-        # What loading has left to torch.
+        # Return memory that torch has cached while it loaded the weights.
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(self._device_index)
         size = min(num_jobs, GEMM_WORKERS, usable_cores(), free // GEMM_WORKER_BYTES)
@@ -203,12 +206,12 @@ class KernelBuilds:
 
 
 def _effort(variant: Mapping[str, Any]) -> bool:
-    """Orders those that take longest first."""
+    """A sort key that puts the kernels with the longest compilation first."""
     return not variant["module"].endswith(LONG)
 
 
 def _versions(platform: Platform, device_index: int) -> dict[str, str]:
-    """What compiled code is for and made by."""
+    """The device and the versions that compiled code depends on."""
     name = torch.cuda.get_device_name(device_index) if torch.cuda.is_available() else "none"
     return {
         "device": name,

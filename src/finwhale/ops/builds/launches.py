@@ -1,7 +1,7 @@
-"""Triton's launches, seen without being launched, and counted.
+"""Records Triton's kernel launches without running them, and counts compilations.
 
-Within `watching` the calling thread's launches go to a visitor instead of the GPU; those of other
-threads go on, or wait. Triton has no hook for that, so its launch method is wrapped for the while.
+Triton has no hook for recording a launch, so `intercept_launches` replaces its launch method for
+some time. The launches of the calling thread then go to a visitor instead of the GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -18,11 +18,11 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kernel as one launch specialises it.
+    """A kernel, compiled for one launch signature.
 
     Attributes:
-        module, name: where the kernel is found.
-        specialization: Triton's own description of the variant, for `JITFunction.preload`.
+        module, name: the module and the name of the kernel's function.
+        specialization: Triton's description of the variant, for `JITFunction.preload`.
     """
 
     module: str
@@ -34,12 +34,15 @@ _NOT_COMPILED = object()
 
 
 @contextmanager
-def watching(
+def intercept_launches(
     visit: Callable[..., Any], others: AbstractContextManager[Any] | None = None
 ) -> Iterator[None]:
-    """visit(kernel, run): `run()` compiles or loads the variant and launches nothing.
+    """Pass the launches of the calling thread to `visit`.
 
-    others: what other threads' launches are in; None: nothing.
+    Args:
+        visit: is called with the kernel and a function that compiles or loads its variant without
+            launching it.
+        others: a context manager that surrounds each launch of another thread, such as a lock.
     """
     launch, owner = JITFunction.run, threading.get_ident()
 
@@ -57,9 +60,10 @@ def watching(
 
 
 def collect(launch_all: Callable[[], None]) -> list[Variant]:
-    """The variants that `launch_all` launches and this process has not loaded; compiles nothing.
+    """List the variants that `launch_all` launches and that this process has not loaded.
 
-    Other threads' launches wait meanwhile: it takes a second or two.
+    Nothing is compiled or launched. Launches of other threads wait until this returns, which takes
+    a second or two.
     """
     found: list[Variant] = []
     noted: list[tuple[dict[str, Any], str]] = []
@@ -71,13 +75,13 @@ def collect(launch_all: Callable[[], None]) -> list[Variant]:
             return bool(before and before(key=key, fn=fn, compile=compile, **more))
         kernel = fn.jit_function
         found.append(Variant(fn.module, kernel.fn.__qualname__, compile["specialization_data"]))
-        # Launches of the same variant find this in the kernel's place, and ask no more.
+        # A second launch of this variant finds the placeholder, so the hook is not called again.
         kernels = kernel.device_caches[compile["device"]][0]
         kernels[key] = _NOT_COMPILED
         noted.append((kernels, key))
-        return True  # what Triton takes for "somebody else compiles it"
+        return True  # Triton takes this to mean that another process compiles the kernel.
 
-    with watching(lambda kernel, run: run(), others=busy), busy:
+    with intercept_launches(lambda kernel, run: run(), others=busy), busy:
         knobs.runtime.jit_cache_hook = note
         try:
             launch_all()
@@ -89,9 +93,9 @@ def collect(launch_all: Callable[[], None]) -> list[Variant]:
 
 
 def load(launch_all: Callable[[], None]) -> int:
-    """Compile or load every variant that `launch_all` launches; returns how many there are.
+    """Compile or load every variant that `launch_all` launches; returns their number.
 
-    Each is loaded onto the device, and its launcher is made, as its first launch would.
+    As a first launch would, this loads each variant onto the device and creates its launcher.
     """
     loaded: set[int] = set()
 
@@ -101,13 +105,18 @@ def load(launch_all: Callable[[], None]) -> int:
             loaded.add(id(compiled))
             _ = compiled.run
 
-    with watching(visit):
+    with intercept_launches(visit):
         launch_all()
     return len(loaded)
 
 
 class Counter:
-    """Kernels that Triton has compiled, or loaded from its cache, in this process."""
+    """Counts the kernels that Triton compiles or loads in this process.
+
+    Attributes:
+        total: number of kernels compiled or loaded from Triton's cache.
+        compiled: how many of them were compiled.
+    """
 
     def __init__(self) -> None:
         self.total = 0

@@ -1,4 +1,4 @@
-"""Processes that compile: started early, fed one variant at a time, ended with their owner."""
+"""Worker processes that compile kernels, one job at a time each."""
 
 import contextlib
 import json
@@ -28,16 +28,16 @@ def usable_cores() -> int:
 
 
 class Pool:
-    """Worker processes of one kind.
+    """Worker processes that run the same module.
 
     Args:
-        module: what they run: reads a line of JSON from stdin, answers one on stdout.
-        first: the first line for each.
-        size: how many.
+        module: reads one line of JSON from stdin for each job, and answers with one line on stdout.
+        first: the first line that each worker reads.
+        size: number of workers.
     """
 
     def __init__(self, module: str, first: Mapping[str, Any], size: int) -> None:
-        # Not multiprocessing: that would run the user's own main module again.
+        # multiprocessing would run the user's main module again, so start the interpreter directly.
         command = [
             sys.executable,
             "-c",
@@ -48,20 +48,23 @@ class Pool:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(max(1, size))
         ]
-        self._tell_all(first)
+        self._send_first(first)
 
-    def _tell_all(self, first: Mapping[str, Any]) -> None:
+    def _send_first(self, first: Mapping[str, Any]) -> None:
         for process in self._processes:
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(dict(first)) + "\n")
                 process.stdin.flush()
             except BrokenPipeError:
-                logger.warning("a compiling process ended at once (%s)", process.poll())
+                logger.warning("a compiler process ended at once (exit code %s)", process.poll())
 
     def start(self, jobs: Iterable[Mapping[str, Any]]) -> Callable[[], list[Answer]]:
-        """Begin all jobs; what is returned waits for them, ends the workers, and gives their
-        answers: with "error" those that failed.
+        """Start all jobs.
+
+        Returns:
+            A function that waits for the jobs, ends the workers and returns the jobs' answers. The
+            answer of a failed job has the key "error".
         """
         waiting: SimpleQueue[Mapping[str, Any]] = SimpleQueue()
         for job in jobs:
@@ -79,10 +82,10 @@ class Pool:
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
             if any(thread.is_alive() for thread in threads):
-                answers.append({"error": f"compiling took longer than {PATIENCE_S} s"})
+                answers.append({"error": f"compilation took longer than {PATIENCE_S} s"})
             self.close()
             for _ in range(waiting.qsize()):
-                answers.append({"error": "there was no compiling process left"})
+                answers.append({"error": "all compiler processes had ended"})
             return answers
 
         return finish
@@ -106,13 +109,13 @@ class Pool:
             except OSError:
                 line = ""
             if not line:
-                answers.append({"error": f"a compiling process ended ({process.poll()})"})
+                answers.append({"error": f"a compiler process ended (exit code {process.poll()})"})
                 return
             answers.append(json.loads(line))
             logger.debug("%s: %s", job, answers[-1])
 
     def close(self) -> None:
-        """End the workers; what they are at is given up."""
+        """End the workers; their current jobs are lost."""
         for process in self._processes:
             if process.stdin is not None:
                 with contextlib.suppress(OSError):

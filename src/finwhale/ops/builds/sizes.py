@@ -1,4 +1,4 @@
-"""The sizes of steps that launch every kernel of a table in each of its forms."""
+"""Chooses sizes of steps that together meet every launch signature of a table's kernels."""
 
 import importlib
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from finwhale.ops.launch.sizes import ModelSizes
 
 
 def _alignment(size: int) -> tuple[bool, ...]:
-    """What Triton compiles for: whether an integer is 1, and whether it is a multiple of 16. The
-    arguments of a launch are the size itself and the size rounded up to multiples of 4 and of 8.
+    """The properties of a size that Triton specialises on: whether an argument is 1, and whether it
+    is a multiple of 16. Arguments are the size itself, and the size rounded up to a multiple of 4
+    or of 8.
     """
     return size == 1, *(-(-size // unit) * unit % 16 == 0 for unit in (1, 4, 8))
 
 
 class LaunchSizes:
-    """Sizes of every class of launches, from what the files of a table's operators publish."""
+    """Sizes of every class of launches. The operators' modules publish where the classes end."""
 
     def __init__(self, ops: Ops, model: ModelSizes) -> None:
         names = dict.fromkeys(getattr(ops, name).__module__ for name, _ in ops.implementations())
@@ -24,14 +25,14 @@ class LaunchSizes:
         self._model = model
 
     def tokens(self, first: int, last: int) -> list[int]:
-        """Numbers of tokens of a step, of first..last."""
+        """Numbers of tokens of a step, from first to last."""
         found: set[int] = set()
         for module in self._publish("launch_tokens"):
             found |= module.launch_tokens(self._model, last)
         return _in_every_class(first, last, found)
 
     def rows(self, last: int) -> list[int]:
-        """Numbers of rows of logits, up to last."""
+        """Numbers of rows of logits, from 1 to last."""
         found: set[int] = set()
         for module in self._publish("launch_tokens"):
             found |= module.launch_tokens(self._model, last)
@@ -40,14 +41,14 @@ class LaunchSizes:
         return _in_every_class(1, last, found)
 
     def contexts(self, num_tokens: int, longest: int) -> list[int]:
-        """Lengths of the longest sequence, up to `longest`, of a step of so many tokens."""
+        """Lengths, up to `longest`, of the longest sequence in a step of `num_tokens` tokens."""
         found: set[int] = set()
         for module in self._publish("launch_contexts"):
             found |= module.launch_contexts(self._model, num_tokens, longest)
         return sorted(length for length in {1, *(n + 1 for n in found)} if length <= longest)
 
     def context_class(self, num_tokens: int) -> tuple[int, ...]:
-        """Equal for numbers of tokens with the same launch signatures in every context."""
+        """A key that is equal for numbers of tokens with the same signatures at every context."""
         found = []
         for module in self._publish("launch_contexts"):
             publish = getattr(module, "launch_tokens", None)

@@ -1,8 +1,9 @@
-"""A process that compiles Triton kernels for another one, without a GPU's context of its own.
+"""A worker process that compiles Triton kernels. It needs no context on the GPU.
 
-The first line on stdin says for what and where to; each further line is a variant of a kernel.
-Each is answered by a line: {"seconds": .., "compiled": ..} or {"error": ..}, where what was in
-Triton's cache is not compiled. The result is there.
+The first line on stdin names the target device and the cache. Each further line is a `Variant` of a
+kernel. The worker stores the compiled variant in Triton's cache and answers with a line on stdout:
+{"seconds": .., "compiled": ..} or {"seconds": .., "error": ..}. "compiled" is false if the cache
+already had the variant.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -21,7 +22,7 @@ from finwhale.ops.builds import triton_cache
 
 
 class NoDriver:
-    """As much of a driver as compiling asks for."""
+    """The part of a Triton driver that compilation uses."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target
@@ -37,7 +38,7 @@ class NoDriver:
 
 
 def build(module: str, name: str, specialization: str) -> bool:
-    """Compile one variant, and what launches it where that is compiled; whether it had to be."""
+    """Compile one variant and its launcher; returns whether the cache lacked the variant."""
     kernel = getattr(importlib.import_module(module), name)
     found: list[bool] = []
     knobs.compilation.listener = lambda **told: found.append(told["cache_hit"])
@@ -45,14 +46,14 @@ def build(module: str, name: str, specialization: str) -> bool:
     if driver.active.get_current_target().backend == "cuda":
         backend = importlib.import_module("triton.backends.nvidia.driver")
         if hasattr(backend, "make_launcher"):
-            # Up to Triton 3.6 a launcher is C, one for each signature.
+            # Up to Triton 3.6, each launch signature has a launcher, which is compiled C code.
             backend.CudaLauncher(compiled.src, compiled.metadata)
     return not all(found)
 
 
 def serve(requests: TextIO, answers: TextIO) -> None:
     first = json.loads(requests.readline())
-    triton_cache.keep_in(first["cache"])
+    triton_cache.use_folder(first["cache"])
     driver.set_active(NoDriver(GPUTarget(**first["target"])))
     for module in first["modules"]:
         importlib.import_module(module)
@@ -62,17 +63,17 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         try:
             answer["compiled"] = build(**json.loads(line))
         except Exception as error:
-            # Whoever asked compiles it himself then, and sees the whole error.
+            # The parent process then compiles this variant itself and sees the full error.
             answer["error"] = f"{type(error).__name__}: {error}"[:1000]
         answer["seconds"] = round(time.perf_counter() - begin, 3)
         print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    # Compilers print: the pipe stays for answers.
+    # Compilers print to stdout. Send that to stderr, so that the pipe has answers only.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:
         serve(sys.stdin, out)
     except BrokenPipeError:
-        os._exit(1)  # Whoever asked is gone.
+        os._exit(1)  # The parent process has ended.

@@ -1,16 +1,16 @@
-"""One table of operators a platform."""
+"""The operator tables, one for each platform."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 
-# Prefixes outlive the requests that computed them: 65 GB for Flash.
+# Default capacity of the prefix cache on GPUs. Flash needs 65 GB for it.
 PREFIX_CACHE_TOKENS = 2**24
 
 
 def bind(fn: Callable[..., Any], **options: Any) -> Any:
-    """`fn` with these keyword arguments, which `__qualname__` shows."""
+    """Bind keyword arguments to an operator. `__qualname__` shows them, so `finwhale ops` does."""
 
     @wraps(fn)
     def call(*args: Any) -> Any:
@@ -21,7 +21,7 @@ def bind(fn: Callable[..., Any], **options: Any) -> Any:
 
 
 def _shown(options: Mapping[str, Any]) -> Iterator[str]:
-    """Each option; of a dataclass of options, the fields that differ from their defaults."""
+    """The options as text; a dataclass shows only the fields that differ from their defaults."""
     for name, value in options.items():
         if is_dataclass(value):
             for field in fields(value):

@@ -1,4 +1,4 @@
-"""Operators on NVIDIA GPUs that no table was measured on: the portable Triton kernels.
+"""Operators on NVIDIA GPUs without a table of their own: the portable Triton kernels.
 
 No kernel launches early or uses PTX. `ops/__init__.py` lists the architectures.
 """

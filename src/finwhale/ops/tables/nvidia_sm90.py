@@ -1,8 +1,8 @@
 """Operators on Hopper GPUs (sm90): bfloat16, as-trained activations, packed weights and rows.
 
-Triton kernels that launch early and use PTX, Gluon kernels, and DeepGEMM (extra "nvidia") for
-linear layers of many tokens if it is installed. Chosen by measurement:
-docs/notes/2026-11-21-h200-kernels.md.
+The table uses Triton kernels that launch early and use PTX, Gluon kernels, and, if it is installed,
+DeepGEMM (extra "nvidia") for linear layers of many tokens. Measurements on an H200 decided each
+choice: docs/notes/2026-11-21-h200-kernels.md.
 """
 
 from dataclasses import replace
@@ -29,7 +29,12 @@ from finwhale.platform import Platform
 
 
 def table(platform: Platform, batch_invariant: bool = False) -> Ops:
-    """batch_invariant: the bits of a token do not depend on the number of tokens of its step."""
+    """The table of a Hopper GPU.
+
+    Args:
+        batch_invariant: use operators that give a token the same bits for any number of tokens in
+            its step.
+    """
     ops = _table(platform.num_multiprocessors)
     return _invariant(ops, platform.num_multiprocessors) if batch_invariant else ops
 
@@ -81,7 +86,7 @@ def _table(num_multiprocessors: int) -> Ops:
 
 
 def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
-    """The same table, except for operators that split their work by the number of tokens.
+    """Replace the operators that divide their work by the number of tokens.
 
     docs/notes/2026-11-21-h200-kernels.md says what this costs.
     """

@@ -1,7 +1,7 @@
-"""Optional packages of kernels: whether a table can use them, and why not.
+"""Optional packages of kernels: whether a table can use them, and if not, why.
 
-Asking whether one is there imports nothing; a table that wants it imports it once, and goes on
-without it, with one line, where it is too old or fails.
+`why_no_deepgemm` imports nothing. `deepgemm` imports the package once; if it is too old or its
+import fails, the function logs one line and the table uses other kernels.
 """
 
 import importlib.metadata
@@ -12,14 +12,15 @@ from types import ModuleType
 
 logger = logging.getLogger(__name__)
 
-# What builds of DeepGEMM are called on package registries, and the first release with what is used.
+# The names of DeepGEMM's builds on package registries, and the oldest release that has the
+# functions that Finwhale calls.
 DEEPGEMM_NAMES = ("tokenspeed-deepgemm", "deep-gemm", "sgl-deep-gemm")
 DEEPGEMM_LEAST = (2, 5)
 
 
 @cache
 def why_no_deepgemm() -> str | None:
-    """Why DeepGEMM cannot be used, as far as can be said without importing it; None: it can."""
+    """Say why DeepGEMM cannot be used, without importing it; None if nothing speaks against it."""
     if find_spec("deep_gemm") is None:
         return "not installed"
     for name in DEEPGEMM_NAMES:
@@ -29,35 +30,32 @@ def why_no_deepgemm() -> str | None:
             continue
         if _release(version) < DEEPGEMM_LEAST:
             least = ".".join(map(str, DEEPGEMM_LEAST))
-            return f"{name} {version} is too old, {least} or later is wanted"
+            return f"{name} {version} is too old: {least} or later is needed"
     return None
 
-
-def has_deepgemm() -> bool:
-    return why_no_deepgemm() is None
 
 
 @cache
 def deepgemm() -> ModuleType | None:
-    """The module ops/linear/linear_deepgemm.py, or None if DeepGEMM cannot be used."""
+    """Import ops/linear/linear_deepgemm.py; None if DeepGEMM cannot be used."""
     reason = why_no_deepgemm()
     if reason is None:
         try:
             return importlib.import_module("finwhale.ops.linear.linear_deepgemm")
-        except Exception as error:  # a package that fails while it is imported may raise anything
+        except Exception as error:  # A broken package can raise any exception.
             said = (str(error).strip() or "no reason given").splitlines()[0]
-            reason = f"importing it failed, {type(error).__name__}: {said}"
+            reason = f"its import failed, {type(error).__name__}: {said}"
     if reason != "not installed":
-        logger.warning("Triton kernels run instead of DeepGEMM's: %s", reason)
+        logger.warning("Triton kernels replace DeepGEMM's: %s", reason)
     return None
 
 
 def notes() -> list[str]:
-    """One line for each package that a table does without."""
+    """One line for each optional package that the table cannot use."""
     if deepgemm() is not None:
         return []
-    reason = why_no_deepgemm() or "importing it failed"
-    return [f"DeepGEMM is not used: {reason}; Triton kernels run instead"]
+    reason = why_no_deepgemm() or "its import failed"
+    return [f"DeepGEMM is not used: {reason}; Triton kernels replace it"]
 
 
 def _release(version: str) -> tuple[int, ...]:
