@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
-from finwhale.bench.drafting import Forced
+from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -190,7 +190,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1).engine
     on_the_device(engine, monkeypatch)
-    engine.executor.sampler.choose_with(Forced(engine, rate))
+    engine.executor.sampler.choose_with(ForcedAcceptance(engine, rate))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finwhale import LLM, SamplingParams
-from finwhale.bench.drafting import Forced
+from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.chat.grammar import regex_guide
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
@@ -113,7 +113,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.mark.parametrize("rate", [0, 0.5, 1])
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
-    local_executor(flash.executor).sampler.choose_with(Forced(flash, rate))
+    local_executor(flash.executor).sampler.choose_with(ForcedAcceptance(flash, rate))
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]

@@ -1,4 +1,4 @@
-"""A script that test_builds.py runs without TRITON_INTERPRET: it records launches of the sm90 table.
+"""A script that test_builds.py runs without TRITON_INTERPRET. It records the sm90 table's launches.
 
 The table runs on CPU tensors with a driver that only names SM90, and no launch is made. The script
 prints one JSON object. With the argument "walk" it only compares the recorded launches.

@@ -61,7 +61,7 @@ def test_every_number_of_tokens_finds_its_kernels_with_bf16_wo_a_input(tmp_path:
 
 
 def test_variants_are_few(report: dict[str, Any]) -> None:
-    """A variant takes a second to compile, so kernels specialise on as few arguments as possible."""
+    """Each variant takes a second to compile, so kernels specialise on as little as possible."""
     assert report["walked"] < 220
 
 

@@ -1,1 +1,1 @@
-"""Measurements: each prints a table and appends JSONL records with a hardware stamp."""
+"""Benchmarks. Each prints a table, and appends its results with the hardware to a JSONL file."""

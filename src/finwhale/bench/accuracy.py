@@ -1,8 +1,8 @@
 """Compare the logits, tokens and selected entries of a platform's operators with the references.
 
-A model of real widths with random weights reads one random text: whole, in chunks, and its end
-token by token. The float32 references with as-trained rounding are the truth; the bfloat16
-references show what the activations' dtype alone costs.
+A model of real widths with random weights prefills one random text at once, then in chunks, and
+then decodes its end token by token. The float32 references with as-trained rounding are the truth.
+The bfloat16 references show how much error the dtype of the activations causes.
 """
 
 import argparse
@@ -32,69 +32,71 @@ from finwhale.testing.stepping import Stepper
 
 TRUTH, BFLOAT16, TABLE = "references, float32", "references, bfloat16", "the platform's table"
 WHOLE, CHUNKED, DECODED = "whole", "chunked", "decoded"
-# No worse than the bfloat16 references by more than a third.
+# The platform's error may be this many times the error of the bfloat16 references.
 ALLOWED = 4 / 3
 
 
 @dataclass(slots=True)
-class Reading:
-    """What one engine made of the text.
+class Results:
+    """What one engine computed for the text.
 
     Attributes:
-        logits: by way of reading, [P,V] float32 on the CPU.
-        selected: of the whole reading, each C4 layer's slots [N,K].
+        logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
+        selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text.
     """
 
     logits: dict[str, Tensor] = field(default_factory=dict)
     selected: list[Tensor] = field(default_factory=list)
 
 
-def read(
+def compute(
     engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail: int, every_way: bool
-) -> Reading:
-    """Read the text; logits at the positions `wanted`, and of its tail as a decode gives them.
+) -> Results:
+    """Compute the logits of a text at the positions `wanted`, and those of its last `tail` tokens.
 
-    Read whole, and with `every_way` in chunks and the tail token by token.
+    Args:
+        every_way: also prefill the text in chunks that end at `cuts`, and decode the tail token by
+            token. Otherwise the logits of the whole prefill stand for these ways too.
     """
-    stepper, reading = Stepper(engine), Reading()
+    stepper, results = Stepper(engine), Results()
     model = stepper.runner.model
     assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
     indexers = [layer.attn.entries for layer in layers if hasattr(layer.attn.entries, "topk")]
     kept = [indexer.select_entries for indexer in indexers]
 
-    def noting(run: Any) -> Any:
+    def recording(run: Any) -> Any:
         def select_entries(*args: Any) -> Any:
             slots = run(*args)
-            reading.selected.append(slots.long().cpu())
+            results.selected.append(slots.long().cpu())
             return slots
 
         return select_entries
 
     for indexer, run in zip(indexers, kept, strict=True):
-        indexer.select_entries = noting(run)
+        indexer.select_entries = recording(run)
     streams = stepper.read(text)
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = run
-    reading.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
-    reading.logits[CHUNKED] = reading.logits[WHOLE]
+    results.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
+    results.logits[CHUNKED] = results.logits[WHOLE]
     decoded = streams[-tail:]
     if every_way:
-        reading.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
+        results.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
         decoded = stepper.read(text, list(range(len(text) - tail, len(text))))[-tail:]
-    reading.logits[DECODED] = stepper.logits(decoded).cpu()
-    return reading
+    results.logits[DECODED] = stepper.logits(decoded).cpu()
+    return results
 
 
 def compare(found: Tensor, wanted: Tensor) -> dict[str, float]:
-    """Relative error of the logits and the share of rows with the same best token."""
+    """The relative error of the logits, and the share of rows with the same most likely token."""
     error = ((found - wanted).norm() / wanted.norm()).item()
     same = (found.argmax(-1) == wanted.argmax(-1)).float().mean().item()
     return {"relative_error": round(error, 6), "same_top_1": round(same, 4)}
 
 
 def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
-    """The share of the selected slots that the truth selects too."""
+    """The share of the slots in `wanted` that `found` has too."""
     common = total = 0
     for one, other in zip(found, wanted, strict=True):
         for a, b in zip(one.tolist(), other.tolist(), strict=True):
@@ -105,14 +107,14 @@ def overlap(found: list[Tensor], wanted: list[Tensor]) -> float:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the record holds besides its stamp."""
+    """Run the benchmark; returns the record without its stamp."""
     config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
     tail = min(args.decodes, args.tokens - 1)
     wanted = torch.randperm(args.tokens, generator=generator)[: args.positions].sort().values
     cuts = torch.randperm(args.tokens - 1, generator=generator)[:7].add(1).sort().values.tolist()
-    readings: dict[str, Reading] = {}
+    computed: dict[str, Results] = {}
     for name, options in (
         (TRUTH, {"dtype": "float32", "reference": True}),
         (BFLOAT16, {"reference": True}),
@@ -133,7 +135,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummySource(weight_specs(config), choose_device(args.device)[1]),
             None,
         )
-        readings[name] = read(
+        computed[name] = compute(
             engine, text, wanted.to(engine.executor.description.device), cuts, tail, name != TRUTH
         )
         if args.verbose:
@@ -141,7 +143,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    truth = readings[TRUTH]
+    truth = computed[TRUTH]
     result: dict[str, Any] = {
         "benchmark": "accuracy",
         "config": args.config,
@@ -149,19 +151,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "tokens": args.tokens,
     }
     for name in (BFLOAT16, TABLE):
-        reading = readings[name]
+        results = computed[name]
         result[name] = {
-            f"{way} against the truth": compare(reading.logits[way], truth.logits[way])
+            f"{way} against the truth": compare(results.logits[way], truth.logits[way])
             for way in (WHOLE, CHUNKED, DECODED)
         }
-        whole = reading.logits[WHOLE]
-        result[name]["chunked against whole"] = compare(reading.logits[CHUNKED], whole)
-        result[name]["entries selected"] = {"overlap": overlap(reading.selected, truth.selected)}
+        whole = results.logits[WHOLE]
+        result[name]["chunked against whole"] = compare(results.logits[CHUNKED], whole)
+        result[name]["entries selected"] = {"overlap": overlap(results.selected, truth.selected)}
     return result
 
 
 def passes(result: dict[str, Any]) -> bool:
-    """Whether the table is no worse than the bfloat16 references by more than a third."""
+    """Whether the table's errors are at most ALLOWED times those of the bfloat16 references."""
     for what, ours in result[TABLE].items():
         theirs = result[BFLOAT16][what]
         if "overlap" in ours:
@@ -176,7 +178,7 @@ def passes(result: dict[str, Any]) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench accuracy`: 0, or 1 where the table is worse than it may be."""
+    """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
     parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
     add_sizes(parser, 4)
     parser.add_argument("--tokens", type=int, default=2560, help="length of the text")

@@ -11,12 +11,12 @@ from finwhale.options import add_options, options_of
 
 
 def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentParser:
-    """A parser with --record.
+    """Create a parser that has the option --record.
 
     Args:
-        name: of the benchmark.
-        doc: the docstring of its module; the first paragraph is the description.
-        record: file in the folder of results, for the help text.
+        name: name of the benchmark.
+        doc: docstring of the benchmark's module. Its first paragraph becomes the description.
+        record: name of a results file, as an example for the help text.
     """
     parser = argparse.ArgumentParser(
         prog=f"finwhale bench {name}",
@@ -33,7 +33,7 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
 
 
 def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
-    """Adds --config and --layers."""
+    """Add --config and --layers; `layers` is the default number of layers."""
     parser.add_argument(
         "--config", choices=("flash", "pro"), default="flash", help="sizes of this model"
     )
@@ -45,10 +45,10 @@ def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> Non
 def add_model_arguments(
     parser: argparse.ArgumentParser, without: Collection[str], **defaults: Any
 ) -> None:
-    """Adds what `offline.source` reads, and the options of the engine.
+    """Add the arguments that `offline.source` reads, and the options of the engine.
 
     Args:
-        without: options that the benchmark sets itself.
+        without: options to leave out, because the benchmark sets them.
         defaults: default values that differ for this benchmark.
     """
     add_sizes(parser)
@@ -59,7 +59,7 @@ def add_model_arguments(
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds default values where the help text has none."""
+    """Adds the default value to a help text that does not mention it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if isinstance(action.default, bool | None) or "(default: " in (action.help or ""):

@@ -1,9 +1,9 @@
 """Compare CPU decode and prefill with transformers' DeepSeek-V4: same weights, same run.
 
-Both read the same prompts, and the tokens that Finwhale chooses with exact activations must be
-those that transformers chooses. They take turns, a few steps each, so that whatever else the
-machine does falls on both. A step of Finwhale is a whole step of its engine (scheduling, forward,
-sampling, text); a step of transformers is its forward and an argmax.
+Both get the same prompts, and with exact activations Finwhale must choose the same tokens. They
+take turns, a few steps each, so that other work on the machine affects both. A step of Finwhale is
+a whole step of its engine (scheduling, forward, sampling, detokenisation). A step of transformers
+is its forward and an argmax.
 """
 
 import argparse
@@ -40,7 +40,7 @@ Prompts = list[list[int]]
 
 
 class Contender(Protocol):
-    """One engine. `begin` reads the prompts; each step adds one token to every sequence."""
+    """An engine to compare. `begin` prefills prompts; each step adds a token to every sequence."""
 
     name: str
 
@@ -50,7 +50,7 @@ class Contender(Protocol):
 
 
 class Finwhale:
-    """Finwhale in float32."""
+    """Finwhale's engine in float32."""
 
     def __init__(
         self, path: Path, activations: Activations, longest: int, compile: bool = False
@@ -68,12 +68,12 @@ class Finwhale:
         self._requests: list[Any] = []
 
     def begin(self, prompts: Prompts, steps: int) -> None:
-        """The first token comes from this step."""
+        """Prefill the prompts in one step, which also gives each sequence its first token."""
         params = SamplingParams(max_tokens=steps + 1, temperature=0, ignore_eos=True)
         engine = self._llm.engine
         self._requests = [engine.add_request(str(i), p, params) for i, p in enumerate(prompts)]
         engine.step()
-        assert all(request.outputs[0].token_ids for request in self._requests), "one waits"
+        assert all(request.outputs[0].token_ids for request in self._requests), "a request waits"
 
     def step(self) -> None:
         self._llm.engine.step()
@@ -85,7 +85,12 @@ class Finwhale:
 
 
 class Transformers:
-    """transformers in float32, with its cache, one of its ways to run experts, so many threads."""
+    """transformers in float32 with its own cache.
+
+    Args:
+        experts: one of EXPERTS, transformers' ways to run experts.
+        threads: number of torch threads.
+    """
 
     def __init__(self, model: Any, experts: str, threads: int) -> None:
         self.name = f"transformers {experts} {threads} thread{'s' if threads > 1 else ''}"
@@ -123,12 +128,12 @@ class Transformers:
 
 
 def load_transformers(path: Path) -> Any:
-    """transformers' model of a checkpoint, all of it in float32."""
+    """Load a checkpoint into transformers' model, in float32."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         raise FinwhaleError(
-            "this benchmark compares with transformers, which is not installed: "
+            "this benchmark needs transformers, which is not installed: "
             "pip install 'transformers>=5.23'"
         ) from error
     transformers.logging.set_verbosity_error()
@@ -139,7 +144,7 @@ def load_transformers(path: Path) -> Any:
 
 
 def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
-    """The same weights, dequantised to float32, which transformers reads without quantisation."""
+    """Write a copy of a checkpoint with its weights dequantised to float32, for transformers."""
     config = ModelConfig.from_dict(checkpoint.config)
     source = WeightSource(checkpoint, weight_specs(config), ignored=ignored_prefixes(config))
     weights = ((spec.name, stored.dequantise(torch.float32)) for spec, stored in source)
@@ -151,7 +156,14 @@ def write_plain_twin(checkpoint: Checkpoint, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is measured: prompts of `context` tokens, `steps` decoded tokens, `rounds` times."""
+    """The sizes of the measurements.
+
+    Attributes:
+        context: tokens of each prompt before a decode.
+        steps: tokens to decode.
+        rounds: repetitions of each measurement.
+        prefill: tokens of the prompt of a prefill.
+    """
 
     context: int
     steps: int
@@ -166,13 +178,13 @@ class Workload:
 
 
 Times = dict[str, list[float]]
-"""Milliseconds a step by contender."""
+"""Milliseconds of each step, by contender."""
 
 
 def measure_decode(
     contenders: Sequence[Contender], work: Workload, batch: int
 ) -> tuple[Times, dict[str, list[list[int]]]]:
-    """Milliseconds of every step, and the tokens, by contender."""
+    """Measure decode steps; returns the milliseconds of each step and the tokens, by contender."""
     times: Times = {c.name: [] for c in contenders}
     tokens: dict[str, list[list[int]]] = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
@@ -182,7 +194,7 @@ def measure_decode(
             contender.begin(prompts, work.steps)
         for _ in range(work.steps // TURN):
             for contender in order:
-                contender.step()  # warms the caches that the others' turns filled
+                contender.step()  # The others' turns have displaced its data from the CPU caches.
                 times[contender.name] += list(_timed(contender, TURN - 1))
         for contender in order:
             tokens[contender.name] += contender.finish()
@@ -197,7 +209,7 @@ def _timed(contender: Contender, count: int) -> Iterator[float]:
 
 
 def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
-    """Milliseconds to the first token of one prompt of `prefill` tokens, by contender."""
+    """Measure the milliseconds to the first token of a `prefill`-token prompt, by contender."""
     times: Times = {c.name: [] for c in contenders}
     for round_ in range(work.rounds):
         prompts = work.prompts(1, work.prefill, round_)
@@ -214,8 +226,8 @@ def _rotated(contenders: Sequence[Contender], by: int) -> list[Contender]:
     return [*contenders[by:], *contenders[:by]]
 
 
-def transformers_at_its_best(model: Any, work: Workload, batch: int) -> Transformers:
-    """The way to run experts and the number of threads that decode fastest here and now."""
+def fastest_transformers(model: Any, work: Workload, batch: int) -> Transformers:
+    """Choose the way to run experts and the number of threads that decode fastest here."""
     short = Workload(work.context, 3 * TURN, 1, 0, work.vocab_size)
     threads = sorted({1, torch.get_num_threads()})
     candidates = [Transformers(model, experts, n) for experts in EXPERTS for n in threads]
@@ -224,12 +236,14 @@ def transformers_at_its_best(model: Any, work: Workload, batch: int) -> Transfor
 
 
 def machine_rates() -> tuple[float, float]:
-    """Bytes a second that a sum reads, and float32 operations a second of a matrix product."""
+    """Measure this machine: bytes per second that a sum reads, and float32 operations per second of
+    a GEMM.
+    """
     memory = torch.ones(2**26)
     matrix = torch.ones(1024, 1024)
     reads = [_seconds(memory.sum) for _ in range(5)]
-    products = [_seconds(lambda: matrix @ matrix) for _ in range(5)]
-    return memory.nbytes / min(reads), 2 * 1024**3 / min(products)
+    gemms = [_seconds(lambda: matrix @ matrix) for _ in range(5)]
+    return memory.nbytes / min(reads), 2 * 1024**3 / min(gemms)
 
 
 def _seconds(run: Any) -> float:
@@ -239,12 +253,12 @@ def _seconds(run: Any) -> float:
 
 
 def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
-    """The least time of a forward: its float32 weights read once, or its products done."""
+    """The least time of a forward: reading its float32 weights once, or computing its GEMMs."""
     specs = weight_specs(config.without_draft_head())
     numel = {name: torch.Size(spec.shape).numel() for name, spec in specs.items()}
     experts = sum(n for name, n in numel.items() if ".experts." in name)
     head = numel["head.weight"]
-    # The embedding and the routing tables are looked up, not read.
+    # A forward reads only a few rows of the embedding and of the routing tables.
     others = sum(
         n
         for name, n in numel.items()
@@ -253,9 +267,9 @@ def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
     )
     share = config.num_experts_per_tok / config.n_routed_experts
     read = 4 * (others + head + experts * min(1.0, tokens * share))
-    products = 2 * (tokens * (others + experts * share) + sequences * head)
+    operations = 2 * (tokens * (others + experts * share) + sequences * head)
     bandwidth, rate = machine_rates()
-    return 1e3 * max(read / bandwidth, products / rate)
+    return 1e3 * max(read / bandwidth, operations / rate)
 
 
 # --- Reporting ----------------------------------------------------------------------------------
@@ -264,10 +278,10 @@ def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
 def report(
     what: str, times: Times, tokens_a_step: int, floor: float, console: Console
 ) -> dict[str, Any]:
-    """Print a table of one measurement; returns its part of the record."""
+    """Print a table of one measurement, and return its part of the record."""
     base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
     table = Table(
-        title=what, title_justify="left", caption="medians; p10 is near what a quiet machine gives"
+        title=what, title_justify="left", caption="medians; p10 is near the time on an idle machine"
     )
     table.add_column("", no_wrap=True)
     for column in ("ms", "p10", "p90", "tokens/s", "x", "x p10"):
@@ -288,13 +302,13 @@ def report(
 
 
 def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> float:
-    """The share of sequences that are the same to the last token."""
+    """The share of sequences in which two contenders chose all the same tokens."""
     same = [a == b for a, b in zip(tokens[name], tokens[other], strict=True)]
     return sum(same) / len(same)
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything that the record holds besides its stamp."""
+    """Run the benchmark; returns the record without its stamp."""
     checkpoint = Checkpoint.open(args.path or DEMO_PATH)
     config = ModelConfig.from_dict(checkpoint.config)
     work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
@@ -315,7 +329,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         compiled = [Finwhale(checkpoint.path, mode, longest, compile=True) for mode in modes]
     results = []
     for batch in args.batches:
-        best = transformers_at_its_best(model, work, batch)
+        best = fastest_transformers(model, work, batch)
         times, tokens = measure_decode([best, exact, trained, *compiled], work, batch)
         what = f"decode, batch {batch}, context {work.context}"
         result = report(what, times, batch, floor_ms(config, batch, batch), console)
@@ -342,7 +356,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench cpu`: 0, or 1 where the two engines chose different tokens."""
+    """Run `finwhale bench cpu`. Returns 1 if the engines chose different tokens, otherwise 0."""
     parser = new_parser("cpu", __doc__, "cpu.jsonl")
     parser.add_argument(
         "path",

@@ -1,8 +1,8 @@
-"""Decoding with drafts beside decoding without: tokens a second, and what a step costs.
+"""Compares decoding with drafts to decoding without: tokens per second, and the time of a step.
 
-How many drafts are right is forced, by a rule on the device: which of them are must not depend on
-random weights, and the host must not be asked. A forced draft takes the place of the token that was
-chosen; everything else is the engine's own.
+With random weights almost no draft would be accepted. So the benchmark forces an acceptance rate:
+it replaces sampled tokens so that this share of the drafts is right. It does so on the device,
+because a decode does not wait for the host. Nothing else differs from normal decoding.
 """
 
 import gc
@@ -28,15 +28,16 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
 
 WARM_UP = 8
-# Fractions of its multiples fill 0..1 evenly: so many of them are below a rate, from the start.
+# The fractional parts of the multiples of the golden ratio are spread evenly over 0..1. So of any
+# number of successive drafts, close to the wanted share is right.
 GOLDEN = 0.6180339887498949
 
 
-class Forced:
-    """Chooses tokens so that a part of the drafts is right.
+class ForcedAcceptance:
+    """Samples tokens, and replaces them so that a given share of the drafts is right.
 
     Args:
-        rate: of the drafts whose predecessors are right, how many are.
+        rate: share of right drafts among those whose predecessors are right.
     """
 
     def __init__(self, engine: Engine, rate: float) -> None:
@@ -78,11 +79,12 @@ def measure(
     draft_tokens: int,
     rates: Sequence[float | None],
 ) -> list[dict[str, Any]]:
-    """One row for each batch without drafts, then for each rate with them; None: the model's own.
+    """Measure each batch size without drafts, then each batch size and acceptance rate with drafts.
 
     Args:
-        config: of the engines; drafts and memory are given here.
-        model: with its MTP layer.
+        config: options of the engines; `draft_tokens` replaces their number of drafts.
+        model: the configuration and the weights of a model with an MTP layer.
+        rates: acceptance rates to force; None: the rate of the model itself.
     """
     rows: list[dict[str, Any]] = []
     plain: dict[int, float] = {}
@@ -98,7 +100,7 @@ def measure(
                 step_ms = row["step_ms"]["median"]
                 row["step_over_plain"] = round(step_ms / plain.setdefault(batch, step_ms), 3)
                 rows.append(row)
-        # Two engines have no room beside each other.
+        # The memory is too small for two engines, so free this one before the next.
         del engine
         gc.collect()
         if torch.cuda.is_available():
@@ -109,9 +111,10 @@ def measure(
 def _decode(
     engine: Engine, batch: int, context: int, steps: int, rate: float | None
 ) -> dict[str, Any]:
-    """Steps in which `batch` requests decode, from one step's tokens to the next one's."""
+    """Measure steps in which `batch` requests decode. A step's time ends when its tokens arrive."""
     local = local_executor(engine.executor)
-    local.sampler.choose_with(local.runner.ops.sample if rate is None else Forced(engine, rate))
+    sample = local.runner.ops.sample if rate is None else ForcedAcceptance(engine, rate)
+    local.sampler.choose_with(sample)
     most = 1 + engine.scheduler.drafting.draft_tokens
     params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
     generator = torch.Generator().manual_seed(batch)
@@ -151,7 +154,7 @@ def _decode(
 
 
 def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """The rows of `measure` as a table."""
+    """Print the rows of `measure` as a table."""
     table = Table(title="decoding with drafts; medians", title_justify="left")
     names = ("batch", "drafts", "accept", "tokens/s", "a step", "step ms", "over plain")
     for name in (*names, "verify ms", "draft ms"):

@@ -1,9 +1,9 @@
 """Measure loading a checkpoint from the page cache, and a plain read of the same files.
 
-The plain read moves the same files, as bytes, to the same device with as many threads and pinned
-memory and does nothing with them. Both are timed in turns. A synthetic checkpoint of random weights
-in the official layout is written first where there is none; reading it once puts it into the page
-cache. Folding experts for the kernels, which comes after, is timed apart.
+The plain read copies the bytes of the same files to the same device, with the same number of
+threads and the same pinned memory. The benchmark times both in turns, after one read that fills the
+page cache. Without --model it first writes a checkpoint of random weights in the official layout.
+It times the rearrangement of the experts' weights for the kernels ("fold") separately.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from finwhale.options import add_options
 
 
 def plain_read(checkpoint: Checkpoint, device: torch.device) -> None:
-    """All bytes of the files to the device, in pieces, each over one that came before."""
+    """Copy all bytes of the files to the device, in pieces that overwrite each other there."""
     cuda = device.type == "cuda"
     free: Queue[tuple[torch.Tensor, Any]] = Queue()
     for _ in range(PINNED_PIECES):
@@ -77,8 +77,8 @@ def plain_read(checkpoint: Checkpoint, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Loading:
-    """A checkpoint and the ways to get it to a device."""
+class Loader:
+    """Loads one checkpoint in several ways."""
 
     def __init__(self, path: Path, config: ModelConfig, device: torch.device, ops: Ops) -> None:
         self.checkpoint = Checkpoint.open(path)
@@ -89,7 +89,7 @@ class Loading:
         plain_read(self.checkpoint, self.device)
 
     def load(self, reading_device: torch.device | None = None) -> None:
-        """Weights in place; `reading_device`: where the source has them come."""
+        """Load the weights; `reading_device`: where the source puts them; None: on the device."""
         source = WeightSource(
             self.checkpoint,
             weight_specs(self.config),
@@ -112,7 +112,7 @@ class Loading:
             self.ops.finish_experts(layer.ffn.experts)
         self._settle()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         self.weights = None
         gc.collect()
         if self.device.type == "cuda":
@@ -143,18 +143,18 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         console.print(f"wrote {directory} in {written:.1f} s")
     if args.model is not None:
         config = ModelConfig.from_dict(Checkpoint.open(directory).config)
-    loading = Loading(directory, config, device, load_ops(platform))
-    size = sum((directory / file).stat().st_size for file, _ in loading.checkpoint.shards())
+    loader = Loader(directory, config, device, load_ops(platform))
+    size = sum((directory / file).stat().st_size for file, _ in loader.checkpoint.shards())
     times: dict[str, list[float]] = {"plain read": [], "load": [], "mapped load": [], "fold": []}
-    loading.plain()  # into the page cache
+    loader.plain()  # This fills the page cache.
     for _ in range(args.repeats):
-        times["plain read"].append(timed(loading.plain))
-        times["load"].append(timed(loading.load))
-        times["fold"].append(timed(loading.fold))
-        loading.forget()
+        times["plain read"].append(timed(loader.plain))
+        times["load"].append(timed(loader.load))
+        times["fold"].append(timed(loader.fold))
+        loader.free()
         if args.mapped:
-            times["mapped load"].append(timed(lambda: loading.load(torch.device("cpu"))))
-            loading.forget()
+            times["mapped load"].append(timed(lambda: loader.load(torch.device("cpu"))))
+            loader.free()
     table = Table(title=f"{size / 1e9:.1f} GB to {device}; medians", title_justify="left")
     for column in ("", "s", "GB/s", "of the plain read"):
         table.add_column(column, justify="right" if column else "left")
@@ -177,7 +177,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench load`."""
+    """Run `finwhale bench load`."""
     parser = new_parser("load", __doc__, "load-h200.jsonl")
     add_sizes(parser, 6)
     parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")

@@ -1,4 +1,4 @@
-"""A serving run drawn: the distributions of waiting, and the tokens a second over time."""
+"""Plots a load test: the distributions of latency, and the throughput over time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from matplotlib.figure import Figure
 
 
-class Drawn(Protocol):
-    """What is drawn of one request (see `serving.Result`)."""
+class PlottedResult(Protocol):
+    """The fields of a `serving.Result` that the plot uses."""
 
     begin: float
     pieces: list[float]
@@ -20,23 +20,27 @@ class Drawn(Protocol):
     def between(self) -> list[float]: ...
 
 
-def plot(path: Path, results: Sequence[Drawn], found: dict[str, Any]) -> None:
-    """Writes a picture; the ending of `path` says which kind."""
+def plot(path: Path, results: Sequence[PlottedResult], summary: dict[str, Any]) -> None:
+    """Write the plot. The suffix of `path` determines the format.
+
+    Args:
+        summary: result of `serving.summarise`.
+    """
     good = [r for r in results if r.error is None]
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    waiting, gaps, rate = figure.subplots(1, 3)
-    _cumulative(waiting, [r.ttft * 1e3 for r in good], "time to first token, ms")
+    latency, gaps, rate = figure.subplots(1, 3)
+    _cumulative(latency, [r.ttft * 1e3 for r in good], "time to first token, ms")
     _cumulative(gaps, [gap * 1e3 for r in good for gap in r.between], "between tokens, ms")
-    seconds = int(found["seconds"]) + 1
+    seconds = int(summary["seconds"]) + 1
     counts = [0] * seconds
     for result in good:
         for piece in result.pieces:
             counts[min(seconds - 1, int(result.begin + piece))] += 1
     rate.step(range(seconds), counts, where="post")
     rate.set_xlabel("seconds")
-    rate.set_ylabel("pieces a second")
-    speed = found["output_tokens_per_second"]
-    figure.suptitle(f"{found['completed']} requests, {speed:,.0f} tokens/s generated")
+    rate.set_ylabel("pieces per second")
+    speed = summary["output_tokens_per_second"]
+    figure.suptitle(f"{summary['completed']} requests, {speed:,.0f} tokens/s generated")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -1,14 +1,15 @@
 """Measure whole engine steps on one device, decode and prefill, and their floors.
 
-Decode: `batch` requests with random prompts are read to `context` tokens, then whole engine steps
-are timed (schedule, inputs, forward, sampling, ids on the host) while all of them decode: from one
-step's tokens to the next one's; beside it the captured graph alone. Prefill: from the request to
-its first token.
+Decode: the benchmark prefills `batch` random prompts up to `context` tokens. While all of them
+decode, it times whole engine steps (schedule, inputs, forward, sampling, ids on the host), from the
+tokens of one step to those of the next. It also times the captured graph alone. Prefill: the
+benchmark times a request from its arrival to its first token.
 
-Floor of a decode: bytes of the weights, with the experts that the step really hits, and of the
-cached rows that it reads, over the device's read bandwidth. Of a prefill: its products, over the
-device's rate in the precision of each: FP8 where weights are stored so (or in FP4) and in the
-indexer, else bfloat16; beside it in the record all of them over the rate in FP8.
+The floor of a decode is the bytes that it reads, divided by the device's read bandwidth: the
+weights, with the experts that the step really uses, and the cached rows. The floor of a prefill is
+its operations, divided by the device's rate in the precision of each. That is FP8 for weights
+stored in FP8 or FP4 and for the indexer, and bfloat16 for the rest. The record also has the floor
+with all operations in FP8.
 """
 
 import argparse
@@ -67,7 +68,7 @@ class Shape:
 
 
 class Bench:
-    """An engine and what is measured with it."""
+    """Measures one engine."""
 
     def __init__(self, engine: Engine, steps: int) -> None:
         assert isinstance(engine.model_config, ModelConfig)
@@ -89,7 +90,7 @@ class Bench:
         return name
 
     def decode(self, shape: Shape) -> dict[str, Any]:
-        """Milliseconds of whole steps and of the graph alone, and what the floor counts."""
+        """Measure decode steps: milliseconds of whole steps and of the graph, and the floor."""
         engine, names = self.engine, []
         room = _room(shape, self.steps, engine.config.max_num_batched_tokens)
         for _ in range(shape.batch):
@@ -102,13 +103,13 @@ class Bench:
             engine.step()
         for _ in range(WARM_UP):
             engine.step()
-        # Experts hit and the graph's time change as greedy text begins to repeat itself: what is
-        # reported is the mean of before the timed steps and after them.
+        # Greedy text begins to repeat itself, so the number of experts and the graph's time change.
+        # Report the mean of the values before and after the timed steps.
         graph_ms, hit = self._graph_ms(), self._experts_hit()
         for _ in range(WARM_UP):
             engine.step()
-        # One step is in flight while another's tokens are handed out: what a step takes is the
-        # time between two of them, not that of a call.
+        # A call returns the tokens of the previous step while the next one is in flight. So a step
+        # takes the time between two returns, not the time of a call.
         done = [time.perf_counter()]
         for _ in range(self.steps):
             engine.step()
@@ -128,7 +129,7 @@ class Bench:
         return result
 
     def prefill(self, shape: Shape) -> dict[str, Any]:
-        """Milliseconds from a request to its first token."""
+        """Measure a prefill: milliseconds from a request to its first token, and the floor."""
         repeats = max(3, min(self.steps, 4 * self.steps * 2048 // max(shape.tokens, 1)))
 
         prompts = [self.prompt(shape.tokens) for _ in range(repeats + 1)]
@@ -142,9 +143,9 @@ class Bench:
         return result
 
     def kernels(self, shape: Shape, count: int) -> list[tuple[str, int, float]]:
-        """(kernel, launches, microseconds) of one step, the most expensive first.
+        """(kernel, launches, microseconds) of one step, the slowest kernel first.
 
-        Kernels of one graph may overlap: their sum can exceed the step.
+        Kernels of one graph may overlap, so their sum can exceed the time of the step.
         """
         if shape.batch:
             return self._profiled(self._replay_of(shape), count)
@@ -166,9 +167,9 @@ class Bench:
         return sorted(rows, key=lambda row: -row[2])[:count]
 
     def _replay_of(self, shape: Shape) -> Any:
-        """Read `batch` prompts and return the replay of their next step."""
+        """Prefill `batch` prompts; returns a function that runs their next step."""
         for _ in range(shape.batch):
-            self.begin(self.prompt(shape.tokens), 10**6)  # none ends before all run
+            self.begin(self.prompt(shape.tokens), 10**6)  # No request ends before all of them run.
         running = self.engine.scheduler.running
         while len(running) < shape.batch or any(
             len(s.token_ids) - s.num_computed > 1 for s in running
@@ -192,7 +193,7 @@ class Bench:
         return 1e3 * (time.perf_counter() - start)
 
     def _plan(self) -> StepPlan:
-        """The step that would come next; the engine knows nothing of it."""
+        """Plan the next step without the engine, which later plans the same step itself."""
         scheduler = self.engine.scheduler
         chunks: list[Any] = []
         for sequence in scheduler.running:
@@ -202,7 +203,7 @@ class Bench:
         return plan
 
     def _graph_ms(self) -> float | None:
-        """Median milliseconds of the captured graph of this batch."""
+        """Median milliseconds of the captured graph of this batch; None: the step has no graph."""
         graphs, plan = self.runner.graphs, self._plan()
         if graphs is None or not graphs.fits(plan):
             return None
@@ -218,9 +219,9 @@ class Bench:
         return round(sorted(times)[len(times) // 2], 4)
 
     def _experts_hit(self) -> float:
-        """Different experts that the next step hits, the mean over layers; run eagerly."""
+        """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
         hits: list[int] = []
-        # A compiled layer holds the layer, which has the experts.
+        # A compiled layer wraps the layer that has the experts.
         model = self.runner.model
         assert isinstance(model, DeepseekV4)
         layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
@@ -243,7 +244,7 @@ class Bench:
         return sum(hits) / len(hits)
 
     def _weight_bytes(self) -> tuple[float, float]:
-        """Bytes of all that every decode reads, and of one expert of every layer."""
+        """Bytes of the weights that every decode reads, and of one expert in every layer."""
         others = expert = 0.0
         for name, spec in weight_specs(self.config.without_draft_head()).items():
             numel = torch.Size(spec.shape).numel()
@@ -271,7 +272,7 @@ class Bench:
         return others + hit * expert + shape.batch * rows
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
-        """Multiplications and additions in FP8 and in bfloat16, attention and indexer included."""
+        """Number of operations of a prefill in FP8 and in bfloat16, with attention and indexer."""
         c = self.config
         fp8 = bf16 = 0.0
         for name, spec in weight_specs(c.without_draft_head()).items():
@@ -297,11 +298,11 @@ class Bench:
 
 
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
-    """Tokens that a sequence may have: the first ones decode while others' prompts are read, for
-    which a quarter of a step is sure.
+    """The most tokens of a sequence. The first sequences decode while the others are prefilled,
+    which takes at least a quarter of each step.
     """
-    reading = 4 * shape.batch * shape.tokens // step_tokens
-    return shape.tokens + reading + 2 * WARM_UP + steps + 8
+    prefill_steps = 4 * shape.batch * shape.tokens // step_tokens
+    return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
 def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, float]]) -> None:
@@ -313,12 +314,12 @@ def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, floa
     console.print(table)
 
 
-# Options of the engine that follow from the shapes that are measured.
+# Options of the engine that the benchmark derives from the measured shapes.
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 
 def memory(engine: Engine) -> dict[str, float]:
-    """GiB on a GPU: the cache's, all that torch holds, and the most it ever held."""
+    """GiB on a GPU: of the cache, reserved by torch, and the peak that torch has allocated."""
     if not engine.executor.description.device.startswith("cuda"):
         return {}
     gib = 2.0**30
@@ -332,8 +333,10 @@ def memory(engine: Engine) -> dict[str, float]:
 def source(
     args: argparse.Namespace, *, draft_head: bool = False
 ) -> tuple[ModelConfig, WeightStream]:
-    """The configuration that was asked for, and its weights; random ones for a draft head too only
-    where it is wanted.
+    """The configuration and the weights that the arguments ask for.
+
+    Args:
+        draft_head: include the draft head in a model of random weights.
     """
     if args.model is not None:
         checkpoint = Checkpoint.open(args.model)
@@ -375,7 +378,7 @@ def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything that the record holds besides its stamp."""
+    """Run the benchmark; returns the record without its stamp."""
     shapes = [Shape(batch, args.context) for batch in args.batches]
     shapes += [Shape(1, context) for context in args.long_contexts]
     shapes += [Shape(0, tokens) for tokens in args.prefill]
@@ -425,9 +428,9 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """The same for decoding with drafts."""
+    """Compare decoding with drafts to plain decoding; returns the record without its stamp."""
     config, weights = source(args, draft_head=True)
-    # Of every step all drafts may be right; behind them there are rows for the next ones.
+    # All drafts of every step may be right, and the next drafts need rows too.
     longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
     rows = drafting.measure(
         read_options(
@@ -457,12 +460,12 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _rate(text: str) -> float:
     rate = float(text)
     if not 0 <= rate <= 1:
-        raise argparse.ArgumentTypeError(f"a fraction, 0 to 1, is wanted, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a fraction from 0 to 1, got {text!r}")
     return rate
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench offline`."""
+    """Run `finwhale bench offline`."""
     parser = new_parser("offline", __doc__, "offline-h200.jsonl")
     add_model_arguments(parser, SET_HERE, max_num_batched_tokens=8192)
     parser.add_argument(
@@ -512,7 +515,7 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     if args.accept and not args.draft_tokens:
-        parser.error("--accept forces drafts, and there are none: give --draft-tokens")
+        parser.error("--accept needs drafts: give --draft-tokens too")
     console = Console()
     if not console.is_terminal:
         console.width = 120

@@ -1,10 +1,12 @@
 """Measure every kernel of a table on a GPU, and its reference, at the model's sizes.
 
-A time is that of one call in a captured graph whose calls take turns over inputs that together
-exceed L2; a reference's is that of calls one by one. The floor is the longer of the bytes that any
-implementation must move over the measured bandwidth, and its operations over the measured rate.
-`--check` compares instead of timing: with the references, with outliers, with padding, far pages,
-and bit for bit whatever else is in the batch.
+A kernel's time is that of one call in a captured graph. The calls of the graph take turns over
+inputs that together exceed the L2 cache. A reference's time is that of a single call. The floor is
+the larger of two times: the bytes that any implementation must move divided by the measured
+bandwidth, and the operations divided by the measured rate.
+
+`--check` checks results instead of timing: against the references, with outliers, padding and far
+pages, and bit for bit in other batches.
 """
 
 import importlib
@@ -54,24 +56,24 @@ from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
 
 BATCHES = (1, 8, 32, 128, 8192)
-MAX_DECODE = 1024  # batches up to here are decodes, one token a sequence; larger ones one prompt
+MAX_DECODE = 1024  # Batches up to this are decodes of one token each; larger ones are one prompt.
 REPLAYS = 50
-# More than an H200's L2 (60 MB), and as many turns at most: smaller inputs stay in L2, where in a
-# model too the operator before has just left them.
+# The inputs of all turns exceed an H200's L2 cache (60 MB), unless that takes more than MAX_TURNS
+# turns. Inputs so small stay in L2; in a model the previous operator leaves them there too.
 ROTATED_BYTES = 128 * 2**20
 MAX_TURNS = 64
-PLAIN_BYTES = 40 * 10**9  # weights that take more in float32 are not compared
-# Tokens of a check; of Flash's or Pro's experts one then has up to 1, 6, 24, 47, 94 and 131 pairs.
+PLAIN_BYTES = 40 * 10**9  # Weights that take more in float32 are not compared.
+# Numbers of tokens of a check. With Flash or Pro, an expert then gets up to 131 pairs.
 CHECKED = (0, 1, 3, 17, 130, 256, 257, 500, 1000, 1400)
 CHECKED_EXPERTS = 64
-# Tokens that must have the bits that they have in the batch of all: within what a table cuts alike,
-# and for any number.
+# Ranges of tokens that must get the same bits as in the whole batch. A table may split the work of
+# more tokens differently, so PARTS stay below that; ANY_PARTS are for batch-invariant tables.
 PARTS = ((0, 1), (5, 22), (0, 100), (27, 128))
 ANY_PARTS = ((0, 1), (0, 2), (5, 22), (3, 130), (900, 901), (1400, 1403), (100, 611), (3, 1499))
 FAR_BYTES = 2**31
-LAST_ROWS = 300  # of a batch past 2^31 values; more than what a table cuts as few tokens
+LAST_ROWS = 300  # Compared rows of a batch past 2^31 values; more than any table's "few tokens".
 FAMILIES = ("norm", "mhc", "linear", "attention", "compressor", "indexer", "moe")
-# Operators that read pages, and the positions of their arguments that grow with the step.
+# The operators that read pages, and the positions of their arguments that grow with the step.
 PAGED = {
     "prepare_qkv": (0, 2, 7, 9),
     "compress": (0, 1, 4, 5),
@@ -79,7 +81,7 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
-# Timed and checked as one, because what they pass to each other is the table's own.
+# These are timed and checked as one operator: what they pass to each other differs by table.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
@@ -88,7 +90,7 @@ AtStep = Callable[[Chunks], OpCase]  # makes a case for a step
 
 
 def model_cases(sizes: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    """Every operator of a layer, the LM head and sampling, for one step."""
+    """The cases of one step: every operator of a layer, the LM head and sampling."""
     for family in (*FAMILIES, "sampling"):
         yield from _cases(family).model_cases(sizes, draw, chunks)
 
@@ -126,7 +128,7 @@ def kernels(ops: Ops) -> dict[str, Implementation]:
 
 
 def implementation(ops: Ops, name: str) -> Implementation:
-    """An operator of a table; `sample` returns a tuple; "experts" is its three operators."""
+    """An operator of a table. "experts" calls three operators; "sample" returns a tuple."""
     fn: Implementation = getattr(ops, "experts_compute" if name == "experts" else name)
     if name not in ("experts", "sample"):
         return fn
@@ -147,7 +149,7 @@ def implementation(ops: Ops, name: str) -> Implementation:
 
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
-    """Microseconds of one call, over replays of a graph that makes all of them once."""
+    """Microseconds of one call, measured by replaying a graph that makes all calls once."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -178,7 +180,7 @@ def _event() -> torch.cuda.Event:
 
 
 def largest_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Over the float results: the largest difference, over the largest value."""
+    """The largest difference of a float result, in units of that result's largest value."""
     errors = [0.0]
     for one, other in zip(found, wanted, strict=True):
         if other.dtype.is_floating_point and other.numel():
@@ -188,13 +190,18 @@ def largest_error(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
 
 
 def step(batch: int, context: int) -> Chunks:
-    """The chunks that a batch of a timing stands for: decodes at `context`, or a prompt."""
+    """The chunks of a timed batch: decodes at `context`, or one prompt."""
     return ((context - 1, context),) * batch if batch <= MAX_DECODE else ((0, batch),)
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A case's weight as the table's operators read it, and in float32 or None if too large."""
+    """A case's weight.
+
+    Attributes:
+        ready: as the table's operators read it.
+        plain: in float32; None: too large, or there is no weight.
+    """
 
     ready: Any
     plain: Any
@@ -211,23 +218,26 @@ def make_args(case: OpCase, weight: Weights) -> Args:
 
 
 def _is_large(stored: Any) -> bool:
-    """w13 holds two thirds of the experts' values, two in a byte."""
+    """Whether the float32 weight exceeds PLAIN_BYTES. w13 has two thirds of the experts' values,
+    two of them in each byte.
+    """
     return isinstance(stored, ExpertWeight) and 12 * stored.w13.numel() > PLAIN_BYTES
 
 
 def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
-    """The packed arguments as the reference takes them."""
+    """Convert packed arguments to the reference's."""
     if weight.ready is not None:
         args = tuple(weight.plain if arg is weight.ready else arg for arg in args)
     return plain_args(case.operator, args)
 
 
 def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, Any]:
-    """One line of the table, as a dict; without a reference where its weights are too large."""
+    """Measure one case. Weights that are too large are not compared with the reference."""
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
     turns = max(2, min(MAX_TURNS, -(-ROTATED_BYTES // max(1, int(case.bytes)))))
     weights = [make_weight(case, ops)]
-    if case.weight is not None and case.operator != "experts":  # its turns choose other experts
+    # Each turn of "experts" chooses other experts, so one set of weights is enough.
+    if case.weight is not None and case.operator != "experts":
         weights += [Weights(ready(ops, case.weight()), None) for _ in range(turns - 1)]
     inputs = [make_args(case, weights[i % len(weights)]) for i in range(turns)]
     error = base = None
@@ -236,7 +246,7 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str,
         found = plain_results(case.operator, inputs[0], results(kernel, inputs[0], case.written))
         wanted = _as_wide(case.operator, inputs[0], results(definition, plain, case.written))
         error = largest_error(found, wanted)
-        # Once: it is slow, and here to be compared with.
+        # Time the reference once: it is slow.
         base = _timed(lambda: definition(*plain), 1, 1, warm_up=0)
     ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
     return {
@@ -258,7 +268,7 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str,
 def run_timing(
     sizes: Sizes, ops: Ops, operators: Sequence[str], batches: Sequence[int], context: int
 ) -> list[Any]:
-    """Print a line for each kernel and batch; those lines as dicts."""
+    """Measure each kernel at each batch, and print a line for it; returns the lines as dicts."""
     reference, draw = load_ops(Platform.detect(), reference=True), ModelDraw("cuda")
     chosen = [name for name in kernels(ops) if not operators or name in operators]
     print(
@@ -291,6 +301,8 @@ def run_timing(
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """The result of one check; `fault` is None if the check passed."""
+
     what: str
     fault: str | None
 
@@ -302,14 +314,14 @@ def compare(
     tolerance: float = MODEL_TOLERANCE,
     flip: float = E4M3_FLIP,
 ) -> str | None:
-    """What is wrong, or None.
+    """Compare results; returns what is wrong, or None.
 
-    Float results may differ by `tolerance` of the largest value (sums in another order: a few
-    units of 2^-24 times the root of up to 2^15 terms), bfloat16 by one rounding more, 2^-7 of the
-    value, and a share `flips` by one step of E4M3, or of a coarser rounding by `flip` of the
-    largest value. Whole results (chosen experts) must agree but
-    for one row in a thousand, where two candidates may lie closer than rounding; those rows are
-    left out of what belongs to them.
+    Float results may differ by `tolerance` times the largest value: sums in another order differ
+    by a few units of 2^-24 times the root of up to 2^15 terms. A bfloat16 result may differ by one
+    rounding more, 2^-7 of the value. A share `flips` of the values may differ by one step of E4M3,
+    or, for a coarser rounding, by `flip` times the largest value. Integer results (chosen experts)
+    must agree, except in one row in a thousand, where two candidates can be closer than rounding.
+    The float results of such rows are not compared.
     """
     same = None
     for one, other in zip(found, wanted, strict=True):
@@ -322,7 +334,7 @@ def compare(
             same = (one == other).reshape(len(one), -1).all(1)
             wrong = len(same) - int(same.sum())
             if wrong > -(-len(same) // 1000) or wrong == len(same):
-                return f"{wrong} of {len(same)} rows chose otherwise"
+                return f"{wrong} of {len(same)} rows have other choices"
             continue
         a, b = one.float(), other.float()
         if same is not None and len(a) == len(same):
@@ -343,7 +355,7 @@ def compare(
 def same_alone(
     case: OpCase, kernel: Implementation, args: Args, parts: Sequence[tuple[int, int]]
 ) -> str | None:
-    """Bit for bit: tokens alone, in other batches and in the whole batch."""
+    """Check that tokens have the same bits alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
     whole = plain_results(case.operator, args, results(kernel, args, case.written))
     for start, end in parts:
@@ -361,14 +373,14 @@ def same_alone(
 
 
 def mixed_step(count: int) -> Chunks:
-    """Decodes at many positions, and from 5 tokens on half of them as a prompt's middle."""
+    """A step of decodes at many positions; from 5 tokens on, half of it is a prefill chunk."""
     chunk = count // 2 if count >= 5 else 0
     decodes = tuple((2943 * i % 6000, 2943 * i % 6000 + 1) for i in range(count - chunk))
     return (*decodes, (61, 61 + chunk)) if chunk else decodes
 
 
 def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict | None:
-    """A shared case: as it is, or packed; None where the table has no form for it or refuses."""
+    """Check a shared case; None: packing or the table does not support its arguments."""
     given = to_device(case.args(), device)
     packed = ops.capabilities.packed_cache
     args = packed_args(case.operator, given) if packed else given
@@ -389,7 +401,7 @@ def check_case(case: OpCase, ops: Ops, reference: Ops, device: str) -> Verdict |
         wanted = _as_wide(case.operator, args, wanted)
     tolerance = case.tolerance
     if packed and case.operator in ACTIVATIONS:
-        # DeepGEMM's product hands on bfloat16.
+        # The result of DeepGEMM's GEMMs is bfloat16.
         tolerance = HIDDEN_TOLERANCE if case.operator == "swiglu_mlp" else 2.0**-7
     return Verdict(f"case {case.name}", compare(found, wanted, case.flips, tolerance, case.flip))
 
@@ -401,9 +413,10 @@ def _as_wide(operator: str, args: Args, wanted: list[Tensor]) -> list[Tensor]:
 def check_model_case(
     at_step: AtStep, ops: Ops, reference: Ops, *, invariant: bool = False
 ) -> Iterator[Verdict]:
-    """Real sizes: against the reference, alone, padded, on far pages.
+    """Check a case at real sizes: against the reference, in other batches, padded, on far pages.
 
-    invariant: the bits of any number of tokens must be the same, whatever the case says.
+    Args:
+        invariant: the table is batch-invariant: every case must have the same bits in any batch.
     """
     case = at_step(())
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
@@ -428,7 +441,7 @@ def check_model_case(
 
 
 def check_padding(case: OpCase, kernel: Implementation) -> str | None:
-    """Tokens at position -1 behind a pure decode change nothing and are finite."""
+    """Check that padding tokens after a decode give finite values and change no other result."""
     args = case.args()
     alone = plain_results(case.operator, args, results(kernel, args, case.written))
     more = padded(args, PAGED[case.operator], 3)
@@ -442,7 +455,7 @@ def check_padding(case: OpCase, kernel: Implementation) -> str | None:
 
 
 def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
-    """Pages past 2^31 bytes give the same bits."""
+    """Check that pages past 2^31 bytes give the same bits."""
     args = case.args()
     near = plain_results(case.operator, args, results(kernel, args, case.written))
     far = far_pages(args, FAR_BYTES)
@@ -457,14 +470,14 @@ def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
 
 
 def _last_rows(kernel: Implementation, args: Args, written: Sequence[int]) -> list[Tensor]:
-    """Results without a second copy of pools that are large."""
+    """Like `results`, but without a copy of the pools, which are large."""
     returned = kernel(*args)
     found = () if returned is None else (returned,)
     return [*found, *written_tensors(args, written)]
 
 
 def check_large(at_step: AtStep, kernel: Implementation, values_a_token: int) -> str | None:
-    """Offsets past 2^31: the last tokens of a batch that long, bit for bit as alone."""
+    """Check that the last tokens of a batch with more than 2^31 values have the bits as alone."""
     count, rows = 2**31 // values_a_token + 500, LAST_ROWS
     case = at_step(mixed_step(rows))
     args = list(case.args())
@@ -490,7 +503,7 @@ def check_operator(
     *,
     invariant: bool = False,
 ) -> Iterator[Verdict]:
-    """Shared cases, then real sizes with each of `draws`, one for each dtype."""
+    """Check an operator on its shared cases, then at real sizes with each of `draws` (dtypes)."""
     for case in shared_cases(operator):
         verdict = check_case(case, ops, reference, device)
         if verdict is not None:
@@ -501,7 +514,7 @@ def check_operator(
 
 
 def run_check(sizes: Sizes, ops: Ops, operators: Sequence[str], *, invariant: bool) -> int:
-    """Print a line a check; the number that failed."""
+    """Run all checks and print a line for each; returns the number of failed checks."""
     reference = load_ops(Platform.detect(), reference=True)
     sizes = replace(sizes, n_routed_experts=min(sizes.n_routed_experts, CHECKED_EXPERTS))
     real, single = ModelDraw("cuda"), ModelDraw("cuda", torch.float32)
@@ -529,7 +542,7 @@ def _show(operator: str, verdict: Verdict) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench ops`: 0, or 1 where a check failed."""
+    """Run `finwhale bench ops`. Returns 1 if a check failed, otherwise 0."""
     parser = new_parser("ops", __doc__, "ops.jsonl")
     parser.add_argument("--config", choices=CONFIGS, default="flash", help="sizes of this model")
     parser.add_argument(

@@ -1,10 +1,10 @@
 """Measure the host's work in an engine step: everything but the work of the device.
 
-The engine runs one step ahead, as on a GPU, over a stub of the model: planning, pages, the inputs
-of a captured decode, sampling parameters, tokens to text, stop strings, counters. The stub answers
-with tokens at once; launching and transfers, which need a GPU, are not in it. Pages are those of
-DeepSeek-V4-Flash. Nothing waits in such a step, so that the thread's processor time is what it
-takes on a machine that does nothing else; the time on the clock stands beside it.
+The engine runs one step ahead, as on a GPU, but a stub replaces the model and returns tokens at
+once. A step includes planning, pages, the inputs of a captured decode, sampling parameters,
+detokenisation, stop strings and counters. It does not include kernel launches and transfers, which
+need a GPU. The pages are those of DeepSeek-V4-Flash. The step never waits, so its CPU time is the
+time that it takes on an idle machine; the table also shows its wall-clock time.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 64, 256)
-# What a step may cost the host: so much, and so much for each running request.
+# The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request.
 STEP_US, REQUEST_US = 200.0, 2.0
 WARM_UP = 40
 PARAMS = {
@@ -51,9 +51,9 @@ PARAMS = {
 
 
 class StubRunner:
-    """Stands in for ModelRunner: inputs are filled in, nothing is computed.
+    """Replaces ModelRunner: it fills in the inputs of a step, but computes nothing.
 
-    Every token is the one after the last row's, so that texts differ.
+    Neighbouring rows get different tokens, so that the texts of the requests differ.
     """
 
     def __init__(self, config: EngineConfig, groups: tuple[CacheGroup, ...], max_len: int) -> None:
@@ -88,7 +88,7 @@ class StubRunner:
 
 
 def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
-    """An engine over a StubRunner, one step ahead."""
+    """Create an engine that runs one step ahead over a StubRunner."""
     groups = cache_spec(model_config)
     max_len = config.max_model_len or model_config.max_position_embeddings
     plan = plan_cache(
@@ -122,7 +122,7 @@ def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds of the host for one step in which `batch` requests decode: used, and passed."""
+    """Measure steps in which `batch` requests decode: microseconds of CPU and wall-clock time."""
     model_config = ModelConfig.preset("flash")
     config = EngineConfig(
         max_num_seqs=batch,
@@ -131,7 +131,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
     )
     engine = stub_engine(config, model_config)
     for number in range(batch):
-        # Requests at different places: pages and blocks do not all change in the same step.
+        # The prompts differ in length, so that pages and blocks do not all end in the same step.
         prompt = [number + 5] * (args.context - number % 128)
         engine.add_request(str(number), prompt, params)
     while not all(stream.output.token_ids for stream in engine._streams.values()):
@@ -153,7 +153,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench overhead`: 0, or 1 where a median is above what a step may cost."""
+    """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
     parser = new_parser("overhead", __doc__, "overhead.jsonl")
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
     parser.add_argument("--context", type=int, default=1024, help="length of a prompt")

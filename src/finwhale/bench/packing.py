@@ -1,7 +1,7 @@
-"""A packed table's arguments and results as the references take them, and the other way round.
+"""Converts an operator's arguments and results between packed tables and the references.
 
-What a packed table computes is checked against the references in float32, on the same values: its
-rows, keys and weights are exact there.
+A packed table is checked against the float32 references on the same values: float32 represents its
+packed rows, keys and weights exactly.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ from finwhale.ops.linear import LinearWeight
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import PageTable, Tokens
 
-# Positions of the arguments that are activations, of operators with packed arguments.
+# The operators with packed arguments, and the positions of their arguments that are activations.
 ACTIVATIONS = {
     "linear": (0,),
     "grouped_linear": (0,),
@@ -46,7 +46,7 @@ ACTIVATIONS = {
 
 
 def plain_args(operator: str, args: Args) -> Args:
-    """The arguments that the reference computes the same from, in float32."""
+    """Convert a packed table's arguments to the reference's: the same values in float32."""
     if operator not in ACTIVATIONS:
         return args
     plain = list(args)
@@ -68,9 +68,14 @@ def plain_args(operator: str, args: Args) -> Args:
 
 
 def plain_results(operator: str, args: Args, found: Sequence[Tensor]) -> list[Tensor]:
-    """What a packed table returned and wrote, as a reference does; `args` are the packed ones.
+    """Convert a packed table's results to the reference's form.
 
-    Rows and keys are exact in bfloat16, which says how they may differ. Selections are widened.
+    Rows and keys become bfloat16, which holds them exactly; `compare` allows bfloat16 results one
+    rounding more. Selections are padded to the reference's width.
+
+    Args:
+        args: the packed arguments.
+        found: the tensors that the operator returned and wrote.
     """
     found = list(found)
     if operator == "prepare_qkv":
@@ -87,7 +92,7 @@ def plain_results(operator: str, args: Args, found: Sequence[Tensor]) -> list[Te
 
 
 def _is_e4m3(x: Tensor) -> bool:
-    """Room for what is written rounded."""
+    """Whether a tensor is an output that the operator rounds to E4M3."""
     return x.dtype == torch.float8_e4m3fn
 
 
@@ -114,7 +119,7 @@ def _plain_entries(part: CompressPart, rows_per_page: int, rope: int) -> Tensor:
 
 
 def plain_weight(arg: Any) -> Any:
-    """A weight in float32; anything else as it is."""
+    """Convert a weight to float32; other arguments stay as they are."""
     if isinstance(arg, LinearWeight):
         weight = arg.weight.float() if arg.scale is None else _fp8_values(arg.weight, arg.scale)
         return LinearWeight(weight, arg.round_input)
@@ -142,9 +147,9 @@ def _expert_values(weight: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def packed_args(operator: str, args: Args) -> Args | None:
-    """A shared case's arguments as a packed table takes them; None: it has no form for them.
+    """Convert a shared case's arguments to a packed table's; None: packing does not support them.
 
-    Values are rounded on the way, so compare with a reference on `plain_args` of the result.
+    Packing rounds the values. So give the reference `plain_args` of the result.
     """
     if operator not in ACTIVATIONS:
         return args
@@ -159,7 +164,7 @@ def packed_args(operator: str, args: Args) -> Args | None:
         if operator == "sparse_attention":
             packed[4], packed[5] = (_packed_rows(arg, _rope(args[1])) for arg in args[4:6])
         elif operator == "select_entries":
-            if not args[8]:  # such keys may have widths that FP4 has no groups for
+            if not args[8]:  # Unrounded keys may have widths that FP4's groups do not divide.
                 return None
             packed[2] = pack_keys(args[2], args[5].rows_per_page)
             return tuple(packed)
@@ -167,7 +172,7 @@ def packed_args(operator: str, args: Args) -> Args | None:
             if any(part.rounding == "none" for part in args[0]):
                 return None
             packed[0] = tuple(_packed_part(part, args) for part in args[0])
-    except ValueError:  # widths that packed rows do not have
+    except ValueError:  # Packed rows do not support this width.
         return None
     weights = [_packed_weight(arg) for arg in packed]
     return None if any(w is _NO_FORM for w in weights) else tuple(weights)
@@ -177,7 +182,7 @@ _NO_FORM = object()
 
 
 def _bfloat16(x: Tensor) -> Tensor:
-    """The same strides, in bfloat16."""
+    """Convert to bfloat16, and keep the strides."""
     out = torch.empty_strided(x.size(), x.stride(), dtype=torch.bfloat16, device=x.device)
     return out.copy_(x)
 
@@ -194,7 +199,7 @@ def _packed_part(part: CompressPart, args: Args) -> CompressPart:
 
 
 def _packed_weight(arg: Any) -> Any:
-    """FP8 and FP4 where inputs are rounded, else bfloat16."""
+    """Pack a weight: FP8 or FP4 if its inputs are rounded, otherwise bfloat16."""
     if isinstance(arg, LinearWeight):
         if not arg.round_input:
             return LinearWeight(arg.weight.bfloat16(), out_dtype=torch.float32)
@@ -224,11 +229,11 @@ def _fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.view(torch.uint8), exponents.view(torch.uint8)
 
 
-# --- The same call in other places ----------------------------------------------------------------
+# --- Variants of a call ---------------------------------------------------------------------------
 
 
 def ready(ops: Ops, arg: Any) -> Any:
-    """A weight as loading leaves it to the table's operators: `arg` must not be used any more."""
+    """Prepare a weight as loading does, for the table's operators. This may overwrite `arg`."""
     if isinstance(arg, LinearWeight):
         w = ops.prepare_linear(arg)
         if w.weight is not arg.weight:
@@ -244,7 +249,7 @@ def ready(ops: Ops, arg: Any) -> Any:
 
 
 def far_pages(args: Args, least_bytes: int) -> Args:
-    """The same pages behind as many empty ones that their offsets pass `least_bytes`."""
+    """Move all pages behind empty ones, so that their offsets are at least `least_bytes`."""
     extra: dict[int, int] = {}
 
     def shift(table: PageTable) -> PageTable:
@@ -287,7 +292,7 @@ def far_pages(args: Args, least_bytes: int) -> Args:
 
 
 def padded(args: Args, by_token: Sequence[int], count: int) -> Args:
-    """The same step with `count` more tokens at position -1, each of a sequence without pages."""
+    """Add `count` padding tokens (position -1) to a step, each in a sequence without pages."""
 
     def table(arg: PageTable) -> PageTable:
         pages = torch.cat((arg.pages, arg.pages.new_zeros(count, arg.pages.shape[1])))

@@ -1,7 +1,7 @@
 """Measure the host's time to find a cached prefix: keys, lookup and adoption of blocks.
 
-The scheduler alone, with the pages of DeepSeek-V4-Flash and no model: a prompt is read, then the
-same one comes again and is planned up to its first step.
+The benchmark uses a scheduler with the pages of DeepSeek-V4-Flash and no model. It schedules the
+prefill of a prompt, then sends the same prompt again and times it until its first step is planned.
 """
 
 import gc
@@ -25,12 +25,12 @@ from finwhale.request import SamplingParams
 
 LENGTHS = (1024, 8192, 65536, 1048576)
 STEP_TOKENS = 8192
-# What a token of a prompt may cost.
+# The limit on the time for each token of a prompt.
 TOKEN_NS = 1000.0
 
 
 def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
-    """Nanoseconds a token: the keys alone, and all from a request to its first planned step."""
+    """Measure the nanoseconds per token of the keys alone, and of all work until the first step."""
     scheduler = _scheduler(num_tokens)
     assert scheduler.prefix is not None
     draw = random.Random(num_tokens)
@@ -90,7 +90,7 @@ def _sequence(key: str, prompt: list[int]) -> RunningSequence:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench prefix`: 0, or 1 where a token costs more than it may."""
+    """Run `finwhale bench prefix`. Returns 1 if a median exceeds its limit, otherwise 0."""
     parser = new_parser("prefix", __doc__, "prefix.jsonl")
     parser.add_argument(
         "--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts"
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=15, help="number of repetitions")
     args = parser.parse_args(argv)
     console = Console()
-    table = Table(title="a prompt that was read before, nanoseconds a token", title_justify="left")
+    table = Table(title="a cached prompt, nanoseconds per token", title_justify="left")
     for column in ("tokens", "found", "keys", "until planned", "p90", "allowed"):
         table.add_column(column, justify="right")
     record = stamp("prefix", argv, ()) | {"benchmark": "prefix", "results": []}

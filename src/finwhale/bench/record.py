@@ -1,4 +1,4 @@
-"""Records of measurements: one JSON object a line, with what they were made on."""
+"""Records of measurements: JSON objects, one on each line, with the hardware and the versions."""
 
 import datetime
 import importlib.metadata
@@ -21,10 +21,12 @@ RESULTS = Path("bench/results")
 
 
 def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """When, where, with which versions and by which command a measurement was made.
+    """The time, hardware, versions and command of a measurement.
 
     Args:
-        what: of `finwhale bench`; argv: its arguments.
+        what: name of the benchmark.
+        argv: its command-line arguments.
+        packages: packages whose versions to record.
     """
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -59,14 +61,14 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of them that at least `share` of them do not exceed (nearest rank)."""
+    """The smallest value that at least `share` of the values do not exceed (nearest rank)."""
     ordered = sorted(values)
     rank = math.ceil(round(share * len(ordered), 6))
     return round(ordered[max(rank, 1) - 1], 4)
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to a JSONL file; its folder is made if missing."""
+    """Append a record to a JSONL file; creates the file's folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -82,7 +84,7 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit that the package's source stands at, "+" appended if it was changed since."""
+    """The commit of the package's source, with "+" if it has uncommitted changes."""
     here = Path(__file__).parent
 
     def git(*args: str) -> str:

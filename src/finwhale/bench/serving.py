@@ -35,18 +35,18 @@ QUANTILES = (50, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What is asked of an endpoint.
+    """The requests to send to an endpoint.
 
     Attributes:
         url: the endpoint's root, before /v1.
-        chat: /v1/chat/completions with text; else /v1/completions with token ids.
-        num_requests: in all.
-        request_rate: requests a second, arriving as a Poisson process; inf: all at once.
-        concurrency: requests under way at most; None: no bound.
-        input_tokens, output_tokens: fewest and most; each request draws.
-        shared_prefix: tokens that all prompts begin with, of input_tokens.
-        max_token_id: prompts of token ids draw below it.
-        ignore_eos: have exactly output_tokens generated (an extension that not all servers have).
+        chat: use /v1/chat/completions with text, instead of /v1/completions with token ids.
+        num_requests: total number of requests.
+        request_rate: requests per second, which arrive as a Poisson process; inf: all at once.
+        concurrency: maximum number of requests at once; None: no limit.
+        input_tokens, output_tokens: least and largest length; each request draws its own.
+        shared_prefix: number of tokens, of input_tokens, with which all prompts begin.
+        max_token_id: token ids of prompts are below this.
+        ignore_eos: generate exactly output_tokens tokens (an extension that some servers lack).
     """
 
     url: str
@@ -68,11 +68,13 @@ class Load:
 
 @dataclass(slots=True)
 class Result:
-    """What became of one request; times in seconds, `begin` since the load's start.
+    """The outcome of one request. Times are in seconds.
 
     Attributes:
-        pieces: when each piece with text came, since `begin`.
-        error: None where it was answered to its end.
+        begin: time from the start of the load test to sending the request.
+        pieces: times from `begin` to the arrival of each piece of output.
+        end: time from `begin` to the end of the answer.
+        error: why the request failed; None if it was answered to its end.
     """
 
     begin: float
@@ -99,7 +101,7 @@ class Result:
 
 
 async def run_load(load: Load) -> tuple[list[Result], float]:
-    """Sends all requests; their results in the order of sending, and the seconds it took."""
+    """Send all requests; returns their results in the order of sending, and the total seconds."""
     bodies = make_bodies(load)
     delays = _arrivals(load)
     room = asyncio.Semaphore(load.concurrency or load.num_requests)
@@ -145,7 +147,7 @@ async def _request(session: aiohttp.ClientSession, load: Load, body: bytes, star
 
 
 def _take(result: Result, data: bytes, now: float) -> bool:
-    """One event; whether it is the last."""
+    """Add an event of the stream to `result`; returns whether it is the last."""
     if data == b"[DONE]":
         return True
     chunk = json.loads(data)
@@ -153,7 +155,7 @@ def _take(result: Result, data: bytes, now: float) -> bool:
         result.error = "error event"
     for choice in chunk.get("choices", ()):
         delta = choice.get("delta", {})
-        # A piece may hold no text: part of a character, or what may become a stop string.
+        # A chunk has no text if a character or a possible stop string is incomplete.
         if choice.get("text") is not None or any(delta.get(k) for k in _PARTS):
             result.pieces.append(now)
     usage = chunk.get("usage")
@@ -169,7 +171,7 @@ _PARTS = ("content", "reasoning_content", "tool_calls")
 
 
 def make_bodies(load: Load) -> list[bytes]:
-    """The requests' bodies, the same for the same seed."""
+    """Make the bodies of the requests. The same seed gives the same bodies."""
     draw = random.Random(load.seed)
     prefix = _tokens(draw, load, load.shared_prefix)
     bodies = []
@@ -194,7 +196,7 @@ def make_bodies(load: Load) -> list[bytes]:
 
 
 def _tokens(draw: random.Random, load: Load, count: int) -> list[Any]:
-    """Token ids, or as many words."""
+    """Draw `count` token ids or, for a chat, words."""
     if load.chat:
         return draw.choices(WORDS, k=count)
     # Low ids are often control tokens.
@@ -214,7 +216,7 @@ def _arrivals(load: Load) -> list[float]:
 
 
 def summarise(results: Sequence[Result], seconds: float) -> dict[str, Any]:
-    """Milliseconds: mean, P50 and P99 of each kind; rates a second over the whole run."""
+    """Summarise a load test: mean, P50 and P99 of each latency in milliseconds, and throughput."""
     good = [r for r in results if r.error is None]
     errors = Counter(r.error for r in results if r.error is not None)
     output = sum(r.output_tokens for r in good)
@@ -243,7 +245,7 @@ def _spread(seconds: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(seconds)
     found = {"mean": statistics.fmean(ordered) * 1e3}
     for q in QUANTILES:
-        # The nearest rank: a value that was measured.
+        # The nearest rank is always a measured value.
         found[f"p{q}"] = ordered[math.ceil(q / 100 * len(ordered)) - 1] * 1e3
     return {name: round(value, 3) for name, value in found.items()}
 
@@ -267,12 +269,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"recorded in {args.record}", file=sys.stderr)
     if args.plot:
         plot(args.plot, results, found)
-        print(f"drawn in {args.plot}", file=sys.stderr)
+        print(f"plotted in {args.plot}", file=sys.stderr)
     return 0 if found["completed"] == load.num_requests else 1
 
 
 def _load(args: argparse.Namespace) -> Load:
-    """Raises FinwhaleError."""
+    """The load that the arguments describe. Raises FinwhaleError if a value is out of range."""
     if args.shared_prefix >= args.input_tokens[0]:
         raise FinwhaleError(
             f"--shared-prefix must be below --input-tokens ({args.input_tokens[0]}), got "
@@ -313,9 +315,9 @@ def _print(found: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"{found['completed']} requests in {found['seconds']:.2f} s: "
-        f"{found['requests_per_second']:.2f} a second; {found['output_tokens_per_second']:,.1f} "
-        f"tokens/s generated, {found['total_tokens_per_second']:,.1f} tokens/s in all; "
-        f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens found again"
+        f"{found['requests_per_second']:.2f} requests/s; {found['output_tokens_per_second']:,.1f} "
+        f"tokens/s generated, {found['total_tokens_per_second']:,.1f} tokens/s with prompts; "
+        f"{found['cached_tokens']} of {found['prompt_tokens']} prompt tokens were cached"
     )
     if found["errors"]:
         console.print(f"errors: {found['errors']}", style="red")
@@ -325,7 +327,7 @@ def _span(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     span = int(low), int(high or low)
     if not 1 <= span[0] <= span[1]:
-        raise argparse.ArgumentTypeError("N or LOW:HIGH is wanted, at least 1")
+        raise argparse.ArgumentTypeError(f"must be N or LOW:HIGH, from 1 on, got {text!r}")
     return span
 
 

@@ -1,9 +1,10 @@
 """Measure cold and warm starts, from process start to the first token, and the first requests.
 
-Each start is a process of its own. Cold: its cache of compiled kernels is empty. Warm: it is what
-the process before left. After the first token come requests of every kind and length, two after
-each other: those that arrive first, right after "ready", beside the same number later. Kernels that
-were compiled or loaded after "ready" are counted, and there should be none.
+Each start is a separate process. A cold start has an empty cache of compiled kernels, and a warm
+start has the cache that the previous process left. After the first token, the benchmark sends
+requests of every kind and length, and compares the time to first token right after "ready" with
+the time later. It also counts the kernels that were compiled or loaded after "ready"; there should
+be none.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_s
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
-REPORT = "finwhale-start "  # begins the line in which a start's process says what it measured
+REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """One start, in this process."""
+    """Measure one start, in this process."""
     began = time.monotonic()
     demo = args.model is None and not args.dummy
     if demo:
@@ -59,7 +60,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     while engine.has_work:
         engine.step()
     first_token = time.monotonic() - process_start()
-    mixed = Mixed(engine, args)
+    mixed = MixedRequests(engine, args)
     early = mixed.run(args.requests)
     later = mixed.run(args.requests)
     return {
@@ -69,7 +70,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "kernels": engine.executor.description.kernels,
         "compiled": engine.executor.description.compiled_kernels,
         "early_ttft_ms": summary(early) | {"p99": percentile(early, 0.99)},
-        # Where they come: the first few would be something's first time.
+        # The positions of the slowest requests. Low ones would be a sign of lazy initialisation.
         "early_slowest": sorted(range(len(early)), key=lambda i: -early[i])[:5],
         "later_ttft_ms": summary(later) | {"p99": percentile(later, 0.99)},
         "p99_over_later_median": round(
@@ -79,11 +80,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-class Mixed:
-    """Requests of every sampling option, prompts of every length, a few running at once.
+class MixedRequests:
+    """Runs random requests with all sampling options, and times some of them.
 
-    Half of the prompts have one length, so that their times to the first token can be compared;
-    only these are reported. The others, of any length, come between them.
+    The timed requests all have the same prompt length and run alone, so that their times to first
+    token can be compared. Between them, groups of requests with prompts of any length run together.
     """
 
     def __init__(self, engine: Engine, args: argparse.Namespace) -> None:
@@ -94,7 +95,7 @@ class Mixed:
         self.count = 0
 
     def run(self, requests: int) -> list[float]:
-        """Milliseconds to the first token of the requests of one length."""
+        """Run `requests` timed requests; returns their milliseconds to the first token."""
         times: list[float] = []
         for _ in range(requests):
             self._other()
@@ -104,7 +105,7 @@ class Mixed:
         return times
 
     def _timed(self) -> float:
-        """A request alone: nothing that others do is in its time."""
+        """Finish all other requests, then time one request alone."""
         while self.engine.has_work:
             self.engine.step()
         name = self._name()
@@ -116,7 +117,7 @@ class Mixed:
         return 1e3 * (time.perf_counter() - begin)
 
     def _other(self) -> None:
-        """Some of any length together, run until few tokens are left."""
+        """Add several requests of random lengths, and run some of their steps."""
         for _ in range(self.random.randint(1, 6)):
             length = int(self.longest ** self.random.random())
             params = self._params(max_tokens=self.random.randint(1, 8), n=self.random.randint(1, 2))
@@ -150,7 +151,7 @@ class Mixed:
 
 
 def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> list[dict[str, Any]]:
-    """Cold, then warm, each a process."""
+    """Measure a cold start, then warm starts, each in its own process."""
     results = []
     with tempfile.TemporaryDirectory(prefix="finwhale-start-") as directory:
         cache = args.cache_dir or directory
@@ -166,7 +167,7 @@ def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> l
             wall = time.perf_counter() - begin
             lines = [x for x in done.stdout.splitlines() if x.startswith(REPORT)]
             if done.returncode or not lines:
-                raise SystemExit(f"the {kind} start ended with {done.returncode}")
+                raise SystemExit(f"the {kind} start ended with exit code {done.returncode}")
             found = json.loads(lines[-1].removeprefix(REPORT))
             results.append({"start": kind, "process_s": round(wall, 2), **found})
             if args.verbose:
@@ -201,7 +202,7 @@ def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench start`."""
+    """Run `finwhale bench start`."""
     parser = new_parser("start", __doc__, "start-h200.jsonl")
     parser.epilog = "With --cache-dir, the cache is not empty and every start counts as warm."
     add_model_arguments(parser, (), max_model_len=65536)

@@ -1,9 +1,9 @@
 """Measure tokens per second of many requests, and the time between tokens.
 
-All requests come at once, as many run as the engine takes. Then the same load again while others
-come: long prompts, prompts that begin like an earlier one (found instead of read), and requests
-that are aborted in their midst. The times between tokens are those of the load alone, from one
-step's tokens to those of the next in which the same request has any.
+The benchmark first runs a load alone: all requests arrive at once, and the engine runs as many as
+it can. Then it runs the same load while other requests arrive: long prompts, prompts with a cached
+prefix, and requests that are aborted while they run. It reports the times between tokens of the
+load's own requests only.
 """
 
 import statistics
@@ -27,14 +27,14 @@ from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
 
-# Steps between two intruders of a kind, and the tokens that each of them generates.
+# Number of steps between two other requests of each kind, and the tokens that each one generates.
 LONG_EVERY, PREFIX_EVERY, ABORT_EVERY = 64, 16, 32
-INTRUDER_TOKENS = 16
+OTHER_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests that arrive together, and the tokens of each."""
+    """Requests that arrive together, all with the same number of tokens."""
 
     requests: int
     prompt_tokens: int
@@ -44,12 +44,12 @@ class Load:
         return f"{self.requests} requests of {self.prompt_tokens} in, {self.output_tokens} out"
 
 
-class Intruders:
-    """Other requests, one every few steps.
+class OtherRequests:
+    """Adds other requests to the engine while a load runs.
 
     Args:
-        long: tokens of a long prompt.
-        seen: a prompt of the load, which others begin with.
+        long: number of tokens of a long prompt.
+        seen: a prompt of the load. The prompts with a cached prefix begin with it.
     """
 
     def __init__(
@@ -60,24 +60,24 @@ class Intruders:
         self.results: dict[str, list[RequestOutput]] = {"long": [], "prefix": [], "aborted": []}
 
     def step(self) -> None:
-        """To be called after each step of the load."""
+        """Add and abort the requests that are due. Call this after each step of the load."""
         self._steps += 1
         if self._steps % LONG_EVERY == 1:
             self._add("long", self._prompt(self._long))
         if self._steps % PREFIX_EVERY == 2:
-            self._add("prefix", [*self._seen, *self._prompt(INTRUDER_TOKENS)])
+            self._add("prefix", [*self._seen, *self._prompt(OTHER_TOKENS)])
         if self._steps % ABORT_EVERY == 3:
             self._add("aborted", self._prompt(len(self._seen)))
         if self._steps % ABORT_EVERY == 9:
             self._engine.abort(self.results["aborted"][-1].request_id)
 
     def _prompt(self, length: int) -> list[int]:
-        # Quickly made: its time lies between two steps.
+        # numpy is fast, and the time of this call lies between two steps.
         ids = self._draw.integers(self._engine.model_config.vocab_size, size=length)
         return cast(list[int], ids.tolist())
 
     def _add(self, kind: str, prompt: list[int]) -> None:
-        params = SamplingParams(max_tokens=INTRUDER_TOKENS, temperature=0, ignore_eos=True)
+        params = SamplingParams(max_tokens=OTHER_TOKENS, temperature=0, ignore_eos=True)
         name = f"{kind}-{self._steps}"
         self.results[kind].append(self._engine.add_request(name, prompt, params))
 
@@ -93,12 +93,16 @@ class Intruders:
 def serve(
     engine: Engine, draw: np.random.Generator, load: Load, long_prompt: int | None = None
 ) -> dict[str, Any]:
-    """Run a load to its end; with a long_prompt (tokens), others come meanwhile."""
+    """Run a load to its end, and measure it.
+
+    Args:
+        long_prompt: number of tokens of other requests' long prompts; None: no other requests.
+    """
     params = SamplingParams(max_tokens=load.output_tokens, temperature=0, ignore_eos=True)
     shape = load.requests, load.prompt_tokens
     prompts = draw.integers(engine.model_config.vocab_size, size=shape).tolist()
     results = [engine.add_request(f"{i}", prompt, params) for i, prompt in enumerate(prompts)]
-    others = None if long_prompt is None else Intruders(engine, draw, long_prompt, prompts[0])
+    others = None if long_prompt is None else OtherRequests(engine, draw, long_prompt, prompts[0])
     last: dict[str, float] = {}
     between: list[float] = []
     done = [time.perf_counter()]
@@ -151,7 +155,7 @@ def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench throughput`."""
+    """Run `finwhale bench throughput`."""
     parser = new_parser("throughput", __doc__, "throughput-h200.jsonl")
     add_model_arguments(parser, ["max_model_len"], max_num_seqs=128)
     parser.add_argument("--requests", type=int, default=256, help="number of requests")
@@ -171,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         console.width = 120
     config, weights = source(args)
     load = Load(args.requests, args.prompt_tokens, args.output_tokens)
-    longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * INTRUDER_TOKENS
+    longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * OTHER_TOKENS
     start = time.perf_counter()
     engine = start_engine(
         read_options(
@@ -190,7 +194,7 @@ def main(argv: Sequence[str]) -> int:
         rows["among others"] = serve(engine, draw, load, args.long_prompt)
     show(console, load, rows)
     late = dict(engine.metrics().late_compilations)
-    console.print(f"started in {start_s} s; compiled since: {late}")
+    console.print(f"started in {start_s} s; kernels compiled since then: {late}")
     if args.record:
         record = stamp("throughput", argv, ("torch",))
         record |= {

@@ -34,7 +34,6 @@ def why_no_deepgemm() -> str | None:
     return None
 
 
-
 @cache
 def deepgemm() -> ModuleType | None:
     """Import ops/linear/linear_deepgemm.py; None if DeepGEMM cannot be used."""
