@@ -43,7 +43,7 @@ def test_warm_up_leaves_nothing_behind(new_llm: Callable[..., LLM]) -> None:
     """Neither counters nor blocks nor other tokens."""
     engine = new_llm(max_num_seqs=4, max_num_batched_tokens=64).engine
     before, counters = text(engine, "a"), engine.metrics()
-    engine.forget()
+    engine.reset()
     empty = engine.metrics()
     warm_up(engine)
     after = engine.metrics()

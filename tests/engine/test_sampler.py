@@ -12,7 +12,7 @@ from finwhale.engine.loop.sampled_tokens import NOT_FINITE, SampledToken, TokenR
 from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import Sequence
 from finwhale.engine.plan.step_plan import SlotAdmission
-from finwhale.engine.plan.step_planner import Choice, StepPlanner
+from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 from finwhale.engine.rank.executor import LocalResult, bring
 from finwhale.engine.rank.host_transfer import Receiver
 from finwhale.engine.rank.sampler import Sampler as RankSampler
@@ -70,7 +70,7 @@ class Sampler:
             if not sequence.sampling.settings.greedy:
                 positions.append(len(sequence.token_ids) - sequence.num_prompt)
         plan = StepPlanner(logits.shape[1]).sampling(
-            tuple(sequence.slot for sequence in sequences), Choice(positions, histories)
+            tuple(sequence.slot for sequence in sequences), SamplingInputs(positions, histories)
         )
         if not plan.slots:
             return []

@@ -27,7 +27,7 @@ def play(
                 accepted += 1
             policy.verified(verified, accepted)
         noise = draw.uniform(0.97, 1.03) * (20 if draw.random() < 0.01 else 1)
-        policy.took([verified] * batch, drafts, seconds(batch, drafts) * noise)
+        policy.record_time([verified] * batch, drafts, seconds(batch, drafts) * noise)
         before = drafts
     return chosen
 

@@ -23,25 +23,25 @@ def manager(seed: int = 0, num_pages: int = 40) -> PageManager:
 
 def test_a_pool_never_gives_page_zero() -> None:
     pool = PagePool(4)
-    taken = [pool.take() for _ in range(3)]
+    taken = [pool.allocate() for _ in range(3)]
     assert sorted(taken) == [1, 2, 3] and pool.num_free == 0
     with pytest.raises(AssertionError, match="no free page"):
-        pool.take()
+        pool.allocate()
     with pytest.raises(AssertionError):
-        pool.give(0)
-    pool.give(2)
-    assert pool.take() == 2
+        pool.remove_reference(0)
+    pool.remove_reference(2)
+    assert pool.allocate() == 2
 
 
-def test_a_page_is_free_when_its_last_holder_gives_it() -> None:
+def test_a_page_is_free_when_its_last_reference_is_removed() -> None:
     pool = PagePool(3)
-    page = pool.take()
-    pool.hold(page)
-    pool.give(page)
+    page = pool.allocate()
+    pool.add_reference(page)
+    pool.remove_reference(page)
     assert pool.num_free == 1
-    pool.give(page)
+    pool.remove_reference(page)
     assert pool.num_free == 2
-    for wrong in (pool.hold, pool.give):
+    for wrong in (pool.add_reference, pool.remove_reference):
         with pytest.raises(AssertionError):
             wrong(page)
 
@@ -99,13 +99,13 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
     pages.grow(two, 0, 10)
     pages.check_integrity([one, two])
     pages.check_integrity([one], {name: table.pages for name, table in two.items()})
-    with pytest.raises(AssertionError, match="lost or held by"):
+    with pytest.raises(AssertionError, match="reference counts"):
         pages.check_integrity([one])
     two["window"].pages[0] = one["window"].pages[0]
-    with pytest.raises(AssertionError, match="lost or held by"):
+    with pytest.raises(AssertionError, match="reference counts"):
         pages.check_integrity([one, two])
     pages.pools["window"]._free.append(one["window"].pages[0])
-    with pytest.raises(AssertionError, match="lost or"):
+    with pytest.raises(AssertionError, match="reference counts|free list"):
         pages.check_integrity([one, two])
 
 
@@ -156,7 +156,7 @@ def test_steps_have_pages_for_the_ends_of_blocks(seed: int, start: int, count: i
         pages.trim(tables, start)
     pages.grow(tables, start, end)
     for block_end in range((start // 256 + 1) * 256, end + 1, 256):
-        for group in pages.forgetting:
+        for group in pages.windowed_groups:
             table = tables[group.name]
             for row in range(group.first_needed(block_end), block_end):
                 assert table.pages[row // group.rows_per_page - table.first]

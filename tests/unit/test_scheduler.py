@@ -114,7 +114,7 @@ class Memory:
     def _write(self, group: CacheGroup, sequence: Sequence, text: Text, row: int) -> None:
         place = self.place(group, sequence, row // group.rows_per_page)
         pool = self.scheduler.pages.pools[group.name]
-        assert pool.holders[place[1]] == 1, "a page that others read is written"
+        assert pool.references[place[1]] == 1, "a page that others read is written"
         rows = self.pages.setdefault(place, [None] * group.rows_per_page)
         rows[row % group.rows_per_page] = text.hashes[(row + 1) * group.tokens_per_row]
 

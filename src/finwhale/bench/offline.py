@@ -197,7 +197,7 @@ class Bench:
         scheduler = self.engine.scheduler
         chunks: list[Any] = []
         for sequence in scheduler.running:
-            scheduler._read(sequence, 1, chunks)
+            scheduler._prefill(sequence, 1, chunks)
         plan = StepPlanner(self.config.vocab_size).plan(chunks)
         self.runner.tables.apply(plan)
         return plan

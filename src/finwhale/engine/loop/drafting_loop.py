@@ -21,7 +21,7 @@ from finwhale.engine.plan.executor import StepResult
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan
-from finwhale.engine.plan.step_planner import Choice
+from finwhale.engine.plan.step_planner import SamplingInputs
 
 
 class DraftLoop:
@@ -43,10 +43,10 @@ class DraftLoop:
             launcher.scheduler.drafting.draft_tokens = draft_tokens
         self._last_collected = 0.0
 
-    def forget_rows(self) -> None:
+    def drop_rows(self) -> None:
         pass
 
-    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
+    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
         pass
 
     def launch(
@@ -54,7 +54,7 @@ class DraftLoop:
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         device_drafts = self._launcher.executor.description.device_drafts
-        scheduler.drafting.alike = device_drafts is not None
+        scheduler.drafting.uniform = device_drafts is not None
         if self._policy is not None:
             scheduler.drafting.draft_tokens = self._policy.choose(len(scheduler.running))
         if in_flight:
@@ -63,7 +63,7 @@ class DraftLoop:
                 return None
             # Try this only once: if it fails, the device may have lost the state to continue from.
             before.followed = True
-            chunks = scheduler.again(before.chunks)
+            chunks = scheduler.schedule_ahead(before.chunks)
         else:
             chunks = scheduler.schedule()
         if not chunks:
@@ -85,10 +85,10 @@ class DraftLoop:
             self._launcher.launch(chunks, None, draft)
             step.histories = _histories(complete)
             slots = [c.sequence.slot for c in complete for _ in range(c.num_logits)]
-            choice = Choice(_positions(complete), step.histories)
-            step.result = self._launcher.sample(tuple(slots), choice)
+            inputs = SamplingInputs(_positions(complete), step.histories)
+            step.result = self._launcher.sample(tuple(slots), inputs)
         else:
-            step.result = self._launcher.launch(chunks, Choice(_positions(complete)), draft)
+            step.result = self._launcher.launch(chunks, SamplingInputs(_positions(complete)), draft)
         if on_device:
             for row, sequence in enumerate(rows.sequences):
                 sequence.sampled_row = row
@@ -131,10 +131,10 @@ class DraftLoop:
             sequence.token_ids[place:] = ids
             sequence.drafts = drafts_after
             if sequence.key in floating:
-                floating[sequence.key].land(num_accepted, drafts_after)
+                floating[sequence.key].resolve(num_accepted, drafts_after)
             self._launcher.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
-            num_drafts = len(chunk.drafts) - chunk.num_any
+            num_drafts = len(chunk.drafts) - chunk.num_placeholders
             self._meter.drafted(num_drafts, min(num_accepted, num_drafts))
             if self._policy is not None:
                 self._policy.verified(num_drafts, min(num_accepted, num_drafts))
@@ -152,7 +152,7 @@ class DraftLoop:
             # If a step was launched ahead, its time begins when the previous tokens are collected.
             began = max(step.began, self._last_collected)
             wanted = drafts[0] if step.on_device else self._launcher.scheduler.drafting.draft_tokens
-            self._policy.took(drafts, wanted, time.monotonic() - began)
+            self._policy.record_time(drafts, wanted, time.monotonic() - began)
 
 
 def _positions(chunks: Items[Chunk]) -> list[int]:

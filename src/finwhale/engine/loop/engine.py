@@ -72,7 +72,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.executor = executor
         rank = executor.description
-        logger.info("%s holds %s", rank.device, rank.memory)
+        logger.info("memory on %s: %s", rank.device, rank.memory)
         self.scheduler = Scheduler(
             PageManager(rank.groups, rank.num_pages),
             max_num_seqs=config.max_num_seqs,
@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def memory(self) -> MemoryUse:
-        """Bytes held on the device."""
+        """Bytes that the engine uses on the device."""
         return self.executor.description.memory
 
     @property
@@ -214,7 +214,7 @@ class Engine:
             raise EngineDeadError(self._dead)
         if os.getpid() != self._process:
             raise FinwhaleError(
-                f"this engine was made in process {self._process}, which forked: make the LLM in "
+                f"this engine belongs to process {self._process}, which forked: create the LLM in "
                 "the process that uses it"
             )
 
@@ -274,15 +274,15 @@ class Engine:
         for stream, place, token in tokens:
             if not stream.ended:
                 self._append(stream, place, token)
-        self._forget_if_idle()
-        self._loop.choose_waiting(self._in_flight)
+        self._discard_if_idle()
+        self._loop.sample_waiting(self._in_flight)
         return list(step.rows.outputs)
 
-    def _forget_if_idle(self) -> None:
+    def _discard_if_idle(self) -> None:
         """If no sequence remains, discard the steps still in flight."""
         if not self._streams:
             self._in_flight.clear()
-            self._loop.forget_rows()
+            self._loop.drop_rows()
 
     def abort(self, request_id: str) -> None:
         """End a request now and free its pages. Unknown or finished requests are ignored."""
@@ -292,7 +292,7 @@ class Engine:
             for stream in list(self._streams.values()):
                 if stream.sequence.request_id == request_id:
                     self._retire(stream, "abort")
-            self._forget_if_idle()
+            self._discard_if_idle()
 
     def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
@@ -318,7 +318,7 @@ class Engine:
             is_asked_for = token_id in sequence.params.stop_token_ids
             self._finish(stream, "stop", token_id if is_asked_for else None)
             return
-        if stream.detokenizer is not None and stream.read(stream.detokenizer, token_id):
+        if stream.detokenizer is not None and stream.add_token(stream.detokenizer, token_id):
             assert stream.stop is not None
             self._finish(stream, "stop", stream.stop.matched)
             return
@@ -347,11 +347,11 @@ class Engine:
         del self._streams[stream.sequence.key]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes: no later request reuses them."""
+        """Evict all cached prefixes, so that no later request reuses them."""
         with self._lock:
             self.scheduler.reset_prefix_cache()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the counters and the prefix cache. The engine must have no requests."""
         with self._lock:
             assert not self._requests

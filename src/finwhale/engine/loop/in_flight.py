@@ -1,4 +1,4 @@
-"""Running sequences, and in-flight steps, which are launched but whose tokens are not known."""
+"""The text side of running sequences, and in-flight steps: launched steps with unknown tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class Stream:
     Attributes:
         ends: token ids that end the sequence.
         stop_after: look for stop strings once this token has been generated; None: from the start.
-        ended: the sequence takes no more tokens.
+        ended: the sequence gets no more tokens.
     """
 
     sequence: RunningSequence
@@ -33,7 +33,7 @@ class Stream:
     clock: Clock
     ended: bool = False
 
-    def read(self, detokenizer: Detokenizer, token_id: int) -> bool:
+    def add_token(self, detokenizer: Detokenizer, token_id: int) -> bool:
         """Add a token's text to the output; returns whether a stop string ends the text here."""
         text, stop, output = detokenizer.next(token_id), self.stop, self.output
         if self.stop_after is not None:
@@ -58,6 +58,8 @@ class Stream:
 
 @dataclass(slots=True)
 class Request:
+    """A running request, and the number of its sequences that have not ended."""
+
     output: RequestOutput
     unfinished: int
 
@@ -67,9 +69,9 @@ class Rows:
 
     Attributes:
         sequences, streams: one for each row.
-        drawing: the rows that are not greedy.
+        drawing: the rows that need random draws, because they are not greedy.
         historic: the rows whose sampling needs the previous tokens (penalties, grammars).
-        outputs: the outputs of their requests, without repetition.
+        outputs: the output of each request that has a row.
     """
 
     __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")

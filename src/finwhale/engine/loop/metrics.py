@@ -1,4 +1,4 @@
-"""An engine's metrics: counters since its start, and its present state."""
+"""An engine's metrics: counters since its start, and its current state."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -48,22 +48,23 @@ class EngineMetrics:
     """A snapshot of an engine's metrics.
 
     Attributes:
-        running, waiting: numbers of sequences that have pages, and that wait for admission.
-        step_seconds: time that the present step has taken so far; 0 if no step runs.
+        running: number of sequences that have pages.
+        waiting: number of sequences that wait for admission.
+        step_seconds: time that the current step has taken so far; 0 if no step runs.
         pages: page use by cache group (window, c4, c128, c4_state, c128_state).
         idle_blocks: cached blocks of prompts and outputs that no sequence uses.
         requests: number of accepted requests.
         steps: number of forwards.
         prompt_tokens: prompt tokens of admitted sequences.
-        cached_tokens: those of the prompt tokens that the prefix cache had.
+        cached_tokens: how many of the prompt tokens were in the prefix cache.
         output_tokens: generated tokens.
         preemptions: sequences whose pages were freed and which need prefill again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
-        drafts_proposed, drafts_accepted: verified drafts, and those of them that became output, by
-            position after the last known token.
+        drafts_proposed: number of verified drafts, by position after the last known token.
+        drafts_accepted: how many of them became output.
         verifications: number of times that a sequence's drafts were verified.
-        draft_tokens: number of drafts that a sequence may have now.
-        time_of_verification: time of forward and sampling, in steps in which all decode.
+        draft_tokens: the most drafts of a sequence at present.
+        time_of_verification: time of forward and sampling, in steps in which all sequences decode.
         time_of_draft: time of the MTP layer in the same steps.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
@@ -120,7 +121,9 @@ class Timer:
 
 @dataclass(slots=True)
 class Clock:
-    """Times in seconds of a sequence's begin, first token and last token; 0: not yet."""
+    """The times (time.monotonic()) of a request's arrival and of a sequence's first and last token.
+    0: the sequence has no token yet.
+    """
 
     began: float
     first: float = 0.0
@@ -204,10 +207,10 @@ class Meter:
 def read_metrics(
     scheduler: Scheduler, meter: Meter, step_seconds: float, late: Mapping[str, int]
 ) -> EngineMetrics:
-    """Read the present state and the counters.
+    """Read the current state and the counters.
 
     Args:
-        step_seconds: time that the present step has taken so far.
+        step_seconds: time that the current step has taken so far.
         late: number of compilations since the engine was ready, by compiler.
     """
     prefix = scheduler.prefix

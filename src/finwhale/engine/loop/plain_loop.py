@@ -13,7 +13,7 @@ from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.sampled_tokens import TokenReader
 from finwhale.engine.loop.step_loop import Launcher, NewToken
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.engine.plan.step_planner import Choice
+from finwhale.engine.plan.step_planner import SamplingInputs
 
 
 class PlainLoop:
@@ -22,11 +22,11 @@ class PlainLoop:
     def __init__(self, launcher: Launcher, meter: Meter) -> None:
         self._launcher, self._meter = launcher, meter
         self._reader = TokenReader()
-        self.forget_rows()
+        self.drop_rows()
 
-    def forget_rows(self) -> None:
-        # The rows of the last step, and those whose tokens the device keeps for the next one.
-        self._rows = self._kept = Rows([])
+    def drop_rows(self) -> None:
+        # The rows of the last step, and the rows whose sampled tokens are still on the device.
+        self._rows = self._on_device = Rows([])
 
     def launch(
         self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
@@ -44,10 +44,10 @@ class PlainLoop:
             # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None)
             if not any(complete[row].token_ids[-1] == PENDING for row in rows.historic):
-                self._choose(step)
+                self._sample(step)
         else:
-            step.result = self._launcher.launch(chunks, _choice(step))
-            self._keep(rows)
+            step.result = self._launcher.launch(chunks, _sampling_inputs(step))
+            self._set_on_device(rows)
         # On a GPU this step is still running. Other sequences may get the pages freed here, because
         # their kernels are launched later on the same CUDA stream.
         scheduler.computed(chunks)
@@ -55,17 +55,17 @@ class PlainLoop:
             sequence.token_ids.append(PENDING)
         return step
 
-    def _choose(self, step: InFlightStep) -> None:
+    def _sample(self, step: InFlightStep) -> None:
         """Launch the sampling of a step's tokens, except for streams that have ended since."""
         left = step.drop_ended()
         slots = tuple([s.slot for s in step.rows.sequences])
-        step.result = self._launcher.sample(slots, _choice(step), left)
-        self._keep(step.rows)
+        step.result = self._launcher.sample(slots, _sampling_inputs(step), left)
+        self._set_on_device(step.rows)
 
-    def _keep(self, rows: Rows) -> None:
-        """Note that the device keeps the tokens of these rows for the next step."""
-        if rows.sequences and rows is not self._kept:
-            self._kept = rows
+    def _set_on_device(self, rows: Rows) -> None:
+        """Record that the sampled tokens of these rows stay on the device for the next step."""
+        if rows.sequences and rows is not self._on_device:
+            self._on_device = rows
             for row, sequence in enumerate(rows.sequences):
                 sequence.sampled_row = row
 
@@ -86,12 +86,12 @@ class PlainLoop:
         self._meter.step([s.clock for s, token in pairs if token.error is None], time.monotonic())
         return list(zip(streams, step.places, tokens, strict=True))
 
-    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
+    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
         if in_flight and in_flight[0].result is None:
-            self._choose(in_flight[0])
+            self._sample(in_flight[0])
 
 
-def _choice(step: InFlightStep) -> Choice:
+def _sampling_inputs(step: InFlightStep) -> SamplingInputs:
     sequences, places = step.rows.sequences, step.places
     positions = [places[row] - sequences[row].num_prompt for row in step.rows.drawing]
-    return Choice(positions, step.rows.histories)
+    return SamplingInputs(positions, step.rows.histories)

@@ -28,7 +28,7 @@ class SampledToken:
         logprobs: log-probabilities by token id, first the sampled token, then the most likely
             ones; None if not requested.
         error: the reason why there is no token; None if there is one.
-        of_grammar: the error comes from the request's grammar; the model's state is valid.
+        of_grammar: the error comes from the request's grammar, so the cached state is valid.
     """
 
     token_id: int

@@ -10,7 +10,7 @@ from finwhale.engine.plan.executor import Executor, PendingResult
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan
-from finwhale.engine.plan.step_planner import Choice, StepPlanner
+from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 
 # A stream, the index of its new token in the sequence's token_ids, and the token.
 NewToken = tuple[Stream, int, SampledToken]
@@ -30,45 +30,45 @@ class StepLoop(Protocol):
         ...
 
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
-        """Wait for a step's tokens. A stream may end before it takes all of its tokens.
+        """Wait for a step's tokens. A stream may end before it has used all of its tokens.
 
         Args:
             later: the in-flight steps after this one.
         """
         ...
 
-    def choose_waiting(self, in_flight: Items[InFlightStep]) -> None:
-        """Launch the sampling that waited for the tokens which `collect` returned."""
+    def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
+        """Launch the sampling that needed the tokens which `collect` has returned."""
         ...
 
-    def forget_rows(self) -> None:
+    def drop_rows(self) -> None:
         """Drop references to rows of earlier steps, because no sequence remains."""
         ...
 
 
 class Launcher:
-    """Makes step plans of chunks and passes them to the executor."""
+    """Makes step plans from chunks, and passes them to the executor."""
 
     def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
         self.executor, self.scheduler = executor, scheduler
         self.planner = StepPlanner(vocab_size)
 
     def launch(
-        self, chunks: Items[Chunk], choice: Choice | None, draft: DraftPlan | None = None
+        self, chunks: Items[Chunk], inputs: SamplingInputs | None, draft: DraftPlan | None = None
     ) -> PendingResult | None:
-        """Launch a step. Without `choice` it returns None, and `sample` must follow."""
+        """Launch a step. Without `inputs` it returns None, and the caller must call `sample`."""
         freed = self.scheduler.take_freed()
         try:
-            plan = self.planner.plan(chunks, freed=freed, choice=choice, draft=draft)
+            plan = self.planner.plan(chunks, freed=freed, inputs=inputs, draft=draft)
             return self.executor.execute(plan)
         except BaseException:
             # The executor may have applied only a part of the plan.
             self.scheduler.return_freed(freed)
-            self.planner.forget()
+            self.planner.resend_all()
             raise
 
     def sample(
-        self, slots: tuple[int, ...], choice: Choice, rows: Items[int] | None = None
+        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Items[int] | None = None
     ) -> PendingResult:
         """Launch the sampling of the last step's tokens."""
-        return self.executor.sample(self.planner.sampling(slots, choice, rows))
+        return self.executor.sample(self.planner.sampling(slots, inputs, rows))

@@ -49,7 +49,7 @@ def warm_up(engine: Engine) -> None:
     for rows in (1, 2):
         guided = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True, n=rows)
         _run(engine, [(few, guided)], AnyToken())
-    engine.forget()
+    engine.reset()
 
 
 def _kinds(vocab_size: int) -> Iterator[SamplingParams]:

@@ -9,7 +9,7 @@ import weakref
 from types import TracebackType
 from typing import TextIO
 
-CHECKS = 8  # checks per time limit: a hang is noticed up to 1/CHECKS of the limit late
+CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS of the limit late.
 
 
 class Watchdog:
@@ -55,13 +55,13 @@ class Watchdog:
         return 0.0 if began is None else time.monotonic() - began
 
     def _look(self, told: float | None, file: int) -> float | None:
-        """Write the stacks if the step takes too long.
+        """Write the stacks if the current step takes too long, but only once for each step.
 
         Args:
-            told: begin of the last step whose stacks were written.
+            told: start time of the last step whose stacks were written.
 
         Returns:
-            The same for the next call.
+            The value of `told` for the next call.
         """
         began = self._began
         assert self.seconds is not None

@@ -1,1 +1,1 @@
-"""What the next step is. Pure Python: nothing here imports torch."""
+"""Decides what the next step computes, and plans it. Pure Python: nothing here imports torch."""

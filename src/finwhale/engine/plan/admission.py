@@ -1,4 +1,4 @@
-"""Which waiting sequence runs next, and whether there are pages for it. Pure Python: no torch."""
+"""Decides which waiting sequence starts next, and when it has enough pages. No torch."""
 
 from bisect import insort
 from itertools import count
@@ -16,18 +16,19 @@ WATERMARK = 100
 
 
 class Admission:
-    """The line of waiting sequences.
+    """The queue of waiting sequences.
 
-    A sequence is admitted when there are pages for all its tokens so far. A sequence whose next
-    block is in a running sequence's prefill waits aside until that block can be reused.
+    A sequence is admitted when there are enough free pages for all its tokens so far. If a running
+    sequence (a leader) is about to compute the next block of a waiting sequence (a follower), the
+    follower waits outside the queue until it can reuse the block.
 
     Args:
-        prefix: the cached blocks; None: nothing is cached.
-        running: the running sequences; the scheduler keeps this list.
+        prefix: the prefix cache; None: the engine has none.
+        running: the running sequences. The scheduler updates this list.
 
     Attributes:
-        waiting: in order of priority and arrival.
-        followers: the sequences that wait for a block which a running sequence will compute.
+        waiting: the queue, in order of priority and arrival.
+        followers: the followers of each block, by the block's key.
     """
 
     def __init__(
@@ -38,28 +39,28 @@ class Admission:
         self._pages, self._prefix, self._running = pages, prefix, running
         self._block_tokens = pages.groups[0].block_tokens
         self._num_blocks = pages.free_blocks
-        # By key of a block: the running sequence that will compute it.
-        self._coming: dict[bytes, Sequence] = {}
+        # The running sequence that will compute a block, by the block's key.
+        self._leaders: dict[bytes, Sequence] = {}
         self._arrivals = count()
         self._passed_over = 0
 
     @property
     def num_waiting(self) -> int:
-        # Another thread may read this during a step: no iterator over a dict that changes.
+        # Another thread may read this during a step, so do not iterate over a dict that changes.
         return len(self.waiting) + sum(map(len, list(self.followers.values())))
 
     def add(self, sequence: Sequence) -> None:
-        """A new sequence arrives."""
+        """Add a new sequence to the queue."""
         assert self._blocks(sequence.max_len) <= self._num_blocks
         sequence.arrival = next(self._arrivals)
         self.put_back(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """A sequence waits, at the place that its arrival gives it."""
+        """Return a sequence to its place in the queue, by its priority and original arrival."""
         insort(self.waiting, sequence, key=in_order)
 
     def remove(self, sequence: Sequence) -> None:
-        """A waiting sequence ends."""
+        """Remove a sequence that ends while it waits."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             return
@@ -69,14 +70,14 @@ class Admission:
             del self.followers[key]
 
     def admit(self) -> tuple[Sequence, list[Block], int] | None:
-        """Take the next sequence from the line. None: it must wait, or there is none.
+        """Remove the next sequence from the queue, if it can start.
 
         Returns:
-            The sequence, the cached blocks of its beginning, and after how many of these it can
-            resume.
+            The sequence, the cached blocks with which it begins, and the number of these blocks
+            after which it can resume. None: no sequence can start now.
         """
         while self.waiting:
-            sequence = self._next_in_line()
+            sequence = self._next_in_queue()
             if sequence.token_ids[-1] == PENDING:
                 return None
             known, resumable = self._match(sequence)
@@ -84,7 +85,7 @@ class Admission:
                 continue
             found = known[:resumable]
             needed = self._blocks(len(sequence.token_ids)) - sum(b.users > 0 for b in found)
-            if self._running and self._pages.keeping:
+            if self._running and self._pages.full_groups:
                 needed += self._num_blocks // WATERMARK + sum(map(self._promised, self._running))
             if needed > self._pages.free_blocks:
                 assert self._running
@@ -93,21 +94,21 @@ class Admission:
             self._count_passed_over(sequence)
             if self._prefix is not None:
                 for key in sequence.keys[resumable:]:
-                    self._coming.setdefault(key, sequence)
+                    self._leaders.setdefault(key, sequence)
             return sequence, known, resumable
         return None
 
-    def computed(self, key: bytes, sequence: Sequence) -> None:
-        """A running sequence has entered a block into the prefix index."""
-        if self._coming.get(key) is sequence:
+    def block_added(self, key: bytes, sequence: Sequence) -> None:
+        """Release the followers of a block that a running sequence has added to the cache."""
+        if self._leaders.get(key) is sequence:
             self._release_followers(key)
 
-    def left(self, sequence: Sequence) -> None:
-        """A sequence will enter no more blocks."""
+    def remove_leader(self, sequence: Sequence) -> None:
+        """Release all followers of a sequence that will add no more blocks to the cache."""
         for key in sequence.keys[len(sequence.chain) :]:
-            self.computed(key, sequence)
+            self.block_added(key, sequence)
 
-    def _next_in_line(self) -> Sequence:
+    def _next_in_queue(self) -> Sequence:
         first = self.waiting[0]
         if first.priority == self.waiting[-1].priority:
             return first
@@ -115,7 +116,7 @@ class Admission:
         if oldest is first:
             return first
         if self._passed_over >= PATIENCE:
-            # From now on it is as urgent as the most urgent one.
+            # From now on this sequence has the highest priority too.
             self.waiting.remove(oldest)
             oldest.priority = first.priority
             self.put_back(oldest)
@@ -132,15 +133,15 @@ class Admission:
         if self._prefix is None:
             return [], 0
         self._prefix.extend_keys(sequence.keys, sequence.token_ids)
-        # The last token is always computed: its logits give the next.
+        # The last token is always computed, because its logits give the next token.
         last = (len(sequence.token_ids) - 1) // self._prefix.block_tokens
         return self._prefix.match(sequence.keys[:last])
 
     def _follows(self, sequence: Sequence, resumable: int) -> bool:
-        """Put a sequence aside if a running one is about to compute its next block."""
+        """Make a sequence a follower if a running one is about to compute its next block."""
         last = None
         for key in sequence.keys[resumable : (len(sequence.token_ids) - 1) // self._block_tokens]:
-            leader = self._coming.get(key)
+            leader = self._leaders.get(key)
             if leader is None or leader.priority > sequence.priority:
                 break
             last = key
@@ -151,8 +152,8 @@ class Admission:
         return True
 
     def _release_followers(self, key: bytes) -> None:
-        """No sequence computes this block any more: its followers are in line again."""
-        del self._coming[key]
+        """Return a block's followers to the queue, because no sequence will compute the block."""
+        del self._leaders[key]
         for sequence in self.followers.pop(key, ()):
             self.put_back(sequence)
 
@@ -160,22 +161,22 @@ class Admission:
         return -(-num_tokens // self._block_tokens)
 
     def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a sequence has yet to be given for the tokens that it was admitted with."""
-        group = self._pages.keeping[0]
-        given = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
-        return self._blocks(len(sequence.token_ids)) - given
+        """Blocks that a running sequence still has to allocate for its tokens so far."""
+        group = self._pages.full_groups[0]
+        allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
+        return self._blocks(len(sequence.token_ids)) - allocated
 
     def check_integrity(self) -> None:
-        """Assert that every waiting sequence is in line, and follows a running one or none."""
+        """Assert that the queue is in order, and that every follower has a running leader."""
         assert self.waiting == sorted(self.waiting, key=in_order)
         for sequence in (*self.waiting, *(s for some in self.followers.values() for s in some)):
             assert not sequence.running and not sequence.chain and not sequence.num_computed
             assert sequence.slot == -1
-        assert self.followers.keys() <= self._coming.keys()
-        for key, sequence in self._coming.items():
+        assert self.followers.keys() <= self._leaders.keys()
+        for key, sequence in self._leaders.items():
             assert sequence.running and key in sequence.keys[len(sequence.chain) :]
 
 
 def in_order(sequence: Sequence) -> tuple[int, int]:
-    """What sequences are sorted by."""
+    """The sort key of sequences: first their priority, then their arrival."""
     return sequence.priority, sequence.arrival

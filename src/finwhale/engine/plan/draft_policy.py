@@ -16,14 +16,14 @@ PATIENCE = 4 * SAMPLES
 # Try another number again after this many steps: the text may have become more predictable.
 RETRY_STEPS = 512
 # A step's time counts if the step had at least this fraction of the wanted drafts.
-MOSTLY = 0.75
+MIN_DRAFT_SHARE = 0.75
 # Change to another number only if its token rate is higher by at least this fraction.
 MARGIN = 0.02
 
 
 @dataclass(slots=True)
 class _Mean:
-    """A running mean in which old values fade."""
+    """A running mean in which the weight of old values decays."""
 
     value: float = 0.0
     count: int = 0
@@ -72,34 +72,34 @@ class DraftPolicy:
     def __init__(self, most: int) -> None:
         self.most = most
         # Probability that draft i is accepted if all drafts before it are.
-        self._right = [_Mean() for _ in range(most)]
+        self._acceptance = [_Mean() for _ in range(most)]
         self._sizes: dict[int, _Size] = {}
 
     def verified(self, num_proposed: int, num_accepted: int) -> None:
         """Record the verification of a sequence's drafts."""
         for position in range(min(num_proposed, num_accepted + 1)):
-            self._right[position].add(float(position < num_accepted))
+            self._acceptance[position].add(float(position < num_accepted))
 
-    def took(self, drafts: Sequence[int], wanted: int, seconds: float) -> None:
+    def record_time(self, drafts: Sequence[int], wanted: int, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.
 
         Args:
-            drafts: number of drafts of each sequence. It may be less than wanted at the end of a
-                compressor state or of a text.
+            drafts: number of drafts of each sequence. It may be less than wanted, for example near
+                the end of a text.
             wanted: the number that `choose` returned.
         """
-        if max(drafts) != wanted or sum(drafts) < MOSTLY * wanted * len(drafts):
+        if max(drafts) != wanted or sum(drafts) < MIN_DRAFT_SHARE * wanted * len(drafts):
             return
-        size = self._of(len(drafts))
+        size = self._size_of(len(drafts))
         size.seconds[wanted].append(seconds)
         size.timed += wanted == size.trying
 
     def choose(self, batch: int) -> int:
-        """The number of drafts that each of `batch` sequences verifies and makes in the next step.
+        """Choose the number of drafts that each of `batch` sequences verifies and gets in a step.
 
         A sequence may have fewer.
         """
-        size = self._of(batch)
+        size = self._size_of(batch)
         if size.trying is not None:
             size.tried += 1
             if size.tried <= PATIENCE and size.timed < SAMPLES:
@@ -121,7 +121,7 @@ class DraftPolicy:
         size.trying, size.tried, size.timed = drafts, 0, 0
         return drafts
 
-    def _of(self, batch: int) -> _Size:
+    def _size_of(self, batch: int) -> _Size:
         key = batch.bit_length()
         size = self._sizes.get(key)
         if size is None:
@@ -140,7 +140,7 @@ class DraftPolicy:
     def expected_tokens(self, drafts: int) -> float:
         """Expected number of tokens that a step with `drafts` drafts gives one sequence."""
         total = so_far = 1.0
-        for mean in self._right[:drafts]:
+        for mean in self._acceptance[:drafts]:
             so_far *= mean.value
             total += so_far
         return total

@@ -1,6 +1,6 @@
-"""How many drafts the chunks of a step verify and get. Pure Python: no torch.
+"""Decides how many drafts the chunks of a step verify, and how many they get. No torch.
 
-No sequence is preempted for a draft: a draft needs free pages.
+Drafts use free pages only: no sequence is preempted for a draft.
 """
 
 from collections.abc import Sequence as Items
@@ -13,35 +13,39 @@ class DraftRules:
     """Adds drafts to a step's chunks.
 
     Args:
-        max_model_len: no token stands further back, drafts included.
+        max_model_len: the most tokens of a sequence, drafts included.
 
     Attributes:
-        draft_tokens: how many drafts a sequence may have; 0: none.
-        alike: give all decodes the same number of drafts, real or not, so that a captured step
-            serves them.
+        draft_tokens: the most drafts of a sequence; 0: no drafting.
+        uniform: give all decodes the same number of drafts, so that a captured step can run them.
+            Placeholder drafts fill up.
     """
 
     def __init__(self, pages: PageManager, max_model_len: int) -> None:
         self.draft_tokens = 0
-        self.alike = False
+        self.uniform = False
         self._pages, self._max_model_len = pages, max_model_len
 
     def add_to_decodes(self, chunks: list[Chunk], budget: int) -> None:
-        """Let decodes verify drafts, at most `budget` together."""
-        if self.draft_tokens and not (self.alike and self._add_alike(chunks, budget)):
-            self._add_some(chunks, budget)
+        """Let decodes verify drafts: at most `budget` in total."""
+        if self.draft_tokens and not (self.uniform and self._add_uniform(chunks, budget)):
+            self._add_available(chunks, budget)
 
     def add_proposals(self, chunks: Items[Chunk]) -> None:
-        """Let the chunks that complete their sequences get drafts."""
+        """Let chunks that complete their sequences get drafts after the step."""
         if self.draft_tokens:
             for chunk in chunks:
                 if chunk.completes and not chunk.propose:
                     chunk.propose = self._num_proposals(chunk)
 
-    def again(self, chunks: Items[Chunk]) -> list[Chunk]:
-        """The same decodes' next step, before it is known how many tokens `chunks` give.
+    def schedule_ahead(self, chunks: Items[Chunk]) -> list[Chunk]:
+        """Schedule the next step of decodes while the number of their accepted drafts is unknown.
 
-        All have the same number of drafts. Empty: the step must wait until that is known.
+        Args:
+            chunks: the decodes of the in-flight step, all with the same number of drafts.
+
+        Returns:
+            The next chunks. Empty: the step must wait for the result of the one in flight.
         """
         count = len(chunks[0].drafts)
         if count != self.draft_tokens:
@@ -50,37 +54,38 @@ class DraftRules:
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.start + 1
             if len(sequence.token_ids) + 1 >= sequence.max_len:
-                continue  # Its last token is being chosen.
-            # It may begin `count` tokens later, and rows of the next guesses stand behind it.
+                continue  # The in-flight step samples this sequence's last token.
+            # If all drafts are accepted, the chunk begins `count` tokens later. Rows for the next
+            # drafts follow it.
             end = start + 1 + count
-            if not self._has_room(sequence, start, _with_guesses(end + count, count)):
+            if not self._has_room(sequence, start, _with_drafts(end + count, count)):
                 return []
             following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
         return following
 
-    def _add_alike(self, chunks: list[Chunk], budget: int) -> bool:
+    def _add_uniform(self, chunks: list[Chunk], budget: int) -> bool:
         """Let all decodes verify and get the same number of drafts; False: there is no room.
 
-        A sequence that was drafted fewer verifies arbitrary tokens, which may even be right.
+        A sequence with fewer drafts verifies placeholders too: arbitrary tokens that may be right.
         """
         count = self.draft_tokens
         if count * len(chunks) > budget:
             return False
         for chunk in chunks:
             if not self._has_room(
-                chunk.sequence, chunk.start, _with_guesses(chunk.end + count, count)
+                chunk.sequence, chunk.start, _with_drafts(chunk.end + count, count)
             ):
                 return False
         for chunk in chunks:
             drafts = chunk.sequence.drafts[:count]
-            chunk.num_any = count - len(drafts)
-            chunk.drafts = (*drafts, *[0] * chunk.num_any)
+            chunk.num_placeholders = count - len(drafts)
+            chunk.drafts = (*drafts, *[0] * chunk.num_placeholders)
             chunk.end += count
             chunk.propose = count
         return True
 
-    def _add_some(self, chunks: list[Chunk], budget: int) -> None:
-        """Let decodes verify what was drafted for them."""
+    def _add_available(self, chunks: list[Chunk], budget: int) -> None:
+        """Let decodes verify the drafts that they have, as far as budget and pages allow."""
         taken = 0
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.start
@@ -95,10 +100,10 @@ class DraftRules:
                 taken += len(chunk.drafts)
 
     def _num_proposals(self, chunk: Chunk) -> int:
-        """How many drafts there can be after a step. Allocates pages for their MTP rows."""
+        """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""
         sequence = chunk.sequence
-        # The step gives at least one token, and a verification one more than it accepts. All
-        # drafts but the last are read: the first as row `end` at most.
+        # A step gives one token more than it accepts drafts. The draft head writes a row for each
+        # new draft but the last: the first of them in row `end` at most.
         most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
         count = min(self.draft_tokens, most)
         if count > 1 and not self._has_room(sequence, chunk.end, chunk.end + count - 1):
@@ -106,7 +111,7 @@ class DraftRules:
         return max(0, count)
 
     def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
-        """Allocate the pages for tokens start..end-1 if that preempts no sequence."""
+        """Allocate the pages for tokens start..end-1 if enough are free; returns whether it did."""
         if end > self._max_model_len:
             return False
         if end > sequence.room:
@@ -117,6 +122,6 @@ class DraftRules:
         return True
 
 
-def _with_guesses(end: int, count: int) -> int:
-    """Where the rows end that guesses of `count` drafts behind a step's last token take."""
+def _with_drafts(end: int, count: int) -> int:
+    """The end of the rows that the draft head writes when it makes `count` drafts after `end`."""
     return end + max(0, count - 1)

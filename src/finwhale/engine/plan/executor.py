@@ -1,7 +1,7 @@
-"""The executor: how the engine reaches the ranks that execute its plans. No torch.
+"""The executor: the engine's interface to the ranks that execute its step plans. No torch.
 
-An executor runs plans in this process (rank/executor.py). Its results and its description are plain
-data, so that an executor can also run the same plans in other processes.
+The executor in rank/executor.py runs plans in this process. Results and descriptions are plain
+data, so that another executor can run the same plans in other processes.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class MemoryUse:
 
     Attributes:
         weights: the model's weights and tables.
-        workspace: temporaries of the largest steps, logits and sampling, captured graphs. 0 on a
-            CPU, where each step allocates and frees its temporaries.
-        cache: the paged state.
+        workspace: temporary tensors of the largest steps, logits, sampling, captured graphs. 0 on a
+            CPU, where each step allocates and frees its temporary tensors.
+        cache: the pages of the cache.
     """
 
     weights: int
@@ -40,11 +40,11 @@ class MemoryUse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDrafts:
-    """Steps of a drafting engine that follow each other on the device (draft_decode.py).
+    """Decode steps with drafts that run on the device without the host (rank/draft_decode.py).
 
     Attributes:
-        counts: numbers of drafts that there are such steps for.
-        max_seqs: sequences of a step at most.
+        counts: the numbers of drafts for which such steps exist.
+        max_seqs: the most sequences of such a step.
     """
 
     counts: tuple[int, ...]
@@ -53,20 +53,21 @@ class DeviceDrafts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDescription:
-    """What opening a rank found. The engine knows nothing else of it.
+    """All that the engine knows about an opened rank.
 
     Attributes:
-        device: as torch names it, such as "cuda:0".
-        asynchronous: the device computes while the host goes on: the engine plans a step ahead.
-        needs_warm_up: lazy initialisation is left, which warm-up requests trigger.
+        device: torch's name of the device, such as "cuda:0".
+        asynchronous: the host can go on while the device computes, so the engine runs a step ahead.
+        needs_warm_up: warm-up requests must trigger lazy initialisation that is still left.
         groups: the model's cache groups.
-        num_pages: pages of each group, page 0 included.
-        max_model_len: tokens of one sequence at most.
-        can_draft: the rank has a draft head and drafts with it.
-        device_drafts: None: every drafting step goes over the host.
-        kernels: kernels that were built ahead; compiled_kernels: those of them that no cache held.
-        compiled_layers: in the compiled mode, the graphs that were compiled and not loaded.
-        start_seconds: how long each phase of the start took.
+        num_pages: number of pages of each group, including page 0.
+        max_model_len: the most tokens of a sequence.
+        can_draft: the rank has a draft head and uses it.
+        device_drafts: decodes with drafts that need no host; None: every step needs the host.
+        kernels: number of kernels that were built ahead of time.
+        compiled_kernels: how many of them were compiled because no cache had them.
+        compiled_layers: in the compiled mode, the number of graphs that were compiled, not loaded.
+        start_seconds: duration of each phase of the start.
     """
 
     device: str
@@ -86,12 +87,12 @@ class RankDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLogprobs:
-    """Log-probabilities of a step's rows, meaningless for rows that asked for none.
+    """Log-probabilities of a step's rows. They are undefined for rows that did not ask for them.
 
     Attributes:
-        token: of each row's token.
-        rank: of each row's token among all, from 1.
-        top, top_ids: of each row's most likely tokens; an id of -1 is padding.
+        token: log-probability of each row's sampled token.
+        rank: rank of each row's sampled token by probability, from 1.
+        top, top_ids: log-probabilities and ids of each row's most likely tokens; id -1 is padding.
     """
 
     token: list[float]
@@ -101,15 +102,16 @@ class RowLogprobs:
 
 
 class StepResult(NamedTuple):
-    """What a step gave.
+    """The result of a step.
 
     Attributes:
-        token_ids: one a row of the sampling plan.
-        valid: whether the row's logits gave a token.
-        logprobs: None: no row asked for any.
-        drafts: for each chunk that proposes, its next drafts; meaningless past its own number.
-        verify_seconds, draft_seconds: how long forward and choice took, and the drafts. None: not
-            measured.
+        token_ids: the sampled token of each row of the sampling plan.
+        valid: for each row, whether its logits gave a token.
+        logprobs: log-probabilities; None: no row asked for them.
+        drafts: the next drafts of each chunk that proposes. A list may be longer than the chunk's
+            `propose`; the drafts beyond it are undefined.
+        verify_seconds: duration of forward and sampling; None: not measured.
+        draft_seconds: duration of the draft head; None: not measured.
     """
 
     token_ids: list[int]
@@ -124,32 +126,32 @@ class PendingResult(Protocol):
     """The result of a step that may still be running."""
 
     def wait(self) -> StepResult:
-        """Wait for the device."""
+        """Wait until the device has finished the step."""
         ...
 
 
 class Executor(Protocol):
-    """Runs step plans in the order in which it gets them. No call waits for the device."""
+    """Runs step plans in the order of the calls. No call waits for the device."""
 
     @property
     def description(self) -> RankDescription: ...
 
     def execute(self, plan: StepPlan) -> PendingResult | None:
-        """Launch a step. None: the plan has no sampling, and `sample` is called next.
+        """Launch a step. Returns None if the plan has no sampling; the caller then calls `sample`.
 
-        If this raises, the executor may have lost any part of the plan: the next plan must say
-        everything again (StepPlanner.forget).
+        If this raises, the ranks may have received any part of the plan, so the next plan must
+        repeat all settings and page tables (StepPlanner.resend_all).
         """
         ...
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
-        """Launch the choice of tokens of the last step, whose plan left it out."""
+        """Launch the sampling of the last step, whose plan had no sampling."""
         ...
 
     def ready(self) -> None:
-        """The warm-up is over: count every compilation from here on."""
+        """Start to count compilations, because the warm-up is over."""
         ...
 
     def late_compilations(self) -> Mapping[str, int]:
-        """By compiler: what was compiled, or loaded from the cache, since `ready`."""
+        """Number of kernels and graphs compiled or loaded since `ready`, by compiler."""
         ...

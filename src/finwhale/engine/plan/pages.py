@@ -1,4 +1,4 @@
-"""Counts the holders of every cache page. Pure Python; kv_cache.py has the tensors."""
+"""Allocates cache pages and counts their references. No torch: rank/kv_cache.py has the tensors."""
 
 import math
 import sys
@@ -31,12 +31,12 @@ class PageGroup(Protocol):
 
 @dataclass(slots=True)
 class BlockTable:
-    """One sequence's pages in one group: pages[i] is its page number first + i.
+    """One sequence's pages in one group: pages[i] is the sequence's page number first + i.
 
     Page number k holds the rows of tokens k * tokens_per_page to (k + 1) * tokens_per_page - 1.
 
     Attributes:
-        room: the table must grow before the sequence has more tokens than this.
+        room: the most tokens that the sequence may have before the table must grow.
         due: number of tokens at which `trim` frees the next pages.
         version: replaced by a new object whenever `first` or `pages` changes.
     """
@@ -63,49 +63,49 @@ class BlockTables(dict[str, BlockTable]):
 
 
 class PagePool:
-    """The pages of one group. No sequence owns page 0: it fills table entries without a page.
+    """The pages of one group. Page 0 is never allocated: it marks table entries without a page.
 
     Attributes:
-        holders: number of holders of each page; 0: the page is free.
+        references: reference count of each page; 0: the page is free.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.holders = [0] * num_pages
+        self.references = [0] * num_pages
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self) -> int:
-        """Take a free page; the caller is its only holder."""
-        assert self._free, "no free page: whoever plans a step must see that there are enough"
+    def allocate(self) -> int:
+        """Allocate a free page, with one reference."""
+        assert self._free, "no free page: the planner of a step must check that there are enough"
         page = self._free.pop()
-        self.holders[page] = 1
+        self.references[page] = 1
         return page
 
-    def hold(self, page: int) -> None:
-        """Add a holder to a page that already has one."""
-        assert self.holders[page] > 0
-        self.holders[page] += 1
+    def add_reference(self, page: int) -> None:
+        """Add a reference to an allocated page."""
+        assert self.references[page] > 0
+        self.references[page] += 1
 
-    def give(self, page: int) -> None:
-        """Remove one holder of a page. A page without holders is free."""
-        assert 0 < page < self.num_pages and self.holders[page] > 0
-        self.holders[page] -= 1
-        if not self.holders[page]:
+    def remove_reference(self, page: int) -> None:
+        """Remove a reference to a page. A page without references is free."""
+        assert 0 < page < self.num_pages and self.references[page] > 0
+        self.references[page] -= 1
+        if not self.references[page]:
             self._free.append(page)
 
-    def check_integrity(self, held: Sequence[int], name: str) -> None:
-        """Assert that each page has as many holders as `held` names it; the others are free."""
+    def check_integrity(self, used: Sequence[int], name: str) -> None:
+        """Assert that `used` lists each page once for each reference, and that the rest is free."""
         counts = [0] * self.num_pages
-        for page in held:
+        for page in used:
             counts[page] += 1
         assert counts[0] == 0
-        assert counts == self.holders, f"pages of {name} lost or held by nobody who knows"
+        assert counts == self.references, f"reference counts of {name} pages are wrong"
         free = [page for page in range(1, self.num_pages) if not counts[page]]
-        assert sorted(self._free) == free, f"pages of {name} lost or free twice"
+        assert sorted(self._free) == free, f"free list of {name} pages is wrong"
 
 
 class Reclaimer(Protocol):
@@ -113,11 +113,11 @@ class Reclaimer(Protocol):
 
     @property
     def num_idle(self) -> int:
-        """Number of blocks that the cache can free now, in the groups that keep every row."""
+        """Number of blocks that the cache can free now, in the full groups."""
         ...
 
     def reclaim(self, group: PageGroup) -> None:
-        """Free at least one page of the group if the cache holds one that it can free."""
+        """Free at least one page of the group, unless the cache has none that it can free."""
         ...
 
 
@@ -125,8 +125,8 @@ class PageManager:
     """Allocates pages to sequences as they grow and frees pages that no later token needs.
 
     Attributes:
-        keeping: the groups that keep every row.
-        forgetting: the groups that drop rows no later token needs.
+        full_groups: the groups that keep every row.
+        windowed_groups: the groups that drop rows when no later token needs them.
         reclaimer: frees cached pages on demand. If it is set, `grow` also allocates the pages
             whose rows the prefix cache keeps at the ends of blocks.
     """
@@ -134,8 +134,8 @@ class PageManager:
     def __init__(self, groups: Sequence[PageGroup], num_pages: Mapping[str, int]) -> None:
         """num_pages: number of pages of each group, including page 0."""
         self.groups = tuple(groups)
-        self.keeping = tuple(g for g in groups if g.keep is None)
-        self.forgetting = tuple(g for g in groups if g.keep is not None)
+        self.full_groups = tuple(g for g in groups if g.keep is None)
+        self.windowed_groups = tuple(g for g in groups if g.keep is not None)
         self.pools = {group.name: PagePool(num_pages[group.name]) for group in groups}
         self.reclaimer: Reclaimer | None = None
 
@@ -145,28 +145,29 @@ class PageManager:
         return tables
 
     def renew(self, tables: BlockTables) -> None:
-        """Give new versions to tables that another class has filled."""
+        """Mark tables that another class has filled as changed."""
         tables.version = object()
         for table in tables.values():
             table.version = tables.version
 
     @property
     def free_blocks(self) -> int:
-        """Number of blocks that can still be allocated in the groups that keep every row."""
+        """Number of blocks that can still be allocated in the full groups."""
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
-        if not self.keeping:
+        if not self.full_groups:
             return sys.maxsize
         return idle + min(
-            self.pools[g.name].num_free * g.tokens_per_page // g.block_tokens for g in self.keeping
+            self.pools[g.name].num_free * g.tokens_per_page // g.block_tokens
+            for g in self.full_groups
         )
 
     def fits(self, tables: BlockTables, end: int) -> bool:
         """Whether enough pages are free for a step that ends with token end-1.
 
-        The forgetting groups have enough pages for every step (`windowed_pages`).
+        The windowed groups have enough pages for every step (`windowed_pages`).
         """
         idle = self.reclaimer.num_idle if self.reclaimer is not None else 0
-        for group in self.keeping:
+        for group in self.full_groups:
             table = tables[group.name]
             if table.room >= end:
                 continue
@@ -195,12 +196,12 @@ class PageManager:
                 if last_row >= first_row:
                     first, last = first_row // rows, last_row // rows
                     if table.pages and first == last == table.end:
-                        table.pages.append(self._take(group))
+                        table.pages.append(self._allocate(group))
                         if group.tail_only and decodes and end == start + 1:
                             # Such pages are freed after a few tokens, so a second page halves the
                             # number of calls. A step of many tokens would not use the second page
                             # and would need just as many others.
-                            table.pages.append(self._take(group))
+                            table.pages.append(self._allocate(group))
                     else:
                         self._extend(group, table, start, end, first, last)
                 table.room = (table.end * rows + 1) * per_row - 1
@@ -211,28 +212,30 @@ class PageManager:
     def _extend(
         self, group: PageGroup, table: BlockTable, start: int, end: int, first: int, last: int
     ) -> None:
-        """Allocate pages number first..last, and earlier ones needed at the ends of blocks."""
+        """Allocate the pages with numbers first..last, and earlier ones that the prefix cache keeps
+        at the ends of blocks.
+        """
         shares = self.reclaimer is not None and group.tail_only
         if not table.pages:
             table.due = 0
             table.first = start // group.tokens_per_page if shares else first
         begin = table.end
         if group.keep is None:
-            table.pages.extend(self._take(group) for _ in range(begin, last + 1))
+            table.pages.extend(self._allocate(group) for _ in range(begin, last + 1))
             return
-        # No step touches the pages between those it reads and those it writes.
+        # A step does not use the pages between those that it reads and those that it writes.
         wanted = set(range(max(begin, first), last + 1))
         if shares:
             wanted |= _at_block_ends(group, begin, end)
         table.pages.extend(
-            self._take(group) if number in wanted else 0 for number in range(begin, last + 1)
+            self._allocate(group) if number in wanted else 0 for number in range(begin, last + 1)
         )
 
-    def _take(self, group: PageGroup) -> int:
+    def _allocate(self, group: PageGroup) -> int:
         pool = self.pools[group.name]
         if not pool.num_free and self.reclaimer is not None:
             self.reclaimer.reclaim(group)
-        return pool.take()
+        return pool.allocate()
 
     def trim(self, tables: BlockTables, num_tokens: int) -> int:
         """Free the pages whose rows no token at position num_tokens or later needs.
@@ -241,14 +244,14 @@ class PageManager:
             The number of tokens at which `trim` can free pages again.
         """
         again = sys.maxsize
-        for group in self.forgetting:
+        for group in self.windowed_groups:
             table = tables[group.name]
             if table.due <= num_tokens:
-                gone = group.first_needed(num_tokens) // group.tokens_per_page - table.first
-                if gone > 0:
-                    self._give(group.name, table.pages[:gone])
-                    del table.pages[:gone]
-                    table.first += gone
+                unneeded = group.first_needed(num_tokens) // group.tokens_per_page - table.first
+                if unneeded > 0:
+                    self._remove_references(group.name, table.pages[:unneeded])
+                    del table.pages[:unneeded]
+                    table.first += unneeded
                     table.version = tables.version = object()
                 table.due = group.forgets_at(table.first)
             if table.due < again:
@@ -258,29 +261,29 @@ class PageManager:
     def release(self, tables: BlockTables) -> None:
         """Free all pages of a sequence."""
         for name, table in tables.items():
-            self._give(name, table.pages)
+            self._remove_references(name, table.pages)
             table.pages.clear()
 
-    def _give(self, name: str, pages: Sequence[int]) -> None:
-        give = self.pools[name].give
+    def _remove_references(self, name: str, pages: Sequence[int]) -> None:
+        remove_reference = self.pools[name].remove_reference
         for page in pages:
             if page:
-                give(page)
+                remove_reference(page)
 
     def check_integrity(
-        self, live: Sequence[BlockTables], kept: Mapping[str, Sequence[int]] | None = None
+        self, live: Sequence[BlockTables], cached: Mapping[str, Sequence[int]] | None = None
     ) -> None:
-        """Assert that the tables `live` and the pages `kept` are the only holders of pages."""
+        """Assert that all references come from the tables `live` and the prefix cache's pages."""
         for group in self.groups:
-            held = [page for tables in live for page in tables[group.name].pages if page]
-            held += (kept or {}).get(group.name, ())
-            self.pools[group.name].check_integrity(held, group.name)
+            used = [page for tables in live for page in tables[group.name].pages if page]
+            used += (cached or {}).get(group.name, ())
+            self.pools[group.name].check_integrity(used, group.name)
 
 
 def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
-    """Page numbers, from `first` on, that a sequence needs to resume at the end of a block.
+    """The page numbers, from `first` on, that a sequence needs to resume at the ends of blocks.
 
-    Only blocks that end at token `end` or before count.
+    The blocks are those that end at token `end` or before.
     """
     size, rows = group.block_tokens, group.tokens_per_page
     found: set[int] = set()
@@ -292,7 +295,7 @@ def _at_block_ends(group: PageGroup, first: int, end: int) -> set[int]:
 
 
 def pages_at_block_end(group: PageGroup) -> int:
-    """Number of pages of a forgetting group that a sequence needs to resume after a block."""
+    """Number of pages of a windowed group that a sequence needs to resume after a block."""
     assert group.keep is not None
     end = group.block_tokens * (1 + sum(group.keep) // group.block_tokens)
     return end // group.tokens_per_page - group.first_needed(end) // group.tokens_per_page
@@ -305,7 +308,7 @@ def windowed_pages(
     shares: bool = False,
     drafts: bool = False,
 ) -> int:
-    """Number of pages with which a forgetting group never runs out of pages.
+    """Number of pages with which a windowed group never runs out of pages.
 
     Args:
         max_num_seqs: number of running sequences.

@@ -1,12 +1,12 @@
-"""The prefix cache: finds blocks of tokens whose state earlier sequences computed. Pure Python.
+"""The prefix cache: finds blocks of tokens that earlier sequences have computed. Pure Python.
 
-The key of a block is a hash of its tokens and all tokens before them. A block holds its pages in
-the groups that keep every row. It may also hold a *state*: the pages of the other groups that a
-sequence needs to resume at the end of the block. A state is larger than a block (it holds the
-window's rows of every layer), so the index evicts states separately. It first evicts states that a
-sequence only passed. Then it evicts, least recently used first, states at which a sequence is
-likely to resume: at the end of a prompt, at the newest block of an output, where two prompts
-diverge, and where a sequence has resumed before.
+The key of a block is a hash of its tokens and all tokens before them. A block has its pages in the
+full groups, which keep every row. It may also have a *state*: the pages of the windowed groups that
+a sequence needs to resume at the end of the block. A state is larger than a block (it has the
+window's rows of every layer), so the index evicts states separately. It first evicts states at
+which no sequence is likely to resume. Then it evicts, least recently used first, lasting states: at
+the end of a prompt, at the newest block of an output, where two prompts diverge, and where a
+sequence has resumed before.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ class Block:
     """One block of tokens, together with all blocks before it.
 
     Attributes:
-        pages: pages of the groups that keep every row, by group name.
+        pages: pages of the full groups, by group name.
         users: number of running sequences that contain this block.
-        state: pages of the other groups that a sequence needs to resume after this block; None:
-            the index does not hold them.
+        state: pages of the windowed groups that a sequence needs to resume after this block; None:
+            they are not cached.
     """
 
     key: bytes
@@ -41,10 +41,10 @@ class Block:
 
 
 class PrefixIndex:
-    """All cached blocks. The index holds their pages until running sequences need the space.
+    """All cached blocks. Their pages stay cached until running sequences need the memory.
 
-    The index evicts blocks that no running sequence uses, least recently used first, and a block
-    before its parent.
+    The index evicts only blocks that no running sequence uses, least recently used first, and a
+    block before its parent.
 
     Args:
         salt: a secret that all processes of a deployment share, so that the same tokens have the
@@ -86,7 +86,11 @@ class PrefixIndex:
             keys.append(parent)
 
     def match(self, keys: Iterable[bytes]) -> tuple[list[Block], int]:
-        """Find the longest cached prefix: its blocks, and after how many a sequence can resume."""
+        """Find the longest cached prefix.
+
+        Returns:
+            Its blocks, and the number of these blocks after which a sequence can resume.
+        """
         known: list[Block] = []
         resumable = 0
         for key in keys:
@@ -105,14 +109,14 @@ class PrefixIndex:
         end = len(blocks) * self.block_tokens
         for block in blocks:
             self._use(block)
-        for group in self.pages.keeping:
+        for group in self.pages.full_groups:
             table = tables[group.name] = BlockTable()
             table.pages.extend(page for block in blocks for page in block.pages[group.name])
-            self._hold(group.name, table.pages)
-        for group in self.pages.forgetting:
+            self._add_references(group.name, table.pages)
+        for group in self.pages.windowed_groups:
             first = group.first_needed(end) // group.tokens_per_page
             table = tables[group.name] = BlockTable(first, list(last.state[group.name]))
-            self._hold(group.name, table.pages)
+            self._add_references(group.name, table.pages)
         self.pages.renew(tables)
         self._keep(last, lasting=True)
 
@@ -126,7 +130,7 @@ class PrefixIndex:
         elif not block.users:
             # Two copies of the same rows exist. Free the copy that no sequence uses.
             pages = self._pages_of(len(chain), tables)
-            self._give(block.pages)
+            self._remove_references(block.pages)
             block.pages = pages
         self._use(block)
         chain.append(block)
@@ -140,25 +144,25 @@ class PrefixIndex:
         """
         if block.state is None:
             state = {}
-            for group in self.pages.forgetting:
+            for group in self.pages.windowed_groups:
                 table, size = tables[group.name], group.tokens_per_page
                 first, last = group.first_needed(end) // size, end // size
                 pages = tuple(table.pages[first - table.first : last - table.first])
                 assert len(pages) == last - first and all(pages)
                 state[group.name] = pages
             for name, pages in state.items():
-                self._hold(name, pages)
+                self._add_references(name, pages)
             block.state = state
         if lasting or block.key not in self._lasting:
             self._keep(block, lasting)
 
-    def fade(self, block: Block) -> None:
-        """Evict the state of this block early: no sequence is likely to resume there."""
+    def evict_early(self, block: Block) -> None:
+        """Make the state of a block one of the first to evict: no sequence is likely to resume."""
         if self._lasting.pop(block.key, None) is not None:
             self._passed[block.key] = block
 
     def release(self, chain: list[Block]) -> None:
-        """Release the blocks of a sequence."""
+        """Remove a sequence from the users of its blocks."""
         for block in reversed(chain):
             block.users -= 1
             if not block.users:
@@ -185,12 +189,12 @@ class PrefixIndex:
                 self._drop_state(next(iter(states.values())))
 
     def _pages_of(self, place: int, tables: BlockTables) -> State:
-        """Hold the pages of a sequence's block number `place`, and return them."""
+        """Reference and return the pages of a sequence's block number `place`."""
         pages = {}
-        for group in self.pages.keeping:
+        for group in self.pages.full_groups:
             count = group.block_tokens // group.tokens_per_page
             pages[group.name] = tuple(tables[group.name].pages[place * count : (place + 1) * count])
-            self._hold(group.name, pages[group.name])
+            self._add_references(group.name, pages[group.name])
         return pages
 
     def _use(self, block: Block) -> None:
@@ -206,27 +210,27 @@ class PrefixIndex:
     def _drop(self, block: Block) -> None:
         del self.blocks[block.key]
         self._drop_state(block)
-        self._give(block.pages)
+        self._remove_references(block.pages)
 
     def _drop_state(self, block: Block) -> None:
         self._passed.pop(block.key, None)
         self._lasting.pop(block.key, None)
         if block.state is not None:
-            self._give(block.state)
+            self._remove_references(block.state)
             block.state = None
 
-    def _hold(self, name: str, pages: Iterable[int]) -> None:
-        hold = self.pages.pools[name].hold
+    def _add_references(self, name: str, pages: Iterable[int]) -> None:
+        add_reference = self.pages.pools[name].add_reference
         for page in pages:
-            hold(page)
+            add_reference(page)
 
-    def _give(self, pages: State) -> None:
+    def _remove_references(self, pages: State) -> None:
         for name, numbers in pages.items():
             for page in numbers:
-                self.pages.pools[name].give(page)
+                self.pages.pools[name].remove_reference(page)
 
-    def held(self) -> dict[str, list[int]]:
-        """The pages that the index holds, by group; a page held twice appears twice."""
+    def cached_pages(self) -> dict[str, list[int]]:
+        """The pages of all blocks and states, by group: once for each reference."""
         pages: dict[str, list[int]] = {g.name: [] for g in self.pages.groups}
         for block in self.blocks.values():
             for part in (block.pages, block.state or {}):

@@ -1,7 +1,8 @@
-"""What the choice of a sequence's tokens depends on, kept by the engine, and the plan of a choice.
+"""The sampling state of sequences, and its part in step plans.
 
-The engine keeps what grows with the output (tokens that penalties count, the matcher of a grammar)
-and sends what a step needs of it. Settings that never change are sent on admission.
+The engine keeps the state that grows with the output: the tokens that penalties count, and the
+matcher of a grammar. A step plan has what the step needs of it. Settings that never change are sent
+to the ranks once, on admission.
 """
 
 import secrets
@@ -17,7 +18,7 @@ from finwhale.request import SamplingParams
 
 
 class TokenMatcher(Protocol):
-    """What sampling needs of a grammar's matcher (chat.grammar.Matcher)."""
+    """The methods of a grammar's matcher (chat.grammar.Matcher) that sampling uses."""
 
     error: str | None
 
@@ -27,7 +28,7 @@ class TokenMatcher(Protocol):
 
 
 class SeenTokens:
-    """Token ids of a request's prompt and output, and how often the output holds each."""
+    """The token ids of a request's prompt and output, and each one's count in the output."""
 
     def __init__(self, prompt_token_ids: Iterable[int]) -> None:
         unique = list(dict.fromkeys(prompt_token_ids))
@@ -64,11 +65,11 @@ class SeenTokens:
 
 
 class History:
-    """What a choice depends on besides settings and logits: the tokens before it.
+    """The sampling state that depends on the previous tokens.
 
     Attributes:
-        seen: None: there are no penalties.
-        matcher: None: there is no grammar.
+        seen: the tokens that penalties count; None: the request has no penalties.
+        matcher: the state of the request's grammar; None: the request has no grammar.
     """
 
     __slots__ = ("matcher", "seen")
@@ -78,7 +79,7 @@ class History:
 
     @property
     def needed(self) -> bool:
-        """Whether the tokens before it must be known before the choice."""
+        """Whether sampling must wait until the previous tokens are known."""
         return self.seen is not None or self.matcher is not None
 
     def accept(self, token_id: int) -> None:
@@ -89,7 +90,7 @@ class History:
             self.matcher.accept(token_id)
 
     def after(self, drafts: Sequence[int]) -> list["History"]:
-        """This history, then the history after each draft, were it the output."""
+        """This history, then the history after each draft, as if the draft were accepted."""
         found = [self]
         for draft in drafts:
             last = found[-1]
@@ -104,11 +105,11 @@ class History:
 
 
 class RequestSampling:
-    """How one sequence's tokens are chosen.
+    """The sampling settings and the history of one sequence.
 
     Args:
-        index: which of the params.n continuations. Each has a seed of its own.
-        matcher: what the output must match, the sequence's own; None: any text.
+        index: index among the params.n continuations. Each continuation has its own random draws.
+        matcher: the sequence's own matcher of its grammar; None: any text.
 
     Raises:
         RequestError: a prompt token under a repetition penalty is outside the vocabulary.
@@ -152,7 +153,7 @@ class RequestSampling:
 
 
 def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:
-    """The counted tokens of the rows that have any; one history a row."""
+    """The counted tokens of the rows that have any. Row i has the history histories[i]."""
     found = [(row, h.seen) for row, h in enumerate(histories) if h.seen]
     if not found:
         return None
@@ -165,7 +166,7 @@ def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:
 
 
 def allowed_rows(histories: Sequence[History], vocab_size: int) -> AllowedRows | None:
-    """The masks of the rows that have a grammar; one history a row."""
+    """The masks of the rows that have a grammar. Row i has the history histories[i]."""
     found = [(row, h.matcher) for row, h in enumerate(histories) if h.matcher is not None]
     if not found:
         return None

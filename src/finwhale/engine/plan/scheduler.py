@@ -1,10 +1,10 @@
-"""Which sequences run in the next step. Pure Python: no torch.
+"""Decides which sequences run in the next step. Pure Python: no torch.
 
-Each step has one budget of tokens: first the next token of every running sequence, then prefill, in
-order of priority and arrival. A sequence is admitted when there are pages for all its tokens so far
-(admission.py). Later there may be none left for what it generates; then the last sequence in order
-is preempted: it frees its pages, waits, and is prefilled again. The prefix index often still has
-its blocks.
+Each step has one budget of tokens. It goes first to the next token of every running sequence, then
+to prefill, in order of priority and arrival. A sequence is admitted when there are pages for all
+its tokens so far (admission.py). If there are no pages left for its output later, the scheduler
+preempts the last sequence in order. That sequence frees its pages, waits, and is prefilled again;
+the prefix cache often still has its blocks.
 """
 
 import sys
@@ -32,11 +32,12 @@ FEWEST_LONG = 32
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """What happened since the start.
+    """Counters since the start.
 
     Attributes:
-        prompt_tokens, cached_tokens: of admitted prompts, and how many of them were found.
-        preemptions: sequences that freed their pages, to be prefilled again.
+        prompt_tokens: number of tokens of admitted prompts.
+        cached_tokens: how many of them were in the prefix cache.
+        preemptions: number of preempted sequences, which are prefilled again.
     """
 
     prompt_tokens: int = 0
@@ -45,18 +46,18 @@ class SchedulerCounts:
 
 
 class Scheduler:
-    """Holds the waiting and the running sequences.
+    """Schedules the waiting and the running sequences.
 
     Args:
         prefix_caching: let sequences reuse blocks that others have computed.
-        prefix_salt: of the blocks' keys (PrefixIndex).
-        max_model_len: no token stands further back, drafts included.
+        prefix_salt: salt of the blocks' keys (PrefixIndex).
+        max_model_len: the most tokens of a sequence, drafts included.
 
     Attributes:
         admission: the waiting sequences.
         drafting: the rules for drafts.
-        running: in order of priority and arrival.
-        prefix: the cached blocks; None: nothing is cached.
+        running: the running sequences, in order of priority and arrival.
+        prefix: the prefix cache; None: the engine has none.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Scheduler:
         self.long_tokens = _share(max_num_batched_tokens, LONG_SHARE)
         self.running: list[Sequence] = []
         self.counts = SchedulerCounts()
-        # A model of window layers alone has no blocks to find.
+        # A model with window layers only has no blocks to cache.
         self.prefix: PrefixIndex | None = None
-        if prefix_caching and pages.keeping:
+        if prefix_caching and pages.full_groups:
             self.prefix = PrefixIndex(pages, prefix_salt)
         self.admission = Admission(pages, self.prefix, self.running)
         self.drafting = DraftRules(pages, max_model_len)
@@ -99,15 +100,15 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, with their pages; empty when there is nothing to compute."""
         chunks: list[Chunk] = []
-        reading: list[Sequence] = []
+        prefilling: list[Sequence] = []
         preempted = self.counts.preemptions
         budget = self.max_num_batched_tokens
         for sequence in self.running:
             start, known = sequence.num_computed, len(sequence.token_ids)
             if known >= sequence.max_len:
-                continue  # Its last token is being chosen.
+                continue  # An in-flight step samples its last token.
             if known - start > 1:
-                reading.append(sequence)
+                prefilling.append(sequence)
             elif len(chunks) < budget:
                 end = start + 1
                 if end <= sequence.room or self._make_room(sequence, end, chunks):
@@ -120,14 +121,14 @@ class Scheduler:
                 taken = sum(chunk.end - chunk.start for chunk in chunks)
             mixed = max(self.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
-        reading = [s for s in reading if s.running]
-        long = [s for s in reading if self._is_long(s)]
-        # Never all: short prompts pass.
+        prefilling = [s for s in prefilling if s.running]
+        long = [s for s in prefilling if self._is_long(s)]
+        # Leave at least half of the budget to short prompts.
         share = max(1, min(self.long_tokens, budget // 2))
         kept = share if long else 0
-        for sequence in reading:
+        for sequence in prefilling:
             if sequence not in long:
-                budget -= self._read(sequence, budget - kept, chunks)
+                budget -= self._prefill(sequence, budget - kept, chunks)
         while budget > kept and len(self.running) < self.max_num_seqs:
             # A sequence that was just preempted must not take its pages again.
             admitted = self._admit() if self.counts.preemptions == preempted else None
@@ -137,29 +138,32 @@ class Scheduler:
                 long.append(admitted)
                 kept = share
             else:
-                budget -= self._read(admitted, budget - kept, chunks)
+                budget -= self._prefill(admitted, budget - kept, chunks)
         if long:
             turn = min(long, key=in_order)
             least = min(FEWEST_LONG, kept)
             part = max(least, kept * DOUBLE_COST // (DOUBLE_COST + turn.num_computed))
-            self._read(turn, min(budget, part) if decodes else budget, chunks)
+            self._prefill(turn, min(budget, part) if decodes else budget, chunks)
         self.drafting.add_proposals(chunks)
         return chunks
 
-    def again(self, chunks: Items[Chunk]) -> list[Chunk]:
-        """The decodes' next step (DraftRules.again). Empty: something else is to be done first."""
+    def schedule_ahead(self, chunks: Items[Chunk]) -> list[Chunk]:
+        """The next step of in-flight decodes (DraftRules.schedule_ahead).
+
+        Empty: the next step needs the result of `chunks`, or should admit a sequence.
+        """
         living = [chunk for chunk in chunks if chunk.sequence.running]
         if self.num_waiting and len(self.running) < self.max_num_seqs:
             return []
         if not living or len(living) < len(self.running):
             return []
-        return self.drafting.again(living)
+        return self.drafting.schedule_ahead(living)
 
     def _is_long(self, sequence: Sequence) -> bool:
         return sequence.remaining > self.max_num_batched_tokens
 
-    def _read(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Plan as much of a prompt as the budget allows; returns the tokens that it took."""
+    def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Add a chunk of a prompt, as long as the budget allows; returns its number of tokens."""
         start = sequence.num_computed
         end = start + min(sequence.remaining, budget)
         if end <= start or not sequence.running or not self._make_room(sequence, end, chunks):
@@ -168,16 +172,16 @@ class Scheduler:
         return end - start
 
     def _make_room(self, sequence: Sequence, end: int, chunks: list[Chunk]) -> bool:
-        """Allocate the pages for tokens up to `end`, preempting if need be.
+        """Allocate the pages for tokens up to `end`; preempts other sequences if necessary.
 
         Returns:
-            False: the sequence itself was preempted.
+            Whether it succeeded. If not, the sequence itself was preempted.
         """
         if end <= sequence.room:
             return True
         start = sequence.num_computed
         if end == start + 1:
-            # A decode frees pages only where it takes some: it never holds more than then.
+            # A decode frees pages only here, before it needs new ones.
             self.pages.trim(sequence.tables, start)
         while not self.pages.fits(sequence.tables, end):
             last = self.running[-1]
@@ -195,7 +199,7 @@ class Scheduler:
         self.admission.put_back(sequence)
 
     def _admit(self) -> Sequence | None:
-        """Start the next waiting sequence; None: it must wait, or there is none."""
+        """Start the next waiting sequence, and return it; None: no sequence can start now."""
         admitted = self.admission.admit()
         if admitted is None:
             return None
@@ -211,7 +215,7 @@ class Scheduler:
         sequence.sharing = True
         if self.prefix is not None:
             size = self.prefix.block_tokens
-            sequence.parted = len(known) * size if len(known) > resumable else 0
+            sequence.diverges_at = len(known) * size if len(known) > resumable else 0
             if resumable:
                 self.prefix.adopt(known[:resumable], sequence.tables)
                 sequence.chain.extend(known[:resumable])
@@ -223,7 +227,7 @@ class Scheduler:
         insort(self.running, sequence, key=in_order)
 
     def computed(self, chunks: Items[Chunk]) -> None:
-        """The chunks are in the cache: free the pages that no later token needs."""
+        """Record that these chunks are in the cache, and free pages that no later token needs."""
         for chunk in chunks:
             sequence, end = chunk.sequence, chunk.end
             sequence.num_computed = end
@@ -233,11 +237,12 @@ class Scheduler:
                     self._settle(sequence, known, decodes=chunk.decodes)
 
     def verified(self, chunk: Chunk, num_accepted: int) -> None:
-        """The first `num_accepted` drafts of a chunk are in token_ids now; the others are undone.
+        """Record that the first `num_accepted` drafts of a chunk were accepted; token_ids has them.
 
-        Nothing has to be cleared: rows are found by their position, and the step that computes a
-        position again overwrites its rows before any token sees them. Rows of compressor state that
-        a step leaves out are never needed here: a step of at most max_verify_tokens can be undone.
+        The other drafts are undone, but nothing has to be cleared: rows are found by their
+        position, and the step that computes a position again overwrites its rows before any token
+        sees them. A step of at most max_verify_tokens tokens writes all compressor state that the
+        next step may need.
         """
         sequence, end = chunk.sequence, chunk.known + num_accepted
         sequence.num_computed = end
@@ -245,36 +250,41 @@ class Scheduler:
             self._settle(sequence, end, decodes=chunk.known == chunk.start + 1)
 
     def _settle(self, sequence: Sequence, known: int, *, decodes: bool) -> None:
-        """Enter the blocks that are complete, and trim; `known` tokens are read and known."""
+        """Add complete blocks to the prefix cache, and free pages that are no longer needed.
+
+        Args:
+            known: number of tokens that are in the cache and whose ids the host knows.
+        """
         sequence.due = sys.maxsize
         if sequence.sharing and self.prefix is not None:
             size = self.prefix.block_tokens
             for end in range((len(sequence.chain) + 1) * size, known + 1, size):
-                self._enter(self.prefix, sequence, end)
+                self._add_block(self.prefix, sequence, end)
             sequence.due = (len(sequence.chain) + 1) * size
         again = self.pages.trim(sequence.tables, known)
         if not decodes:
             sequence.due = min(sequence.due, again)
 
-    def _enter(self, prefix: PrefixIndex, sequence: Sequence, end: int) -> None:
-        """Make the block that ends at `end` known, and where it ends a place to go on from."""
+    def _add_block(self, prefix: PrefixIndex, sequence: Sequence, end: int) -> None:
+        """Add the block that ends at `end` to the prefix cache, with the state at its end."""
         place = len(sequence.chain)
         if place == len(sequence.keys):
             prefix.extend_keys(sequence.keys, sequence.token_ids[:end])
         key = sequence.keys[place]
         block = prefix.add(sequence.chain, key, sequence.tables)
-        # The same prompt again reads its last token, a longer one may begin with all of it.
+        # A request with the same prompt computes at least its last token. A longer prompt may begin
+        # with the whole of this one.
         ends_prompt = end <= sequence.num_prompt < end + prefix.block_tokens or (
             end < sequence.num_prompt <= end + prefix.block_tokens
         )
         is_output = end > sequence.num_prompt
-        lasting = ends_prompt or is_output or end == sequence.parted
+        lasting = ends_prompt or is_output or end == sequence.diverges_at
         prefix.add_state(block, end, sequence.tables, lasting=lasting)
         if is_output:
             if sequence.newest is not None:
-                prefix.fade(sequence.newest)
+                prefix.evict_early(sequence.newest)
             sequence.newest = block
-        self.admission.computed(key, sequence)
+        self.admission.block_added(key, sequence)
 
     def _stop(self, sequence: Sequence) -> None:
         """Free the pages and the slot of a running sequence."""
@@ -286,48 +296,48 @@ class Scheduler:
         sequence.num_computed = 0
         sequence.drafts = []
         self.pages.release(sequence.tables)
-        self._leave(sequence)
+        self._detach(sequence)
 
-    def _leave(self, sequence: Sequence) -> None:
-        """A sequence neither uses blocks of others nor promises any."""
+    def _detach(self, sequence: Sequence) -> None:
+        """Detach a sequence from the prefix cache: it uses no blocks and no sequence follows it."""
         if self.prefix is None:
             return
-        self.admission.left(sequence)
+        self.admission.remove_leader(sequence)
         self.prefix.release(sequence.chain)
         sequence.newest = None
 
     def take_freed(self) -> list[int]:
-        """Slots that became free since the last call."""
+        """Return the slots that became free since the last call."""
         freed, self._freed_slots = self._freed_slots, []
         return freed
 
     def return_freed(self, slots: list[int]) -> None:
-        """Let `take_freed` name these slots again: the step that named them was not launched."""
+        """Let `take_freed` return these slots again, because their step was not launched."""
         self._freed_slots += slots
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, whether it runs or waits, and free its pages."""
+        """Remove a running or waiting sequence, and free its pages."""
         if sequence.running:
             self._stop(sequence)
         else:
             self.admission.remove(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every block. Running sequences go on, and enter none."""
+        """Evict every block. Running sequences continue, but add no more blocks."""
         if self.prefix is None:
             return
         for sequence in self.running:
-            self._leave(sequence)
+            self._detach(sequence)
             sequence.sharing = False
         self.prefix.clear()
 
     def check_integrity(self) -> None:
         """Assert that no page, block or sequence is lost."""
-        held = None
+        cached = None
         if self.prefix is not None:
             self.prefix.check_integrity([s.chain for s in self.running])
-            held = self.prefix.held()
-        self.pages.check_integrity([s.tables for s in self.running], held)
+            cached = self.prefix.cached_pages()
+        self.pages.check_integrity([s.tables for s in self.running], cached)
         slots = [s.slot for s in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert self.running == sorted(self.running, key=in_order)

@@ -1,4 +1,4 @@
-"""Sequences, and the chunks of them that a step computes. Pure Python: no torch."""
+"""Sequences, and the chunks of sequences that a step computes. Pure Python: no torch."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -26,17 +26,17 @@ class Sequence:
         num_computed: number of tokens whose state is in the cache.
         sampled_row: row of its pending token among the ids that the device sampled last.
         drafts: the MTP layer's drafts after token_ids, not verified yet.
-        num_cached: prompt tokens found in the prefix cache at the first admission; None: the
-            sequence was never admitted.
+        num_cached: number of prompt tokens that the prefix cache had at the first admission; None:
+            the sequence was never admitted.
         tables: the sequence's pages.
         running: whether the sequence has pages.
         arrival: position in the order of arrival.
-        room: the sequence needs more pages before it has more tokens than this.
+        room: the most tokens that the sequence may have before it needs more pages.
         due: number of known tokens at which a block is complete or prompt pages can be freed.
-        keys: prefix-cache keys of its whole blocks.
+        keys: prefix-cache keys of its complete blocks.
         chain: the cached blocks that it uses.
-        sharing: whether its blocks enter the prefix cache.
-        parted: number of tokens in common with another sequence, if it could not resume there.
+        sharing: whether its blocks are added to the prefix cache.
+        diverges_at: number of tokens in common with cached blocks, if it could not resume there.
         newest: the last block of output that it completed.
     """
 
@@ -62,7 +62,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     chain: list[Block] = field(default_factory=list)
     sharing: bool = True
-    parted: int = 0
+    diverges_at: int = 0
     newest: Block | None = None
 
     @property
@@ -78,9 +78,10 @@ class Chunk:
     Attributes:
         drafts: the chunk's last tokens, which come after token_ids and which the step verifies.
         propose: number of drafts that the MTP layer makes after the step; they have pages.
-        num_any: number of placeholder drafts: arbitrary ids that give all chunks equal lengths.
-        floats: the previous step's result is not known yet. The chunk begins at `start` plus the
-            number of drafts which that step accepts, and its own drafts are on the device.
+        num_placeholders: how many of the drafts are arbitrary ids, which give all chunks the same
+            length.
+        floats: the result of the previous step is not known yet. The chunk begins at `start` plus
+            the number of drafts that the previous step accepts, and its drafts are on the device.
     """
 
     sequence: Sequence
@@ -88,11 +89,11 @@ class Chunk:
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
-    num_any: int = 0
+    num_placeholders: int = 0
     floats: bool = False
 
-    def land(self, num_accepted: int, drafts: Items[int]) -> None:
-        """Set the start and the drafts of a floating chunk, now that the host knows them."""
+    def resolve(self, num_accepted: int, drafts: Items[int]) -> None:
+        """Set the start and the drafts of a floating chunk once the host knows them."""
         assert self.floats and len(drafts) == len(self.drafts)
         self.start += num_accepted
         self.end += num_accepted
@@ -114,7 +115,7 @@ class Chunk:
 
     @property
     def next_id(self) -> int:
-        """Id of the known token after the chunk."""
+        """Id of the first token after the chunk, which must be known."""
         return self.sequence.token_ids[self.known]
 
     @property
@@ -134,5 +135,5 @@ class Chunk:
 
     @property
     def pending(self) -> bool:
-        """Whether the id of the last known token is still on the device only."""
+        """Whether the id of the chunk's last token before the drafts is only on the device yet."""
         return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING

@@ -1,10 +1,10 @@
-"""A step plan: everything a rank needs to execute one step. Plain data, and no torch.
+"""A step plan: everything a rank needs to execute one step. Plain data, no torch.
 
-The engine makes plans and ranks execute them, all ranks the same plans in the same order. A plan is
-immutable and can be pickled. It consists of named tuples, which take the least time to make. It
-refers to sequences by slot: a number below max_num_seqs that a sequence has from its admission
-until it ends or is preempted. What does not change from step to step (sampling settings, pages) is
-sent once; the rank keeps it by slot.
+The engine makes plans, and all ranks execute the same plans in the same order. A plan is immutable
+and can be pickled. It consists of named tuples, because they are the fastest to make. It refers to
+sequences by slot: a number below max_num_seqs that a sequence has from its admission until it ends
+or is preempted. Sampling settings and pages are sent only when they change; the rank stores them by
+slot.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-# A token id in a plan, or in a sequence, that the device is still choosing.
+# This id, in a plan or a sequence, stands for a token that the device has not sampled yet.
 PENDING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSettings:
-    """How the tokens of one sequence are chosen (see SamplingParams).
+    """The sampling settings of one sequence (see SamplingParams).
 
     Attributes:
-        seed, index: the draws follow from the request's seed and the number of the continuation.
-        greedy: the temperature is 0 in float32, in which ranks compute.
         logit_bias: pairs of token id and bias.
+        seed, index: the request's seed and the index of the continuation determine the draws.
+        greedy: whether the temperature is 0 when rounded to float32, in which ranks compute.
     """
 
     temperature: float
@@ -43,20 +43,20 @@ class SamplingSettings:
 
 
 class SlotAdmission(NamedTuple):
-    """A sequence starts in a slot; whatever the slot had before is gone."""
+    """A sequence starts in a slot. It replaces everything that the rank has stored for the slot."""
 
     slot: int
     settings: SamplingSettings
 
 
 class PageUpdate(NamedTuple):
-    """The pages of one slot in one cache group, from `begin` on.
+    """A change of one slot's page table in one cache group.
 
     Attributes:
         group: index into the model's cache groups.
-        first: number of the first page of the table: page i holds rows of page number first + i.
-        begin: pages before this index stay as they are. 0: the whole table is sent.
-        pages: the pages from index `begin` to the table's end.
+        first: page number of the table's first entry; entry i is the page with number first + i.
+        begin: index of the first changed entry. 0: the whole table is sent.
+        pages: the entries from index `begin` to the table's end.
     """
 
     slot: int
@@ -67,13 +67,13 @@ class PageUpdate(NamedTuple):
 
 
 class PenaltyRows(NamedTuple):
-    """Tokens that penalties count, for the rows that have penalties.
+    """The tokens that penalties count, for the rows that have penalties.
 
     Attributes:
-        rows: rows of the sampling plan.
-        lengths: how many of the tokens belong to each of these rows.
-        token_ids: int64.
-        counts: float32, how often the output holds each token. 0: only the prompt does.
+        rows: rows of the sampling plan that have penalties.
+        lengths: number of tokens of each of these rows.
+        token_ids: int64: the tokens of all these rows, one row after the other.
+        counts: float32: each token's count in the output. 0: the token is only in the prompt.
     """
 
     rows: tuple[int, ...]
@@ -83,7 +83,7 @@ class PenaltyRows(NamedTuple):
 
 
 class AllowedRows(NamedTuple):
-    """Grammar masks. The engine computes them: matchers cannot leave its process.
+    """Grammar masks. The engine computes them, because matchers cannot leave its process.
 
     Attributes:
         rows: rows of the sampling plan that have a mask.
@@ -95,14 +95,14 @@ class AllowedRows(NamedTuple):
 
 
 class SamplingPlan(NamedTuple):
-    """The choice of a step's tokens, one row a token.
+    """The sampling of a step. Each row gives one token.
 
     Attributes:
-        slots: the slot of each row; its settings hold.
-        positions: for each row that is not greedy, the position of its draw: how many tokens of
-            output come before it.
-        rows: which rows of the step's logits; None: all, in order.
-        penalties, allowed: None: no row has any.
+        slots: the slot of each row, which determines its settings.
+        positions: for each row that is not greedy, the position of its random draw: the number of
+            output tokens before it.
+        rows: the row of the step's logits for each row; None: all rows of logits, in order.
+        penalties, allowed: penalties and grammar masks; None: no row has any.
     """
 
     slots: tuple[int, ...]
@@ -113,18 +113,18 @@ class SamplingPlan(NamedTuple):
 
 
 class DraftPlan(NamedTuple):
-    """What an engine that drafts adds to a step. One entry a chunk.
+    """The part of a plan that only a drafting engine needs. Each field has one entry per chunk.
 
     Attributes:
-        drafts: tokens to verify: the last ones of the chunk.
-        propose: how many drafts to make after the step.
-        next_ids: for a chunk that ends before the sequence's last known token, the token behind it;
-            else 0.
-        on_device: all chunks decode with the same numbers of drafts, and the rank's device steps
-            (draft_decode.py) run them.
-        links: the step before is not known yet: each chunk goes on from this row of it, by as many
-            tokens further as that has right drafts, and its token and drafts are on the device.
-            None: the plan has the tokens.
+        drafts: the drafts to verify, which are the chunk's last tokens.
+        propose: number of drafts to make after the step.
+        next_ids: the token after the chunk, if the chunk ends before the sequence's last known
+            token; otherwise 0.
+        on_device: all chunks are decodes with the same number of drafts, which run on the device
+            without the host (rank/draft_decode.py).
+        links: None: the plan has all tokens. Otherwise the result of the previous step is not known
+            yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
+            later as that row has accepted drafts, and its token and drafts are on the device.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -135,21 +135,23 @@ class DraftPlan(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step: chunks of sequences, one entry a chunk in `slots`, `starts`, `lengths`.
+    """One step, which computes chunks of sequences.
 
     Attributes:
+        slots: slot of each chunk's sequence.
         starts: position of each chunk's first token.
-        lengths: tokens of each chunk, drafts included.
-        token_ids: of all chunks, one after the other; PENDING: the step before samples it.
-        pending_rows: for each PENDING token, its row among the tokens of the step before.
-        num_logits: for how many of its last tokens each chunk wants logits.
-        decodes: each chunk is one token whose logits are wanted.
-        freed: slots whose sequences ended or were preempted. Freed before the others are filled.
-        admitted: settings of new sequences.
-        pages: what changed in the page tables of this step's slots.
-        sampling: the choice of tokens. None: it follows alone, once the tokens of the step before
-            are known (penalties and grammars need them).
-        draft: None: the engine does not draft.
+        lengths: number of tokens of each chunk, drafts included.
+        token_ids: the tokens of all chunks, one chunk after the other. PENDING: the previous step
+            samples this token.
+        pending_rows: for each PENDING token, its row in the previous step's sampling.
+        num_logits: number of each chunk's last tokens whose logits are computed.
+        decodes: whether each chunk is a single token whose logits are computed.
+        freed: slots whose sequences ended or were preempted. The rank frees them first.
+        admitted: slots and settings of new sequences.
+        pages: changes of the page tables of this step's slots.
+        sampling: the sampling of the step. None: a separate sampling plan follows once the previous
+            step's tokens are known, because penalties or grammars need them.
+        draft: the drafts; None: the engine does not draft.
     """
 
     slots: tuple[int, ...]
@@ -167,12 +169,12 @@ class StepPlan(NamedTuple):
 
     @property
     def ends(self) -> list[int]:
-        """Position behind each chunk's last token."""
+        """The position after each chunk's last token."""
         return [start + length for start, length in zip(self.starts, self.lengths, strict=True)]
 
     @property
     def query_start(self) -> list[int]:
-        """Where each chunk's tokens begin among the step's, and their number at the end."""
+        """The index of each chunk's first token in `token_ids`, and the number of all tokens."""
         return list(accumulate(self.lengths, initial=0))
 
     @property
@@ -181,7 +183,7 @@ class StepPlan(NamedTuple):
 
     @property
     def logits_rows(self) -> list[int]:
-        """The tokens of the step whose logits are wanted."""
+        """The indices in `token_ids` of the tokens whose logits are computed."""
         return [
             row
             for end, count in zip(self.query_start[1:], self.num_logits, strict=True)

@@ -1,4 +1,4 @@
-"""Makes step plans from the scheduler's chunks, and keeps what the ranks were told. No torch."""
+"""Makes step plans from the scheduler's chunks, and tracks what ranks have received. No torch."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ class _SentSlot:
     groups: list[_SentTable]
 
 
-class Choice(NamedTuple):
-    """What the engine knows of a choice of tokens.
+class SamplingInputs(NamedTuple):
+    """The engine's inputs to a sampling plan.
 
     Attributes:
-        positions: of the draws of the rows that are not greedy (SamplingPlan.positions).
-        histories: of each row. Empty: no row needs any.
+        positions: positions of the random draws of all non-greedy rows (SamplingPlan.positions).
+        histories: the history of each row. Empty: no row needs one.
     """
 
     positions: Items[int] = ()
@@ -51,17 +51,17 @@ class StepPlanner:
     """Turns chunks into plans that name slots and refer to no live object.
 
     Args:
-        vocab_size: tokens of a grammar's mask.
+        vocab_size: number of tokens of the model, and of a grammar's mask.
     """
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._sent: dict[int, _SentSlot] = {}
-        # By slot: of the tables that were sent.
+        # The version of the block tables that were sent, by slot.
         self._versions: list[object] = []
 
-    def forget(self) -> None:
-        """Tell the ranks everything again: a plan may not have arrived."""
+    def resend_all(self) -> None:
+        """Send all settings and page tables again, because a plan may not have arrived."""
         self._sent.clear()
         self._versions.clear()
 
@@ -70,14 +70,14 @@ class StepPlanner:
         chunks: Items[Chunk],
         *,
         freed: Items[int] = (),
-        choice: Choice | None = None,
+        inputs: SamplingInputs | None = None,
         draft: DraftPlan | None = None,
     ) -> StepPlan:
-        """The plan of a step.
+        """Make the plan of a step.
 
         Args:
-            freed: slots that no sequence has any more.
-            choice: of the step's tokens; None: `sampling` plans it later.
+            freed: slots whose sequences ended or were preempted.
+            inputs: inputs to the step's sampling; None: `sampling` plans it later.
         """
         sequences = [c.sequence for c in chunks]
         admitted: list[SlotAdmission] = []
@@ -90,7 +90,7 @@ class StepPlanner:
             if sequence.tables.version is not versions[sequence.slot]:
                 self._update(sequence, admitted, pages)
         starts, ends = [c.start for c in chunks], [c.end for c in chunks]
-        # Each chunk is one token whose logits are wanted.
+        # Whether each chunk is a single token whose logits are computed.
         decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
             len(s.token_ids) for s in sequences
         ]
@@ -109,12 +109,12 @@ class StepPlanner:
             else:
                 pending = tuple([c.sequence.sampled_row for c in chunks if c.pending])
         sampling = None
-        if choice is not None:
+        if inputs is not None:
             rows = slots
             if not decodes:
                 each = zip(slots, num_logits, strict=True)
                 rows = tuple([slot for slot, count in each for _ in range(count)])
-            sampling = self.sampling(rows, choice)
+            sampling = self.sampling(rows, inputs)
         return StepPlan(
             slots=slots,
             starts=tuple(starts),
@@ -131,18 +131,18 @@ class StepPlanner:
         )
 
     def sampling(
-        self, slots: tuple[int, ...], choice: Choice, rows: Items[int] | None = None
+        self, slots: tuple[int, ...], inputs: SamplingInputs, rows: Items[int] | None = None
     ) -> SamplingPlan:
-        """The plan of a choice.
+        """Make the plan of a step's sampling.
 
         Args:
-            slots: of each row.
-            rows: which rows of the step's logits; None: all.
+            slots: the slot of each row.
+            rows: the row of the step's logits for each row; None: all rows of logits, in order.
         """
-        histories = choice.histories
+        histories = inputs.histories
         return SamplingPlan(
             slots=slots,
-            positions=tuple(choice.positions),
+            positions=tuple(inputs.positions),
             rows=None if rows is None else tuple(rows),
             penalties=penalty_rows(histories) if histories else None,
             allowed=allowed_rows(histories, self._vocab_size) if histories else None,
@@ -151,20 +151,20 @@ class StepPlanner:
     def _update(
         self, sequence: Sequence, admitted: list[SlotAdmission], pages: list[PageUpdate]
     ) -> None:
-        """Note what a sequence has that its slot has not been sent."""
+        """Add the settings and pages of a sequence that the ranks have not received yet."""
         slot, tables = sequence.slot, sequence.tables
         assert slot >= 0, "a sequence of a step must have a slot"
-        held = self._sent.get(slot)
-        if held is None or held.tables is not tables:
+        sent = self._sent.get(slot)
+        if sent is None or sent.tables is not tables:
             if sequence.sampling is not None:
                 admitted.append(SlotAdmission(slot, sequence.sampling.settings))
-            held = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
+            sent = self._sent[slot] = _SentSlot(tables, [_NOTHING] * len(tables))
         for group, table in enumerate(tables.values()):
-            version, before, first, count = held.groups[group]
+            version, before, first, count = sent.groups[group]
             if version is table.version:
                 continue
             # Pages in the middle of a table never change.
             begin = count if before is table and first == table.first else 0
             pages.append(PageUpdate(slot, group, table.first, begin, tuple(table.pages[begin:])))
-            held.groups[group] = (table.version, table, table.first, len(table.pages))
+            sent.groups[group] = (table.version, table, table.first, len(table.pages))
         self._versions[slot] = tables.version
