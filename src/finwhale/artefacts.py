@@ -60,7 +60,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            logger.info("waiting for another process, which fills %s", path.parent)
+            logger.info("waiting for another process that fills %s", path.parent)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -81,6 +81,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 class Artefacts:
     """The folder of one combination of device and versions.
+
+    Attributes:
+        path: the folder.
+        writable: whether this process may write to it.
 
     Args:
         directory: the parent directory of all folders; created if missing.
@@ -150,7 +154,7 @@ class Artefacts:
         with locked(self.path / "lock"):
             yield
 
-    # --- Wholeness --------------------------------------------------------------------------------
+    # --- Damage -----------------------------------------------------------------------------------
 
     def check(self) -> int:
         """Remove damaged artefacts, so that they are built again; returns their number.
@@ -218,7 +222,7 @@ class Artefacts:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError):
-            logger.warning("%s is damaged and made again", self.path / SEALS)
+            logger.warning("%s is damaged and is written again", self.path / SEALS)
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -1,6 +1,6 @@
-"""Errors that a user can cause or must handle. The message says what was found and what was wanted.
+"""Errors that a user can cause or must handle.
 
-A message is one line.
+Each message is one line. It says what was found, what was expected and what to change.
 """
 
 
@@ -17,8 +17,8 @@ class RequestError(FinwhaleError):
 
 
 class ResourceError(FinwhaleError):
-    """The request or the model does not fit the memory or the device."""
+    """The machine cannot do what was asked: too little memory, no such device, no compiler."""
 
 
 class EngineDeadError(FinwhaleError):
-    """The engine failed and cannot continue; all its requests have failed. Make a new engine."""
+    """The engine has failed, with all its requests, and cannot continue. Open a new engine."""

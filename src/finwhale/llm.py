@@ -256,7 +256,7 @@ class LLM:
 def open_engine(
     config: EngineConfig, path: str | Path | None = None, progress: Progress | None = None
 ) -> Engine:
-    """An engine with the weights and the tokenizer of a checkpoint; `LLM` says more.
+    """Open an engine with the weights and the tokenizer of a checkpoint, as `LLM` does.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.

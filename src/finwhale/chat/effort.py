@@ -1,4 +1,4 @@
-"""Reasoning effort: the words that each level writes into the prompt of a checkpoint.
+"""Reasoning effort: the paragraph that each level writes into the prompt of a checkpoint.
 
 A level of effort is a paragraph at the start of the prompt. The V4 checkpoints use the same
 paragraphs one level apart:
@@ -9,9 +9,9 @@ paragraphs one level apart:
 | high (the default) | nothing | "Absolute maximum with no shortcuts permitted ..." |
 | max | "Absolute maximum with no shortcuts permitted ..." | "Beyond maximum ..." |
 
-deepseek-recipe writes the words of 0731. Its own conversion decides what the other names of a
-protocol mean there (medium and xhigh are high, minimal is low, ultra is max). April's API reads
-xhigh as max and every other level as high.
+deepseek-recipe writes the paragraphs of 0731. Its conversion maps the other names in a protocol to
+these levels (medium and xhigh are high, minimal is low, ultra is max). April's API reads xhigh as
+max and every other level as high.
 """
 
 import json
@@ -32,12 +32,12 @@ _PARAGRAPH_OF_APRIL = "REASONING_EFFORT_MAX"
 
 
 def effort_ladder(directory: Path) -> EffortLadder:
-    """The ladder of the checkpoint in `directory`.
+    """The ladder of reasoning effort that the checkpoint in `directory` was trained with.
 
-    The checkpoint's own encoder decides (encoding/encoding_dsv4.py; it is read as text and never
-    run). Without it, a checkpoint without DSpark keys in config.json is one of April: 0731 and
-    0813 all have them. A checkpoint with DSpark keys is taken as 0731, with a warning: April's
-    Flash-DSpark and Pro-DSpark have the same keys, and nothing else tells them apart.
+    The checkpoint's own encoder (encoding/encoding_dsv4.py) decides; it is read as text and never
+    run. Without an encoder, the DSpark keys in config.json decide: a checkpoint without them is
+    from April, because 0731 and 0813 have them. A checkpoint with them counts as 0731, with a
+    warning, because April's Flash-DSpark and Pro-DSpark have the same keys.
     """
     encoder = directory / ENCODER
     if encoder.is_file():
@@ -57,8 +57,10 @@ def effort_ladder(directory: Path) -> EffortLadder:
     return "0731"
 
 
-def worded(conversation: recipe.Conversation, ladder: EffortLadder) -> recipe.Conversation:
-    """The conversation with the effort whose words in deepseek-recipe are those of `ladder`."""
+def with_ladder(conversation: recipe.Conversation, ladder: EffortLadder) -> recipe.Conversation:
+    """Map the conversation's effort to the level for which deepseek-recipe writes the paragraph of
+    `ladder`.
+    """
     if ladder == "0731" or not conversation.thinking_mode:
         return conversation
     strongest = conversation.reasoning_effort in ("xhigh", "max")

@@ -35,9 +35,9 @@ class OutputEvent:
 
 
 class OutputParser:
-    """Parses one answer, which may come in any pieces.
+    """Parses one answer, which may arrive in pieces of any size.
 
-    Feed token ids where possible: then only control tokens count, and not text that spells them.
+    Feed token ids if possible: then text that spells a control token remains text.
     """
 
     def __init__(

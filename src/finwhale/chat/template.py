@@ -1,6 +1,6 @@
-"""Conversations to the model's prompt, through DeepSeek's own converter.
+"""Converts conversations to prompts of the model, with DeepSeek's own converter.
 
-A conversation comes as a request of one of three chat protocols, or as OpenAI-style messages.
+A conversation is a request of one of three chat protocols, or a list of OpenAI-style messages.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.effort import EffortLadder, worded
+from finwhale.chat.effort import EffortLadder, with_ladder
 from finwhale.chat.output import OutputParser
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
@@ -184,7 +184,9 @@ class ChatTemplate:
         Raises:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
-        rendered = self._encoding.render_conversation(worded(request.conversation, self._ladder))
+        rendered = self._encoding.render_conversation(
+            with_ladder(request.conversation, self._ladder)
+        )
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, request)
 

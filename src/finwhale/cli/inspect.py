@@ -130,7 +130,7 @@ def _all_tensors(checkpoint: Checkpoint) -> Table:
 
 def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) -> int:
     if config.draft_head == "dspark":
-        console.print("its draft head is DSpark, which is not supported: it runs without drafting")
+        console.print("the draft head is DSpark, which is not supported: it runs without drafting")
     for title, items in (
         ("missing", inventory.missing),
         ("unexpected", inventory.unexpected),

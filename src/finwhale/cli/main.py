@@ -14,7 +14,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
     "serve": "serve the OpenAI and Anthropic protocols over HTTP",
-    "warmup": "compile and keep all kernels that serving a checkpoint needs",
+    "warmup": "compile all kernels that serving a checkpoint needs, and store them",
     "inspect": "describe a checkpoint and the memory that it needs",
     "ops": "list the operator implementations in use on this machine",
     "bench": "run a benchmark",

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what the commands make of them."""
+"""Options that several commands share, and the objects that they describe."""
 
 import argparse
 import os

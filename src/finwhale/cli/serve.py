@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
     engine = engine_config(args)
     if engine.prefix_salt is None:
-        # Made here, once, for every engine process of this server.
+        # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
     logs.configure(config.log_level)
     load = partial(load_engine, args.path, config.log_level, engine)
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
-    """Raises FinwhaleError."""
+    """The server's options from the arguments and the environment. Raises FinwhaleError."""
     demo = args.path is None
     name = DEMO_NAME if demo else Path(args.path).resolve().name
     return read_options(

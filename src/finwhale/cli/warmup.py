@@ -38,10 +38,11 @@ def run(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale warmup",
-        description="Compile every kernel that serving a checkpoint needs and keep it for the next "
-        "start. Run it on the GPU that will serve the checkpoint, for example while an image is "
-        "built. Options that change kernels (lengths, numbers of sequences and tokens) must be the "
-        "same as for `finwhale serve`. --load-format dummy needs config.json alone.",
+        description="Compile every kernel that serving a checkpoint needs, and store it for the "
+        "next start. Run this on the kind of GPU that will serve the checkpoint, for example while "
+        "you build an image. Options that change kernels (lengths, numbers of "
+        "sequences and tokens) must be the same as for `finwhale serve`. --load-format dummy needs "
+        "only config.json.",
     )
     add_path(parser)
     add_engine_options(parser, watchdog_seconds=60.0)

@@ -29,17 +29,18 @@ from finwhale.ops.linear.ref import grouped_form
 
 
 class CompiledMode:
-    """Compiles the decoder layers of a model that is constructed with its table.
+    """Compiles a model's decoder layers.
 
-    Construct it before the model. It registers custom operators, and a graph finds its operators
-    only if they are registered before it is loaded; a process that only loads graphs never traces.
+    Create this object before the model, and create the model with its operator table. It registers
+    the custom operators, because a graph finds its operators only if they are registered before the
+    graph is loaded.
 
     Args:
         ops: the platform's own table.
 
     Attributes:
-        ops: the table for the model. Graphs take attention's output in one form, however many
-            tokens there are, so larger steps, which run without graphs, use that form too.
+        ops: the table for the model. It always gives attention's output in the same form, because
+            a graph accepts only one form for any number of tokens.
     """
 
     def __init__(self, ops: Ops) -> None:

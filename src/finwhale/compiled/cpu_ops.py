@@ -1,7 +1,7 @@
 """Operators of the CPU's table as plain torch, which inductor fuses: float32, any number of rows.
 
-They compute what the references compute, written so that shapes stay symbolic and small GEMMs
-become loops: torch would share even a small GEMM between threads and wait for them. GEMMs with
+They compute the same as the references, but in a form in which shapes stay symbolic and small GEMMs
+become loops. (torch would divide even a small GEMM between threads, and wait for them.) GEMMs with
 packed weights stay custom operators.
 
 Legend as in the operator families' packages.
@@ -128,8 +128,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight_D
 
 
-def _product(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
-    """x weight^T [N,M] for few outputs M, which inductor fuses with the loop that computes x."""
+def _small_gemm(x_NK: Tensor, weight_MK: Tensor) -> Tensor:
+    """x weight^T [N,M] for a small M. inductor fuses it with the loop that computes x."""
     return (x_NK[:, None] * weight_MK).sum(-1)
 
 
@@ -147,7 +147,7 @@ def mhc_pre(residual_NHD: Tensor, w: MhcWeight, params: MhcParams) -> tuple[Tens
     H = residual_NHD.shape[1]
     flat = residual_NHD.flatten(1)
     rstd = torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.rms_eps)
-    mixes = _product(flat, w.fn) * rstd * w.scale + w.base
+    mixes = _small_gemm(flat, w.fn) * rstd * w.scale + w.base
     gates = torch.sigmoid(mixes[:, : 2 * H])
     logits = mixes[:, 2 * H :].unflatten(1, (H, H))
     mix_NHH = (logits - logits.amax(-1, keepdim=True)).exp()
@@ -194,7 +194,7 @@ def prepare_qkv(
 
 def _scores(x_ND: Tensor, gate_ED: Tensor) -> Tensor:
     """sqrt(softplus(x gate^T)); softplus(z) = max(z, 0) + log(1 + e^-|z|)."""
-    z = _product(x_ND, gate_ED)
+    z = _small_gemm(x_ND, gate_ED)
     return ((-z.abs()).exp().log1p() + z.clamp(min=0)).sqrt()
 
 

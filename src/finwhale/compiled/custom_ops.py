@@ -138,7 +138,7 @@ def _passed(data_class: Any) -> list[Field[Any]]:
 
 
 def _results(id_dtype: torch.dtype) -> dict[str, Callable[..., Any]]:
-    """Functions that give empty tensors of the shapes and dtypes that the contracts promise.
+    """Functions that return empty tensors with the shapes and dtypes of the operators' results.
 
     Args:
         id_dtype: dtype of expert ids.

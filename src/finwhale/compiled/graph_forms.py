@@ -83,7 +83,7 @@ OPERATORS = ".wrapper.json"
 
 
 def _try_to_load(path: Path) -> None:
-    """Load a library in a separate process, which dies if the compiler does not fit torch.
+    """Load a library in a separate process, which crashes if compiler and torch are incompatible.
 
     Raises:
         ResourceError: that process died or failed.
@@ -99,7 +99,7 @@ def _try_to_load(path: Path) -> None:
     finally:
         copy.unlink(missing_ok=True)
     if done.returncode < 0:
-        how = f"dies of {signal.Signals(-done.returncode).name}"
+        how = f"crashes with {signal.Signals(-done.returncode).name}"
     elif done.returncode:
         how = f"fails: {['', *done.stderr.strip().splitlines()][-1]}"
     else:
@@ -116,9 +116,9 @@ class Form:
 
     Attributes:
         compile: compiles a program into a file.
-        check: tries the first file that a process compiles; raises ResourceError if it is useless.
+        check: tests the first file that a process compiles; raises ResourceError if it is unusable.
         load: loads a file.
-        needs: what a machine must have to compile.
+        needs: the programs that a machine needs to compile.
     """
 
     compile: Callable[[ExportedProgram, Path], None]

@@ -39,14 +39,14 @@ STATE_ALIGN = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheField:
-    """One kind of row that some layers keep.
+    """One kind of row that some layers store in the cache.
 
     Attributes:
         width: values in a row.
         kind: "row" of attention, "key" of an indexer, or "state" of a compressor. State is float32
             whatever the dtype of the activations.
         rope: the last values of a row, which are never rounded.
-        layers: the layers that keep it. A draft layer's number follows the last layer's.
+        layers: the layers that store it. A draft layer's number follows the last layer's.
     """
 
     name: str
@@ -137,20 +137,20 @@ class CacheGroup:
         return max(0, num_tokens // align * align - before)
 
     def forgets_at(self, first_page: int) -> int:
-        """The number of tokens from which on the page with this number is not needed."""
+        """The number of tokens from which on no token needs the page with this number."""
         assert self.keep is not None
         align, before = self.keep
         return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
 
     def first_written(self, start: int, end: int) -> int:
-        """The first token whose row a step over tokens start..end-1 leaves to later steps."""
+        """The first token whose row a step over tokens start..end-1 writes for later steps."""
         if not self.tail_only:
             return start
         settled = end if end - start > self.max_verify_tokens else start + 1
         return max(start, self.first_needed(settled))
 
     def layout(self, itemsize: int, packed: bool = False) -> PageLayout:
-        """Where everything lies in a page.
+        """The layout of a page.
 
         Args:
             itemsize: bytes of one activation.
@@ -196,8 +196,8 @@ class PagedCache:
             where row r of page p is row p * rows_per_page + r; or, of packed rows and keys, uint8
             [num_pages, bytes of the layer's part]. Both have a stride.
         pages: group -> uint8 [num_pages, page_bytes]. One page is one piece of memory with the rows
-            of all layers: copying it keeps, moves or restores them. Empty where a graph is traced
-            with some pools alone.
+            of all layers, so copying it saves, moves or restores them. Empty while a graph is
+            traced, which needs only some pools.
     """
 
     pools: Mapping[str, Mapping[int, Tensor]]
@@ -226,13 +226,13 @@ class StepInputs:
 
 
 class Segments(Protocol):
-    """Says where a captured graph may break. The caller passes it in; nobody looks it up."""
+    """Divides a forward into captured graphs and functions that run eagerly between them."""
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Run `fn` outside the captured graph. `fn` writes into its arguments.
 
-        Each replay may pass another StepInputs for the step's own, with the same tensors and other
-        host bounds.
+        At a replay, another StepInputs may replace the one among the arguments. It has the same
+        tensors, but other upper bounds on the host.
         """
         ...
 
@@ -248,7 +248,7 @@ class Inline:
 
 
 class ModelConfig(Protocol):
-    """What is read of a configuration outside its own model. The rest is private to the model.
+    """The part of a configuration that code outside the model may read.
 
     Implementations are frozen data classes: `dataclasses.asdict` identifies a configuration.
     """
@@ -265,22 +265,22 @@ class ModelConfig(Protocol):
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
     def draft_head(self) -> str | None:
-        """What the checkpoint drafts with; None: nothing."""
+        """The kind of the checkpoint's draft head ("mtp", "dspark"); None: it has none."""
         ...
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most drafts that the draft head makes at once; 0 without a supported one."""
+        """The most drafts that the draft head makes at once; 0 if there is no supported one."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftStart:
-    """Where the drafts of B sequences begin.
+    """The inputs from which a draft head makes the drafts of B sequences.
 
     Attributes:
-        hidden: [B,..]: of each sequence's last verified token, what the head returned for it.
-        newest_ids: [B] int64: the token that follows it, which nobody has read yet.
+        hidden: [B,..]: the row that the head returned for each sequence's last verified token.
+        newest_ids: [B] int64: the token that follows it, which the model has not computed yet.
         tokens: the last verified tokens, one of each sequence. Position -1 is padding.
         tables: the page tables of the B sequences, with pages for the drafts.
     """
@@ -294,9 +294,9 @@ class DraftStart:
 class DraftHead(Protocol):
     """Layers that draft tokens from the model's residual streams.
 
-    A head keeps rows of its own in the cache, at the positions of the tokens that it reads. The
-    rows of wrong drafts are overwritten when the model reads their positions, before any token sees
-    them. Nothing here waits for the device, so the engine can capture both calls.
+    A head has its own rows in the cache, at the positions of the tokens that it computes. A later
+    step overwrites the rows of wrong drafts before any token reads them. No call waits for the
+    device, so the engine can capture both calls in graphs.
     """
 
     def __call__(
@@ -307,7 +307,7 @@ class DraftHead(Protocol):
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Read the N tokens that the model has read; returns a row for each, to draft from.
+        """Compute the N tokens that the model has computed; returns a row for each, to draft from.
 
         Args:
             streams_NHD: the model's residual streams of these tokens.
@@ -318,14 +318,18 @@ class DraftHead(Protocol):
     def draft(
         self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
     ) -> Sequence[Tensor]:
-        """The next `num_drafts` tokens after the newest one of each sequence: [B] int64 each.
+        """Draft the next `num_drafts` tokens after each sequence's newest one: [B] int64 each.
 
-        They are ids of the vocabulary, even for padding.
+        All are valid token ids, even those of padding rows.
         """
         ...
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """Logits [M,V] float32 of rows that the head returned, for the draft of that number."""
+        """Logits [M,V] float32 of rows that the head returned.
+
+        Args:
+            draft_step: index of the draft that the logits are for.
+        """
         ...
 
 
@@ -363,27 +367,27 @@ class Model(Protocol):
         ...
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """As the forward, through one layer of each kind only: it launches every kernel of it."""
+        """Run only one layer of each kind, which launches every kernel of the forward."""
         ...
 
     def limit_positions(self, max_positions: int) -> None:
-        """Keep the tables of the first positions only."""
+        """Shrink the tables by position to the first `max_positions` positions."""
         ...
 
 
 class WeightStream(Protocol):
-    """The weights as they are read, in any order, and how each is stored."""
+    """Reads the weights of a checkpoint, in any order."""
 
     @property
     def storages(self) -> Mapping[str, Storage]: ...
     def into(
         self, places: Mapping[str, Tensor]
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
-        """The weights.
+        """Yield each weight's specification and stored values.
 
         Args:
-            places: where the bytes of some tensors go, by name. A stream may put them there itself,
-                and then gives None for that weight.
+            places: destinations for the bytes of some weights, by name. If the stream has written a
+                weight to its destination itself, it yields None instead of the values.
         """
         ...
 
@@ -403,7 +407,7 @@ class LoadWeights(Protocol):
         """Allocate the weights of a model and fill them from `stream`, one tensor at a time.
 
         Raises:
-            CheckpointError: a tensor comes twice, is not the model's, or never comes.
+            CheckpointError: a tensor is missing, unknown to the model, or occurs twice.
         """
         ...
 
@@ -418,7 +422,7 @@ class BuildModel(Protocol):
         round_activations: bool,
         max_positions: int,
     ) -> Model:
-        """The model with weights of `load_weights`.
+        """Create the model from the weights of `load_weights`.
 
         Args:
             round_activations: round activations and cached state as the model was trained.
@@ -429,22 +433,25 @@ class BuildModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One kind of model, as the registry lists it: everything the engine needs to run it.
+    """One kind of model in the registry: the functions that the engine needs to run it.
 
-    Configurations are those of `read_config`, weights those of `load_weights`.
+    Configurations come from `read_config`, and weights from `load_weights`.
 
     Attributes:
-        read_config: the contents of a config.json. Raises CheckpointError.
+        read_config: reads the contents of a config.json. Raises CheckpointError.
         check_rounding: raises CheckpointError if the model cannot round activations as trained.
-        weight_specs: every tensor of a checkpoint, by its official name.
-        ignored_prefixes: tensors that a checkpoint may hold and that are left out: prefix, reason.
-        kernel_obstacles: why the kernels for packed weights do not take this model, whose weights
-            are stored in these ways; empty: they do.
-        cache_groups: the declaration of the cache, draft layers included.
-        chat_dialect: the dialect of the chat format that the checkpoint in a directory expects.
-        describe: a title and a text for each part of the model, for people.
-        part_of: the part of the model that a tensor belongs to, by its name.
-        weight_bytes: bytes of the weights, with activations of a dtype, as a table lays them out.
+        weight_specs: returns every tensor of a checkpoint, by its official name.
+        ignored_prefixes: returns prefixes of tensor names that loading ignores, with the reason.
+        kernel_obstacles: returns the reasons why the kernels for packed weights do not support this
+            model with weights stored in these ways; empty: they support it.
+        cache_groups: declares the cache, including that of draft layers.
+        load_weights: loads the weights.
+        build: creates the model.
+        chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
+        describe: describes each part of the model for people: title and text.
+        part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
+        weight_bytes: returns the bytes of the weights in the layout of a table, for a dtype of
+            activations.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]

@@ -1,4 +1,4 @@
-"""The models that Finwhale serves, by config.json's `model_type`."""
+"""The registry of supported models, by the `model_type` of config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,10 +12,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {DEEPSEEK_V4_TYPE: DEEPSEEK_V4}
 
 
 def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """The configuration in the contents of a config.json.
+    """Read a configuration from the contents of a config.json.
 
     Raises:
-        CheckpointError: no model of this type is served, or a value is missing or unsupported.
+        CheckpointError: the model type is not supported, or a value is missing or unsupported.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:

@@ -1,8 +1,8 @@
-"""A case: one call of an operator. `cases.py` of each family lists them for tests and benchmarks.
+"""Cases: calls of operators, for tests and benchmarks. Each operator family lists its own.
 
-A family's `CASES` are calls with plain float32 arguments at many small sizes. Its `model_cases`
-are calls of a table with packed rows and weights at the published models' sizes. A step is chunks:
-(start, end) of each sequence's tokens.
+In a family's `cases.py`, `CASES` have plain float32 arguments at many small sizes, and
+`model_cases` have packed rows and weights at the published models' sizes. A step is given by its
+chunks: (start, end) of each sequence's tokens.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -24,42 +24,45 @@ from finwhale.ops.rounding import unscaled_e4m3
 
 Args = tuple[Any, ...]
 Chunks = Sequence[tuple[int, int]]  # (start, end) of each sequence's tokens
-# A step of a rounding, in units of the largest value: E4M3's is 2^-3 of a value at most. FP4 has 4
-# and 6 of a scale beside each other, where the largest value may be just above 5.
+# The largest step between neighbouring rounded values, in units of the largest value. A step of
+# E4M3 is at most 2^-3 of the value. FP4 steps from 4 to 6 times the scale, and the largest value
+# before rounding may be just above 5 times the scale.
 E4M3_FLIP, FP4_FLIP = 2.0**-3, 0.4
-# Columns beyond a strided tensor's own.
+# Number of columns between the rows of a strided tensor.
 MORE_COLUMNS = 16
 # Measured on an H200.
-READ_RATE = 4.39e12  # bytes a second
-FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations a second; a multiplication and addition are 2
-# At the models' sizes, sums of float32 have up to 2^15 terms.
+READ_RATE = 4.39e12  # bytes per second
+FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations per second; a multiply-add is two operations
+# At the models' sizes, sums in float32 have up to 2^15 terms.
 MODEL_TOLERANCE = 2e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """Arguments for one operator, how its implementations may differ, and what the call costs.
+    """The arguments of one call, how much results may differ, and what the call must cost at least.
 
     Attributes:
-        operator: its field in Ops, or "experts" for the three of the routed experts (Ops.experts).
-        args: makes the arguments. Those of CASES are on the CPU in float32, the same ones each
-            time. Where `weight` is given, `args` takes the weight, as loading prepared it.
-        weight: makes the projection's or the experts' weight as a checkpoint stores it.
-        by_token: positions of the arguments that have a row for each token or its sequence, where
-            a token's result depends on its own rows alone; empty where tokens depend on each
-            other.
+        operator: name of the operator's field in Ops, or "experts" for the three operators of the
+            routed experts together (Ops.experts).
+        name: distinguishes the cases of an operator.
+        args: makes the arguments. In CASES they are float32 on the CPU, and every call makes the
+            same values. If `weight` is set, `args` takes the weight that loading has prepared.
+        weight: makes the weight of the projection or the experts, as a checkpoint stores it.
+        by_token: positions of the arguments that have rows for each token or its sequence. Empty
+            if a token's result depends on other tokens' rows.
         written: positions of the arguments that the operator writes.
-        tolerance: of float results: the largest difference, in units of the largest value. The
-            default: implementations add the same terms in another order, so that results differ
-            by a few units of 2^-24 of the largest term, times at most the root of their number,
-            2^6 here.
-        flips: the share of values that may differ more, by `flip` units: a value that falls on
-            the other side of a rounding's boundary differs by a step.
+        tolerance: the largest difference of float results, in units of the largest value. The
+            default is for implementations that add the same terms in another order: they differ by
+            a few units of 2^-24 of the largest term, times at most the root of the number of terms
+            (2^6 here).
+        flips: share of the values that may differ by up to `flip` units. A value close to the
+            boundary of a rounding may be rounded the other way, and then differs by one step.
         own_bits: whether a token's bits must not depend on the rest of the batch.
-        bytes: how many any implementation must move: each input once (once for each chunk, if
+        bytes: the bytes that any implementation must move: each input once (once for each chunk, if
             several of its tokens read the same row) and each result once. 0 in CASES, which are
             not timed.
-        operations: how many any implementation must compute, at `rate` a second.
+        operations: the operations that any implementation must compute.
+        rate: operations per second of the device, in the precision of this operator.
     """
 
     operator: str
@@ -81,13 +84,13 @@ class OpCase:
 
     @property
     def floor_us(self) -> float:
-        """The time that moving the bytes or computing takes, whichever is longer."""
+        """The least time in microseconds: for moving the bytes or for computing, if longer."""
         return max(self.bytes / READ_RATE, self.operations / self.rate) * 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a model that determine its operators' shapes, by the checkpoint's names."""
+    """The sizes of a model that determine its operators' shapes. The names are the checkpoint's."""
 
     hidden_size: int
     num_attention_heads: int
@@ -113,9 +116,9 @@ CONFIGS = {
 
 
 def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[Tensor]:
-    """What an operator returns, then what it writes; the arguments are left as they are.
+    """Call an operator on copies of the arguments; returns its results, then the written tensors.
 
-    Values that are written rounded, and their scales behind them, become what they stand for.
+    Written E4M3 values and their scales are combined into float32 values.
     """
     args = tuple(_copied(arg) for arg in args)
     returned = fn(*args)
@@ -125,7 +128,7 @@ def results(fn: Callable[..., Any], args: Args, written: Sequence[int]) -> list[
 
 
 def written_tensors(args: Args, written: Sequence[int]) -> list[Tensor]:
-    """What an operator wrote, as `results` gives it."""
+    """The tensors that an operator has written, in the form of `results`."""
     found = list(chain.from_iterable(_written(args[i]) for i in written))
     if found and found[0].dtype == torch.float8_e4m3fn:
         values, scales = found
@@ -134,16 +137,16 @@ def written_tensors(args: Args, written: Sequence[int]) -> list[Tensor]:
 
 
 def _written(arg: Any) -> list[Tensor]:
-    """Those of an argument that an operator writes: itself, or the pools of its parts."""
+    """The tensors of an argument that an operator writes: itself, or the pools of its parts."""
     if isinstance(arg, Tensor):
         return [arg]
     return [pool for part in arg for pool in (part.state_pool, part.entry_pool)]
 
 
 def _copied(arg: Any) -> Any:
-    """The argument with tensors of its own, of the same strides, where an operator may write."""
+    """Copy the tensors that an operator may write, with the same strides."""
     if isinstance(arg, Tensor):
-        if 0 in arg.stride():  # an expanded one cannot be written
+        if 0 in arg.stride():  # Operators do not write expanded tensors.
             return arg
         copy = torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
         return copy.copy_(arg)
@@ -156,7 +159,7 @@ def _copied(arg: Any) -> Any:
 
 
 def take_tokens(args: Args, by_token: Sequence[int], start: int, stop: int) -> Args:
-    """The arguments of tokens start..stop-1 alone, the chunks cut where they reach further."""
+    """The arguments of a step with only tokens start..stop-1. Chunks that reach further are cut."""
     sequences = slice(0, 0)
     for arg in args:
         if isinstance(arg, Tokens):
@@ -191,7 +194,7 @@ def _taken(arg: Any, rows: slice, sequences: slice) -> Any:
 
 
 def step_tokens(chunks: Chunks) -> Tokens:
-    """The tokens of a step over chunks, one sequence each."""
+    """The tokens of a step. Each chunk belongs to a different sequence."""
     lengths = [end - start for start, end in chunks]
     positions = [position for start, end in chunks for position in range(start, end)]
     owners = [owner for owner, length in enumerate(lengths) for _ in range(length)]
@@ -209,7 +212,7 @@ def num_tokens(chunks: Chunks) -> int:
 
 
 def token_positions(chunks: Chunks) -> Any:
-    """NumPy [N] of each token's position."""
+    """The position of each token: a numpy array [N]."""
     return np.concatenate([np.arange(*chunk) for chunk in chunks] or [np.arange(0)])
 
 
@@ -226,7 +229,7 @@ def entry_rows(chunks: Chunks, ratio: int) -> list[tuple[range]]:
 def rounded_heads(
     num_tokens: int, heads: int, head_dim: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, Tensor]:
-    """Where rounded heads are written: E4M3 [N,A,C] and scales [N,S], in columns as DeepGEMM's."""
+    """Outputs for rounded heads: E4M3 [N,A,C] and scales [N,S], column-major as DeepGEMM needs."""
     num_scales = heads * head_dim // 128
     scales = torch.full((num_scales, -(-num_tokens // 4) * 4), torch.nan, device=device)
     shape = num_tokens, heads, head_dim
@@ -235,7 +238,7 @@ def rounded_heads(
 
 
 class Draw:
-    """Random tensors, the same in every run."""
+    """Makes random tensors, the same in every run."""
 
     def __init__(self, seed: int = 0, device: str = "cpu") -> None:
         self.device = device
@@ -245,7 +248,7 @@ class Draw:
         return torch.randn(shape, generator=self.generator, device=self.device) * scale
 
     def outliers(self, *shape: int) -> Tensor:
-        """Normal, one value in about a hundred 300 times as large, and the last row zero."""
+        """Normal values. About 1% of them are 300 times as large, and the last row is zero."""
         x = self.normal(*shape)
         rare = torch.rand(shape, generator=self.generator) < 0.01
         x = torch.where(rare, 300 * x, x)
@@ -253,11 +256,11 @@ class Draw:
         return x
 
     def whole(self, high: int, *shape: int, low: int = 0) -> Tensor:
-        """int64 in low..high-1."""
+        """Random int64 values in low..high-1."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
     def distinct(self, high: int, count: int) -> Tensor:
-        """[count] distinct int64 in 0..high-1, in no order."""
+        """[count] distinct random int64 values in 0..high-1."""
         return torch.randperm(high, generator=self.generator)[:count]
 
     def rotation(self, num_rows: int, width: int) -> Tensor:
@@ -266,7 +269,7 @@ class Draw:
         return torch.stack((angle.cos(), angle.sin()), -1)
 
     def quarter_turns(self, num_rows: int, width: int) -> Tensor:
-        """(cos, sin) [rows,R/2,2] that rotate without any rounding."""
+        """(cos, sin) [rows,R/2,2] of random multiples of 90 degrees, which rotate exactly."""
         turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
         return turns[self.whole(4, num_rows, width // 2)]
 
@@ -285,10 +288,13 @@ class Draw:
     def page_table(
         self, needed: Sequence[Iterable[range]], rows_per_page: int
     ) -> tuple[PageTable, int]:
-        """Random pages for the rows that each sequence needs, and the rows of a pool with them.
+        """Allocate random pages for the rows that each sequence needs.
 
-        Pages lie in no order; the table begins at the first page that is needed, has 0 where none
-        is, and its rows are strided, with pages of nobody behind each.
+        A sequence's table begins at its first needed page and has 0 for a page that it does not
+        need. The table's rows are strided, with arbitrary page numbers between them.
+
+        Returns:
+            The page table, and the number of rows of a pool that has all pages.
         """
         numbers = [
             sorted({page for rows in each for page in _pages(rows, rows_per_page)})
@@ -310,7 +316,7 @@ class Draw:
 
 
 class ModelDraw(Draw):
-    """Random tensors on a device as a model has them: packed weights, activations with outliers."""
+    """Makes random tensors like a model's: packed weights, and activations with outliers."""
 
     def __init__(self, device: str, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(device=device)
@@ -343,21 +349,21 @@ class ModelDraw(Draw):
         return pack_keys(self.normal(num_rows, width), rows_per_page)
 
     def fp8(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """[..,M,K] E4M3 and float32 scales of blocks, of values with variance about 1 / K."""
+        """Weights with variance about 1 / K: E4M3 [..,M,K] and the float32 scales of its blocks."""
         weight = self.normal(*shape, scale=32.0).to(torch.float8_e4m3fn)
         blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
         exponent = self.whole(2, *blocks) + round(log2(shape[-1] ** -0.5 / 32))
         return weight, torch.exp2(exponent.float())
 
     def fp4(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """[E,M,K/2] codes and [E,M,K/32] exponents, of values with variance about 1 / K."""
+        """FP4 weights with variance about 1 / K: codes [E,M,K/2] and exponents [E,M,K/32]."""
         codes = self.whole(256, *shape[:-1], shape[-1] // 2).to(torch.uint8)
         exponents = self.whole(2, *shape[:-1], shape[-1] // 32) + 127 - 2
         return codes, (exponents - round(log2(shape[-1] ** 0.5))).to(torch.uint8)
 
 
 def to_device(value: Any, device: str | torch.device) -> Any:
-    """An argument with its tensors on the device."""
+    """Move the tensors of an argument to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -369,12 +375,12 @@ def to_device(value: Any, device: str | torch.device) -> Any:
 
 
 def _pages(rows: range, rows_per_page: int) -> range:
-    """The pages of rows that are neighbours."""
+    """The page numbers of adjacent rows."""
     return range(rows.start // rows_per_page, -(-rows.stop // rows_per_page)) if rows else rows
 
 
 def strided(x: Tensor) -> Tensor:
-    """[N,..,W]: the same values with rows that lie apart, NaN between them; between bytes, 255."""
+    """Copy x [N,..,W] to memory with gaps between its rows, filled with NaN, or 255 for bytes."""
     flat = x.flatten(1)
     between = 255 if x.dtype == torch.uint8 else torch.nan
     wide = flat.new_full((flat.shape[0], flat.shape[1] + MORE_COLUMNS), between)

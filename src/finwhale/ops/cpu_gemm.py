@@ -41,7 +41,14 @@ class Product(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Half:
-    """A float16 weight. `numel` is K*M, `width` is M; `scale`, a power of two, is for the input."""
+    """A float16 weight.
+
+    Attributes:
+        packed: the weight in FBGEMM's format.
+        numel: K * M.
+        width: M.
+        scale: a power of two by which to multiply the input; None: 1.
+    """
 
     packed: Tensor
     numel: int
@@ -99,7 +106,7 @@ def _half(weight_MK: Tensor) -> Product | None:
         return None
     weight: F32 = np.ascontiguousarray(weight_MK.numpy())
     _, top = math.frexp(max(weight.max(), -weight.min()))
-    for shift in (0, min(_TOP - top, 100)):  # 2^-100 and a result's bits stay normal float32
+    for shift in (0, min(_TOP - top, 100)):  # Inputs scaled by 2^-100 stay normal float32.
         shifted = np.ldexp(weight, shift)
         with np.errstate(over="ignore"):
             exact = np.array_equal(shifted.astype(np.float16), shifted)
@@ -111,7 +118,7 @@ def _half(weight_MK: Tensor) -> Product | None:
 
 def _packed(weight_MK: Tensor) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the deprecation warning, once per process
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the function is deprecated.
         packed: Tensor = _PACK(weight_MK)
     return packed
 
@@ -133,7 +140,7 @@ def _rows_are_independent() -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             whole_NM = _MULTIPLY(x_NK, packed, None)
-    except RuntimeError:  # a torch without FBGEMM, or a processor that FBGEMM does not know
+    except RuntimeError:  # torch has no FBGEMM, or FBGEMM does not support this processor.
         return False
     return all(
         torch.equal(_MULTIPLY(x_NK[start:end], packed, None), whole_NM[start:end])

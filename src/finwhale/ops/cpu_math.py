@@ -37,14 +37,14 @@ I64 = NDArray[np.int64]
 NUM_WORKERS = (
     len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 )
-# The least multiplications for another thread, about a millisecond of work. Waking a thread takes
-# microseconds on an idle machine and milliseconds on a busy one.
+# The least number of multiplications that is worth another thread: about a millisecond of work.
+# Waking a thread takes microseconds on an idle machine and milliseconds on a busy one.
 PARALLEL_WORK = 2**25
 
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """The process's worker threads, which the first large step starts."""
+    """The process's worker threads. The first large step creates them."""
     return ThreadPoolExecutor(NUM_WORKERS, "finwhale-cpu")
 
 

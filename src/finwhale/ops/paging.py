@@ -76,7 +76,7 @@ class PageTable:
         return 0 <= number < pages.shape[1] and bool(pages[sequence, number])
 
     def slots(self, sequence: Ints, rows: Ints) -> Ints:
-        """Slots of row numbers, which must be in the sequences' pages; computed on the host."""
+        """The slots of rows, which must have pages; computed on the host."""
         page, offset = np.divmod(rows, self.rows_per_page)
         page -= self.host_first[sequence]
         page += sequence * self.host_pages.shape[1]
@@ -95,9 +95,9 @@ class Tokens:
             and sees no row; its results are finite and meaningless.
         sequence: [N] int32: the token's row in the page tables.
         query_start: [B+1] int32: offsets of the sequences among the tokens.
-        max_len: host number: upper bound of sequence lengths after this step and any replay.
-        max_query: host number: upper bound of a sequence's tokens in the step; 1 for pure decodes.
-        memo: values that implementations derive from the step once and use in every layer.
+        max_len: upper bound, on the host, of the sequences' lengths after this step or any replay.
+        max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
+        memo: values that operators compute once per step and use in every layer.
     """
 
     positions: Tensor

@@ -52,7 +52,7 @@ class IndexStep:
 
     Attributes:
         query_start: B+1 token offsets of the sequences in the batch, on the host.
-        max_entries: B numbers of entries that each sequence's last token sees, on the host.
+        max_entries: for each of B sequences, the number of entries that its last token sees.
         entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
         num_entries: [N] int64: number of entries that each token sees.
     """
@@ -281,7 +281,10 @@ def padded(entries: int) -> int:
 
 
 def token_groups(query_start: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """(tokens, sequences) slices: adjacent sequences of one token together, others alone."""
+    """Divide a step into groups: (tokens, sequences) slices.
+
+    Adjacent sequences with one token each form one group. Every other sequence is its own group.
+    """
     groups: list[tuple[slice, slice]] = []
     for b, (start, end) in enumerate(pairwise(query_start)):
         if groups and end - start == 1:

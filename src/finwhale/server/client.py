@@ -39,7 +39,7 @@ class QueueFullError(FinwhaleError):
 
 
 class Observer(Protocol):
-    """Learns of each step; the metrics do."""
+    """Is called for each step (the metrics are an observer)."""
 
     def step(self, deltas: Sequence[Delta]) -> None: ...
 
@@ -87,12 +87,12 @@ class Generation:
             yield event
 
     def cancel(self) -> None:
-        """Ends what still runs. The engine frees its pages before the next step."""
+        """Ends all prompts that still run. The engine frees their pages before the next step."""
         for request_id in self._request_ids:
             self._client._forget(request_id, abort=True)
 
     def expire(self) -> None:
-        """Raises TimeoutError where the next delta is awaited."""
+        """Makes the iteration raise TimeoutError."""
         self._events.put_nowait(TimeoutError())
 
     def _put(self, event: Accepted | Delta | Exception) -> None:

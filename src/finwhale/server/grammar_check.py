@@ -36,7 +36,7 @@ MAX_REMEMBERED = 4096
 
 
 class Observer(Protocol):
-    """What counts grammars: the metrics. Refusals are counted where clients are told of them."""
+    """Counts grammars and trials (the metrics do). The endpoints count refused grammars."""
 
     def grammar(self, result: str) -> None: ...
 
@@ -54,7 +54,12 @@ class GrammarChecker:
         num_trials: int = NUM_TRIALS,
         max_waiting: int = MAX_WAITING,
     ) -> None:
-        """`directory`: of the tokenizer; None: there is none, and no request has a grammar."""
+        """
+        Args:
+            directory: the tokenizer's directory; None: no tokenizer, so no request has a grammar.
+            num_trials: number of trials that run at once.
+            max_waiting: number of further grammars that may wait for a trial.
+        """
         self._directory = directory
         self._observer = observer
         self._free = asyncio.Semaphore(num_trials)
@@ -122,7 +127,7 @@ class GrammarChecker:
 
 
 class _TrialProcess:
-    """The other end of `server/grammar_trial.py`."""
+    """The server's end of the pipe to `server/grammar_trial.py`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -148,7 +153,7 @@ class _TrialProcess:
         return self._reader.done()
 
     async def run(self, trial_id: int, grammar: str) -> Verdict:
-        """One trial; cancelling this kills it."""
+        """Run one trial. Cancelling this call kills the trial."""
         answer: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._waiting[trial_id] = answer
         try:

@@ -11,7 +11,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.server.grammar_trial import STACK_BYTES
 from finwhale.server.wire import Add
 
-# A request, and its matcher or what was raised instead; None: it was dropped before.
+# A request, and its matcher or the exception of its compilation; None: the request was dropped.
 Compiled = tuple[Add, Matcher | BaseException | None]
 
 
@@ -24,7 +24,7 @@ class GrammarCompiler:
     lock, and the step loop then waits for it (on a busy machine for a second).
 
     Attributes:
-        done: can be read (`multiprocessing.connection.wait`) when `take` has something to give.
+        done: becomes readable (`multiprocessing.connection.wait`) when `take` has results.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -39,7 +39,7 @@ class GrammarCompiler:
 
     @property
     def busy(self) -> bool:
-        """Whether something is being compiled, or has not been taken."""
+        """Whether a grammar is being compiled, or `take` has results."""
         return self._outstanding > 0
 
     def submit(self, command: Add) -> None:
@@ -51,11 +51,11 @@ class GrammarCompiler:
         self._todo.put(command)
 
     def drop(self, request_id: str) -> None:
-        """Forgets a request; one that is being compiled is finished for nothing."""
+        """Drops a request. If its grammar is being compiled, the result is discarded."""
         self._wanted.discard(request_id)
 
     def take(self) -> list[tuple[Add, Matcher | BaseException]]:
-        """The requests whose grammars are ready, or what was raised for them."""
+        """Returns the requests whose grammars are compiled, each with its matcher or exception."""
         found = []
         while not self._compiled.empty():
             command, result = self._compiled.get()
@@ -85,7 +85,7 @@ class GrammarCompiler:
 
 
 def _start(target: Callable[[], None]) -> threading.Thread:
-    """A thread whose stack holds whatever the stack of a trial holds."""
+    """Starts a thread with a larger stack than a trial's, so that tried grammars compile on it."""
     before = threading.stack_size(5 * STACK_BYTES)
     try:
         thread = threading.Thread(target=target, name="grammar-compiler", daemon=True)

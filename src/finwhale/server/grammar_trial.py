@@ -39,10 +39,10 @@ MEMORY_BYTES = 128 << 20
 # The engine's process compiles on a thread with five times this (`server/grammar_compiler.py`), and
 # computes masks on one with 8 MiB.
 STACK_BYTES = 6 << 20
-# A trial waits for nothing: one that takes this long has not been given a processor.
+# A trial never waits. If it takes this long, the operating system has not given it a processor.
 WALL_SECONDS = 60.0
 NUM_MASKS = 16
-# On a machine whose cores are all busy, a third of what a thread of the engine gets.
+# If all cores are busy, a trial gets a third of the CPU time of a thread of the engine.
 NICENESS = 5
 
 
@@ -52,9 +52,8 @@ class Verdict:
 
     Attributes:
         id: the trial's, from its command.
-        reason: None: the grammar can be used; "busy": the trial could not be finished; otherwise
-            why the grammar is refused.
-        message: the same for the client.
+        reason: why the grammar is refused; None: it passed; "busy": the trial did not finish.
+        message: the reason as a sentence for the client.
         seconds: CPU time of the trial.
     """
 
@@ -98,7 +97,7 @@ def main(directory: str) -> None:
 
 @dataclass(slots=True)
 class _Trial:
-    """A fork at work: its process, and what it has written."""
+    """A running trial: its forked process, and the output that it has written so far."""
 
     id: int
     pid: int
@@ -107,7 +106,7 @@ class _Trial:
 
 
 class Trials:
-    """The trials that run; commands in, verdicts out."""
+    """Reads commands, runs trials and writes their verdicts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -132,7 +131,7 @@ class Trials:
                 self._end(fd, kill=True)
 
     def _take_commands(self) -> bool:
-        """Carries out what has arrived; False at the end of the input."""
+        """Carries out the commands that have arrived; returns False at the end of the input."""
         data = os.read(sys.stdin.fileno(), 1 << 20)
         *lines, self._input = (self._input + data).split(b"\n")
         for line in lines:
@@ -185,7 +184,7 @@ class Trials:
                 self._answer(Verdict(trial.id, "busy", message, seconds))
 
     def _end(self, fd: int, *, kill: bool) -> tuple[int, float]:
-        """Takes a trial off the list; its exit status and CPU time."""
+        """Removes a trial from the list; returns its exit status and its CPU time."""
         trial = self._running.pop(fd)
         self._selector.unregister(fd)
         os.close(fd)
@@ -202,7 +201,7 @@ class Trials:
 
 def _run_trial(tokenizer: Tokenizer, trial_id: int, grammar: str, writing: int) -> None:
     """The forked process: tries a grammar and writes (reason, message) as JSON."""
-    # The compiler's last words on standard error (a stack that overflows) are no log lines.
+    # llguidance may write to standard error when a stack overflows. Keep that out of the log.
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)

@@ -17,7 +17,7 @@ logger = logging.getLogger("finwhale.server.requests")
 # These paths need no key: health checks, and the page and the description, which hold no data.
 _OPEN = frozenset({"/", "/health/live", "/health/ready", "/openapi.json", "/docs"})
 STATIC_PATH = "/docs-files"
-# These paths are answered however busy the server is.
+# The server answers these paths even when it is too busy for others.
 _ALWAYS = frozenset({"/", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
@@ -53,7 +53,7 @@ class Gate:
             if not body.exceeded:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
-                # The application sees only a body that breaks off; its answer is replaced.
+                # The application sees an incomplete body, so replace its answer.
                 told = error_response(_too_large(self._state.config.max_body_bytes), path)
                 await told(scope, receive, send_marked)
 

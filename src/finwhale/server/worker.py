@@ -194,7 +194,7 @@ class _Sent:
         self._done = False
 
     def delta(self, request: RequestOutput) -> Delta | None:
-        """What is new since the last call; None if nothing is."""
+        """The output since the last call; None if there is none."""
         output = self._output
         if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
             return None

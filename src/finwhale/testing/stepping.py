@@ -1,4 +1,4 @@
-"""Runs given chunks of sequences through the model; returns every token's residual streams."""
+"""Runs chosen chunks of sequences through the model, and returns every token's residual streams."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -48,7 +48,7 @@ class Stepper:
         )
 
     def step(self, parts: Sequence[tuple[RunningSequence, int]]) -> list[Tensor]:
-        """Compute the next `count` tokens of each sequence in one forward; stores its `inputs`.
+        """Compute the next `count` tokens of each sequence in one forward, and store its `inputs`.
 
         Returns:
             The residual streams [count, H, D] of each sequence.

@@ -51,20 +51,20 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
 
 
 def first_kept(count: int, ratio: int) -> int:
-    """The first position whose row is kept once `count` tokens are read."""
+    """The first position whose row the cache keeps after `count` tokens."""
     align, before = STATE_KEPT[ratio]
     return max(0, count // align * align - before)
 
 
 def settled(start: int, end: int) -> int:
-    """Where a sequence continues after a step at the earliest: drafts may be wrong."""
+    """The earliest position at which a sequence may continue after a step, if drafts are wrong."""
     return end if end - start > MAX_VERIFY_TOKENS else start + 1
 
 
 def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
-    """The rows of the state that each chunk finds and those that it leaves.
+    """For each chunk, the state rows that exist before it, and those that the step must keep.
 
-    Of the blocks that end within a chunk, every second has a page for what is kept there.
+    Every second block that ends within a chunk has a page for the rows at its end.
     """
     return [
         [
@@ -91,7 +91,7 @@ def compress_args(
     columns_behind: int = 16,
     scale: float = 2.0,
 ) -> Args:
-    """The arguments; all parts are views of one projection, with other columns behind them."""
+    """The arguments. All parts are views of one projection, which has more columns after them."""
     tokens = draw.tokens(chunks)
     mixed, share = (8, 4) if ratio == 4 else (128, 2)
     columns = [share * width for width in widths]
@@ -144,7 +144,7 @@ CASES = tuple(
 
 
 def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    """Of a layer with an indexer, whose keys are a second part; and of one without."""
+    """The cases of a C4 layer, whose second part is the indexer's keys, and of a C128 layer."""
 
     def case(ratio: Literal[4, 128], widths: tuple[int, ...], behind: int, size: float) -> OpCase:
         def args() -> Args:
@@ -154,7 +154,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
                 draw, ratio, chunks, widths, rope, roundings, columns_behind=behind, scale=1.0
             )
 
-        # New rows, kept rows that are read and written, and entries.
+        # Count the kept rows that are read and written, and the entries that complete.
         found = left = completed = 0
         for (start, end), (before, *after) in zip(chunks, state_rows(chunks, ratio), strict=True):
             completes = end // ratio - start // ratio

@@ -12,7 +12,7 @@ from finwhale.ops.indexer.cpu import rotate_to_fp4
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.slots import CompressStep, compress_step
 
-# Values that one gather of projected rows may hold.
+# The most values that are gathered from projected rows at once.
 MAX_GATHERED = 2**20
 
 

@@ -1,4 +1,4 @@
-"""mHC: no token, one, around the sizes where an implementation changes its way, outliers."""
+"""Cases of mHC: no token, one token, sizes around each implementation's thresholds, outliers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +10,8 @@ from finwhale.ops.case import MODEL_TOLERANCE, Chunks, Draw, ModelDraw, OpCase, 
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight
 
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
-# N, D, scale of the mixes: large ones come close to permutations, where Sinkhorn is slowest.
+# N, D, scale of the mixes. With a large scale the mixes are close to permutations, for which
+# Sinkhorn converges most slowly.
 SIZES = (
     (0, 64, 1.0),
     (1, 256, 1.0),
@@ -96,7 +97,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
         operator="mhc_post_pre",
         args=lambda: (*post(), weight(draw, D, 1.0), PARAMS),
         by_token=(0, 1, 2, 3),
-        # A new stream that is rounded the other way moves what is mixed from it.
+        # A residual stream that is rounded the other way changes the mixes computed from it.
         tolerance=1e-4 if draw.dtype == torch.bfloat16 else MODEL_TOLERANCE,
         bytes=N * (10 * D * size + 160) + fn_bytes + 4 * D,
     )

@@ -22,15 +22,15 @@ def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float
 
 # Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
 FEW_TOKENS = 5
-# Tokens whose factors stay in the nearest cache while they are iterated.
+# The factors of this many tokens stay in the L1 cache during the iterations.
 TOKEN_BLOCK = 256
 
 
 def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
     """As ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i and likewise for v; mix_ij / (u_i v_j).
 
-    In float64, whose sums and quotients are the same bits in both forms below: each adds its terms
-    one after the other.
+    The computation is in float64. Both forms below add the terms in the same order, so they give
+    the same bits.
     """
     N, H, _ = mix_NHH.shape
     if N <= FEW_TOKENS and H == 4:
@@ -47,7 +47,7 @@ def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
 
 
 def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
-    """u and v of one token; mix row by row."""
+    """The factors u and v of one token. `mix` has the matrix row by row."""
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = mix
     share = 1.0 / eps
     u0 = u1 = u2 = u3 = 1.0

@@ -1,4 +1,4 @@
-"""mHC's two steps one after the other, for platforms where no fused kernel measured faster."""
+"""mHC's post and pre steps as separate kernels, for platforms without a faster fused kernel."""
 
 from torch import Tensor
 
