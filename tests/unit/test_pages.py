@@ -105,7 +105,7 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
     with pytest.raises(AssertionError, match="reference counts"):
         pages.check_integrity([one, two])
     pages.pools["window"]._free.append(one["window"].pages[0])
-    with pytest.raises(AssertionError, match="reference counts|free list"):
+    with pytest.raises(AssertionError, match=r"reference counts|free list"):
         pages.check_integrity([one, two])
 
 
