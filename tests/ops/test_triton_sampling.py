@@ -169,15 +169,15 @@ def test_changes_of_logits_have_the_reference_s_bits() -> None:
     ids=lambda row: f"{row.temperature} {row.top_k} {row.top_p} {row.min_p}",
 )
 def test_what_is_kept_and_drawn(row: Row) -> None:
-    logits = Inputs(1).normal(1, 1500, scale=2.0).expand(12, -1)
-    ids = drawn(logits, *(replace(row, position=i) for i in range(12)))
-    assert len(set(ids)) >= 4
+    logits = Inputs(1).normal(1, 1500, scale=2.0).expand(6, -1)
+    ids = drawn(logits, *(replace(row, position=i) for i in range(6)))
+    assert len(set(ids)) >= 3
 
 
 def test_extreme_filters() -> None:
     rows = [
         Row(temperature=t, top_k=k, top_p=p, min_p=m, seed=seed)
-        for (t, k, p, m), seed in product(
+        for seed, (t, k, p, m) in enumerate(
             [
                 (1e-5, 0, 1.0, 0.0),
                 (1e-30, 5, 0.5, 0.0),
@@ -190,7 +190,6 @@ def test_extreme_filters() -> None:
                 (1.0, 0, 1.0, 1.0),
                 (1.0, 700, 0.9, 1.0),
             ],
-            range(3),
         )
     ]
     drawn(Inputs().normal(len(rows), 3000, scale=3.0), *rows)
@@ -236,10 +235,10 @@ def test_top_p_is_of_what_top_k_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_logits_of_few_values() -> None:
     """Every border falls among equals."""
-    logits = (Inputs().normal(12, 2500, scale=3.0)).round()
+    logits = (Inputs().normal(6, 2500, scale=3.0)).round()
     rows = [
         Row(top_k=k, top_p=p, seed=seed)
-        for k, p, seed in product([0, 100, 1000], [0.4, 0.95], range(2))
+        for seed, (k, p) in enumerate(product([0, 100, 1000], [0.4, 0.95]))
     ]
     drawn(logits, *rows)
 
@@ -250,9 +249,7 @@ def test_excluded_tokens_are_never_drawn() -> None:
     logits[4:, 2504:] = -1e30
     rows = [Row(), Row(top_k=100), Row(top_p=0.5), Row(min_p=0.5)]
     rows += [Row(top_k=100, top_p=0.9), Row(temperature=1e5)]
-    for position in range(3):
-        ids = drawn(logits, *(replace(row, position=position) for row in rows))
-        assert set(ids) <= {2500, 2501, 2502, 2503}
+    assert set(drawn(logits, *rows)) <= {2500, 2501, 2502, 2503}
 
 
 def test_rows_without_a_distribution_leave_the_others_alone() -> None:

@@ -322,10 +322,12 @@ def _least_kernel(
     )
     bins_ptr += r * (2 * BINS + 2)
     list_ptr += r * V
+    ranked = (has_k | has_p) & finite(largest)
+    least_weighed = 5.684341886080802e-14  # 2^-44
+    tl.store(floor_ptr + r, tl.where(ranked, tl.maximum(min_p, least_weighed), min_p))
+    tl.store(top_ptr + r, top)
     least = tl.full([], -0x8000000000000000, tl.int64)
-    floor = min_p
-    if (has_k | has_p) & finite(largest):
-        floor = tl.maximum(min_p, 5.684341886080802e-14)  # 2^-44
+    if ranked:
         _, _, last_k, count, weight, total_k = _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS)
         num = tl.load(bins_ptr + 2 * BINS).to(tl.int32)
         if last_k < BINS:
@@ -343,8 +345,6 @@ def _least_kernel(
             )
             least = tl.maximum(least, least_p)
     tl.store(least_ptr + r, least)
-    tl.store(floor_ptr + r, floor)
-    tl.store(top_ptr + r, top)
 
 
 @triton.jit

@@ -51,13 +51,17 @@ def gumbel(
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
     """Four words for a counter of four words and a key of two; int64 tensors below 2^32."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(ROUNDS):
+    c0, c1, c2, c3 = counter
+    rounds = torch.arange(ROUNDS, device=c0.device)
+    keys = (
+        (word[..., None] + step * rounds & MASK).unbind(-1)
+        for word, step in zip(key, KEY_STEPS, strict=True)
+    )
+    for k0, k1 in zip(*keys, strict=True):
         # int64 products wrap, but keep all 64 bits.
         p0, p1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1 = (p1 >> 32 & MASK) ^ c1 ^ k0, p1 & MASK
         c2, c3 = (p0 >> 32 & MASK) ^ c3 ^ k1, p0 & MASK
-        k0, k1 = k0 + KEY_STEPS[0] & MASK, k1 + KEY_STEPS[1] & MASK
     return c0, c1, c2, c3
 
 
