@@ -79,6 +79,8 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
+# Their results are keys to compare exactly, which tests/gpu/test_sampling.py does.
+CANDIDATES = ("best_candidates", "merge_candidates")
 # Timed and checked as one, because what they pass to each other is the table's own.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
@@ -121,7 +123,7 @@ def kernels(ops: Ops) -> dict[str, Implementation]:
     return {
         name: fn
         for name, fn in chosen.items()
-        if not fn.__module__.endswith(".ref") and name not in NO_KERNEL
+        if not fn.__module__.endswith(".ref") and name not in (*NO_KERNEL, *CANDIDATES)
     }
 
 
