@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.engine.rank.memory import every_choice
+from finwhale.engine.rank.memory import every_choice, without_filters
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
@@ -260,7 +260,11 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
     sampling.greedy(f32(N, 129280))
     logits = f32(N, 129280)
-    sampling.sample(logits, replace(every_choice(logits), logprobs=()))
+    every = replace(every_choice(logits), logprobs=())
+    sampling.sample(logits, every)
+    for first in (0, 64640):
+        sampling.best_candidates(logits, without_filters(every), first)
+    sampling.merge_candidates(meta(N, 8, dtype=torch.int64))
 
 
 def e4m3(*shape: int) -> LinearWeight:

@@ -21,7 +21,7 @@ CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
 BOUNDED = {
     # The bins hold weights too; the number that is loaded here is one of tokens of a row.
-    ("sampling.draw_triton._draw_kernel", "list_ptr"),
+    ("sampling.draw_triton._least_kernel", "list_ptr"),
     # Each level has fewer programs than the last, and no list more entries than that level's.
     ("indexer.topk_triton._select_kernel", "candidates_ptr"),
     ("indexer.topk_triton._select_kernel", "out_ptr"),

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from numpy.typing import NDArray
 from finwhale.ops.sampling import SampledTokens
 from finwhale.ops.sampling.cases import CASES, GREEDY, MIXED, Case, Row, batch
 from finwhale.ops.sampling.cpu import sample as cpu_sample
-from finwhale.ops.sampling.draws import derive_seed, uniforms
-from finwhale.ops.sampling.ref import penalise, sample, weigh
+from finwhale.ops.sampling.noise import MASK, gumbel, of_bits, philox
+from finwhale.ops.sampling.ref import best_candidates, keep, merge_candidates, penalise, sample
 
 CHI_SQUARE_0_001 = {7: 24.32, 15: 37.70, 255: 330.5}  # upper 0.1% points by degrees of freedom
 
@@ -56,7 +57,26 @@ def naive_probabilities(logits: NDArray[np.float32], row: Row) -> NDArray[np.flo
 def naive_token(logits: NDArray[np.float32], row: Row) -> int:
     if row.temperature == 0:
         return int(np.argmax(naive_penalised(logits, row)))
-    return int(np.searchsorted(np.cumsum(naive_probabilities(logits, row)), row.uniform, "right"))
+    with np.errstate(divide="ignore"):
+        kept = np.log(naive_probabilities(logits, row))
+    return int(np.argmax(kept + naive_noise(len(logits), row.seed, row.index, row.position)))
+
+
+@lru_cache
+def naive_noise(vocab_size: int, seed: int, index: int, position: int) -> NDArray[np.float64]:
+    """Philox in Python's integers, token by token."""
+    noise = []
+    for token in range(vocab_size):
+        block, place = divmod(token, 256)
+        c = [block * 128 + place % 128, position, index, 0]
+        k = [seed & MASK, seed >> 32 & MASK]
+        for _ in range(10):
+            p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+            c = [p1 >> 32 ^ c[1] ^ k[0], p1 & MASK, p0 >> 32 ^ c[3] ^ k[1], p0 & MASK]
+            k = [k[0] + 0x9E3779B9 & MASK, k[1] + 0xBB67AE85 & MASK]
+        high, low = c[:2] if place < 128 else c[2:]
+        noise.append(-math.log(-math.log1p(-((high << 32 | low) + 0.5) / 2**64)))
+    return np.array(noise)
 
 
 def run(logits: torch.Tensor, rows: tuple[Row, ...]) -> SampledTokens:
@@ -69,8 +89,6 @@ def test_tokens_are_the_naive_ones(case: Case) -> None:
     before = logits.clone()
     got = run(logits, tuple(case.rows))
     for i, row in enumerate(case.rows):
-        if row.uniform in (0.0, 1 - 2**-53):
-            continue  # the first or last token with any weight, and weights end at 2^-44
         assert got.ids_S[i] == naive_token(logits[i].numpy(), row), (i, row)
     assert got.valid_S.all()
     assert torch.equal(before, logits)
@@ -96,13 +114,10 @@ def test_filters_keep_what_the_naive_ones_keep(row: Row) -> None:
     logits = case.logits(seed=1)
     filters = batch(case.rows, 1000).filters
     assert filters is not None
-    weights = weigh(logits, logits.max(-1).values, filters).double()
-    got = (weights / weights.sum(-1, keepdim=True)).numpy()
+    got = keep(logits, logits.max(-1).values, filters)
     for i in range(4):
         want = naive_probabilities(logits[i].numpy(), row)
-        # A weight is a float32 exponential cut to 2^-44 of the largest.
-        np.testing.assert_allclose(got[i], want, rtol=2e-6, atol=1e-12)
-        assert np.array_equal(got[i] > 0, want > 0)
+        assert np.array_equal(got[i], want > 0)
 
 
 def test_penalties_are_the_naive_ones() -> None:
@@ -123,21 +138,13 @@ def test_penalties_are_the_naive_ones() -> None:
         np.testing.assert_allclose(got[i], want, rtol=1e-6, atol=1e-6)
 
 
-def test_the_largest_draw_takes_the_last_token_with_any_weight() -> None:
-    for vocab_size, last in ((129280, 129270), (129280, 131), (65537, 65535), (3, 1), (2, 0)):
-        logits = torch.zeros(1, vocab_size)
-        logits[0, last + 1 :] = -math.inf
-        assert run(logits, (Row(uniform=1 - 2**-53),)).ids_S == last
-
-
 def test_top_k_keeps_ties_and_top_p_prefers_lower_ids() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, 1.0, -5.0]])
 
     def kept(row: Row) -> list[int]:
         filters = batch((row,), 5).filters
         assert filters is not None
-        weights = weigh(logits, logits.max(-1).values, filters)
-        return [int(i) for i in weights[0].nonzero()[:, 0]]
+        return [int(i) for i in keep(logits, logits.max(-1).values, filters)[0].nonzero()[:, 0]]
 
     assert kept(Row(top_k=2)) == [1, 2, 3]
     assert kept(Row(top_p=0.4)) == [1, 2]
@@ -209,60 +216,138 @@ def test_excluded_tokens_are_never_drawn() -> None:
     logits = torch.full((400, 6), -math.inf)
     logits[:, 2] = 1.0
     logits[:, 4] = 2.0
-    rows = tuple(Row(uniform=u) for u in [0.0, 1 - 2**-53, *np.linspace(0, 0.999, 398)])
+    rows = tuple(Row(position=i) for i in range(400))
     assert set(run(logits, rows).ids_S.tolist()) == {2, 4}
 
 
+@pytest.mark.parametrize("by", ["position", "seed", "index"])
 @pytest.mark.parametrize(
     ("vocab_size", "row"),
     [(8, Row()), (16, Row(temperature=0.5)), (16, Row(temperature=3.0)), (256, Row())],
 )
-def test_draws_follow_the_softmax(vocab_size: int, row: Row) -> None:
+def test_draws_follow_the_softmax(vocab_size: int, row: Row, by: str) -> None:
     draws = 20_000
     logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(5))
-    u = uniforms([1234] * draws, range(draws))
-    plain = batch((row,), vocab_size)
-    assert plain.filters is not None
-    filters = replace(plain.filters, rows_R=None, temperature_R=torch.tensor([row.temperature]))
-    step = replace(plain, filters=filters, uniform_R=torch.from_numpy(u))
-    # One row of logits broadcast over all the draws; min_p_R and temperature_R broadcast too.
+    rows = [replace(row, **{"seed": 1234, by: i}) for i in range(draws)]
+    step = batch(rows, vocab_size)
     ids = sample(logits.expand(draws, -1).contiguous(), step).ids_S
     expected = draws * np.exp(logits.double().numpy() / row.temperature)
     expected *= draws / expected.sum()
     counts = np.bincount(ids.numpy(), minlength=vocab_size)
     chi_square = ((counts - expected) ** 2 / expected).sum()
     assert chi_square < CHI_SQUARE_0_001[vocab_size - 1]
+    # Successive draws are independent.
+    quarter = ids.numpy() // (vocab_size // 4)
+    pairs = np.bincount(quarter[:-1] * 4 + quarter[1:], minlength=16)
+    quarters = expected.reshape(4, -1).sum(1)
+    chances = np.outer(quarters, quarters).ravel() / draws
+    assert ((pairs - chances) ** 2 / chances).sum() < CHI_SQUARE_0_001[15]
 
 
-@pytest.mark.parametrize("by", ["step", "seed"])
-def test_uniforms_are_uniform_and_independent(by: str) -> None:
-    n = 65_536
-    zeros = [0] * n
-    u = uniforms(zeros, range(n)) if by == "step" else uniforms(range(n), zeros)
-    assert (u >= 0).all() and (u < 1).all()
-    cells = np.bincount((u * 256).astype(int), minlength=256)
-    assert ((cells - n / 256) ** 2 / (n / 256)).sum() < CHI_SQUARE_0_001[255]
-    pairs = np.bincount((u[:-1] * 16).astype(int) * 16 + (u[1:] * 16).astype(int), minlength=256)
-    assert ((pairs - n / 256) ** 2 / (n / 256)).sum() < CHI_SQUARE_0_001[255]
+def test_a_token_of_a_whole_vocabulary_is_as_likely_as_it_should_be() -> None:
+    """The top of the noise of 129,280 tokens decides: here half of the probability is theirs."""
+    draws = 400
+    logits = torch.zeros(draws, 129280)
+    logits[:, 77777] = math.log(129279)
+    chosen = 0
+    for start in range(0, draws, 20):
+        rows = [Row(position=start + i) for i in range(20)]
+        chosen += int((run(logits[:20], tuple(rows)).ids_S == 77777).sum())
+    assert abs(chosen - draws / 2) < 3.3 * math.sqrt(draws / 4)
 
 
-def test_uniforms_depend_on_seed_and_step_alone() -> None:
-    u = uniforms([7, 8, -1, 2**64 - 1, 10**30], [0, 0, 5, 5, 1])
-    assert u[2] == u[3]
-    assert len(set(u.tolist())) == 4
-    assert uniforms([8], [0])[0] == u[1]
-    # SplitMix64's published first output for state 0 is 0xE220A8397B1DCDAF: the state of seed 0.
-    golden, mask = 0x9E3779B97F4A7C15, 2**64 - 1
-    z = (0xE220A8397B1DCDAF + golden) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    assert uniforms([0], [0])[0] == ((z ^ (z >> 31)) >> 11) / 2**53
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ([0] * 4, [0] * 2, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ([MASK] * 4, [MASK] * 2, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_has_the_published_words(counter: list[int], key: list[int], words: str) -> None:
+    """The known answers of Random123, its authors' library."""
+    found = philox(tuple(map(torch.tensor, counter)), (torch.tensor(key[0]), torch.tensor(key[1])))
+    assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
-def test_derived_seeds_differ() -> None:
-    seeds = {derive_seed(s, i) for s in range(200) for i in range(50)}
-    assert len(seeds) == 200 * 50
-    assert derive_seed(42, 0) == 42
+def test_the_noise_is_precise_at_both_ends() -> None:
+    edges = [2**i + d for i in range(65) for d in (-1, 0, 1)]
+    edges = sorted({n for e in edges for n in (e, 2**64 - 1 - e) if 0 <= n < 2**64})
+    rng = np.random.default_rng(0)
+    bits = edges + [int(n) for n in rng.integers(0, 2**64, 20_000, np.uint64)]
+    high, low = (torch.tensor(part) for part in zip(*(divmod(n, 2**32) for n in bits), strict=True))
+    found = of_bits(high, low).double().numpy()
+    assert np.isfinite(found).all()
+    for n, got in zip(bits, found.tolist(), strict=True):
+        w, u = (n + 0.5) / 2**64, (2**64 - n - 0.5) / 2**64
+        # Of a fraction near 1 the other one has the digits.
+        want = -math.log(-math.log1p(-w) if w < 0.5 else -math.log(u))
+        assert got == pytest.approx(want, rel=2.5e-7, abs=2.5e-7), n
+
+
+def test_noise_belongs_to_seed_continuation_position_and_token() -> None:
+    def noise(seed: int = 7, index: int = 0, position: int = 0, **part: int) -> torch.Tensor:
+        of = (torch.tensor([x]) for x in (seed, index, position))
+        return gumbel(*of, **{"num_tokens": 1000, **part})[0]
+
+    whole = noise()
+    assert whole.unique().numel() == 1000
+    for first, count in ((0, 1), (127, 2), (128, 128), (255, 300), (999, 1)):
+        assert torch.equal(noise(first=first, num_tokens=count), whole[first : first + count])
+    others = [noise(seed=8), noise(seed=7 + 2**32), noise(index=1), noise(position=1)]
+    for other in others:
+        assert not (other == whole).any()
+    # Philox has no relation between neighbours that a correlation could find.
+    for other in (*others, whole.roll(1), whole.roll(128)):
+        assert abs(np.corrcoef(other.numpy(), whole.numpy())[0, 1]) < 0.12
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_candidates_of_shards_give_the_token_of_the_whole_row(shards: int) -> None:
+    rows = [
+        replace(row, seed=i) for i, row in enumerate([Row(), GREEDY, Row(temperature=0.01)] * 5)
+    ]
+    step = batch(rows, 2008)
+    logits = Case("", rows, 2008).logits(seed=8)
+    logits[3] = 1.0
+    logits[4] = 2.0  # greedy, all equal
+    logits[5, 100:] = -math.inf
+    logits[6] = -math.inf
+    logits[7, 2000] = math.nan
+    logits[8, 5] = math.inf
+    parts = [
+        best_candidates(part, step, first)
+        for part, first in zip(logits.chunk(shards, 1), range(0, 2008, 2008 // shards), strict=True)
+    ]
+    found, wanted = merge_candidates(torch.cat(parts, 1)), sample(logits, step)
+    assert torch.equal(found.valid_S, wanted.valid_S)
+    assert torch.equal(found.ids_S[found.valid_S], wanted.ids_S[found.valid_S])
+    assert ((found.ids_S >= 0) & (found.ids_S < 2008)).all()
+    assert found.valid_S.tolist() == [True] * 6 + [False] * 3 + [True] * 6
+
+
+def test_equal_values_of_two_shards_go_to_the_lower_id() -> None:
+    logits = torch.zeros(1, 8)
+    parts = [best_candidates(logits[:, i : i + 4], batch([GREEDY], 8), i) for i in (4, 0)]
+    assert merge_candidates(torch.cat(parts, 1)).ids_S == 0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(top_k=2), Row(top_p=0.5), Row(min_p=0.1), Row(bias={1: 1.0}), Row(num_top=0),
+        Row(seen={1: 1}), Row(allowed=lambda i: i > 2),
+    ],
+)  # fmt: skip
+def test_rows_that_need_their_whole_logits(row: Row) -> None:
+    step = batch([Row(), row], 8)
+    assert step.needs_whole_rows and not batch([Row(), GREEDY], 8).needs_whole_rows
+    with pytest.raises(ValueError, match="part of the vocabulary"):
+        best_candidates(torch.zeros(2, 8), step, 0)
 
 
 def test_logprobs_are_of_the_raw_distribution() -> None:

@@ -1,7 +1,7 @@
 """The Triton kernels of sampling in the interpreter, against the reference.
 
 The interpreter's exponentials are numpy's, so the reference takes them too: then every token is the
-same, and those next to a border of top_p or of the draw are as well.
+same, and those next to a border of min_p or top_p are as well.
 """
 
 from dataclasses import replace
@@ -10,16 +10,18 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.sampling import Filters, SamplingBatch, cases, draw_triton, ref
 from finwhale.ops.sampling import sample_triton as kernels
 from finwhale.ops.sampling.cases import GREEDY, Row
+from finwhale.ops.sampling.noise import of_bits
 
 from .kernels_support import Inputs
 
 BATCH = SamplingBatch()
-LAST = 1 - 2**-53  # the largest uniform
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +44,35 @@ def assert_same(logits: Tensor, batch: SamplingBatch = BATCH) -> list[int]:
 
 
 def drawn(logits: Tensor, *rows: Row) -> list[int]:
-    """Tokens, which must be the reference's."""
-    return assert_same(logits, cases.batch(rows, logits.shape[1]))
+    """Tokens, which must be the reference's, as must be what the filters keep."""
+    batch = cases.batch(rows, logits.shape[1])
+    if batch.filters is not None and batch.filters.active:
+        kept(logits, batch.filters)
+    return assert_same(logits, batch)
+
+
+def kept(logits: Tensor, f: Filters) -> list[list[int]]:
+    """The tokens that the filters of each row that draws keep: the reference's."""
+    x = logits if f.rows_R is None else logits[f.rows_R]
+    wanted = ref.keep(x, x.amax(-1), f)
+    parts = kernels._parts(*logits.shape)
+    ends = draw_triton.find_kept(logits, *kernels._best(logits, parts, low=True), parts, f)
+    assert torch.equal(ends.top_R, x.amax(-1))
+    bits = (x + 0.0).view(torch.int32)
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    width = (x.shape[1] - 1).bit_length()
+    places = (order << width) + (1 << width) - 1 - torch.arange(x.shape[1])
+    e = ((x - ends.top_R[:, None]) / f.temperature_R[:, None]).exp_()
+    found = (places >= ends.least_R[:, None]) & (e >= ends.floor_R[:, None])
+    assert torch.equal(found, wanted)
+    return [row.nonzero()[:, 0].tolist() for row in found]
+
+
+def kept_of(logits: Tensor, row: Row) -> list[int]:
+    """The tokens that the filters of every row keep."""
+    filters = cases.batch([row] * len(logits), logits.shape[1]).filters
+    assert filters is not None
+    return kept(logits, filters)[0]
 
 
 def filters_of_all(num_rows: int, top_k: int, top_p: float) -> Filters:
@@ -51,6 +80,8 @@ def filters_of_all(num_rows: int, top_k: int, top_p: float) -> Filters:
     return Filters(
         rows_R=None,
         temperature_R=torch.ones(num_rows),
+        seeds_R=rows,
+        indices_R=rows,
         top_k_rows_K=rows,
         top_k_K=torch.full((num_rows,), top_k),
         max_top_k=top_k,
@@ -137,22 +168,16 @@ def test_changes_of_logits_have_the_reference_s_bits() -> None:
     ],
     ids=lambda row: f"{row.temperature} {row.top_k} {row.top_p} {row.min_p}",
 )
-def test_both_sides_of_borders_between_tokens(row: Row) -> None:
-    """A token too many or too few moves them."""
+def test_what_is_kept_and_drawn(row: Row) -> None:
     logits = Inputs(1).normal(1, 1500, scale=2.0).expand(6, -1)
-    filters = cases.batch([row] * 6, 1500).filters
-    assert filters is not None
-    ends = ref.weigh(logits, logits.amax(-1), filters)[0].cumsum(-1)
-    borders = ends.unique()[[0, len(ends.unique()) // 2, -2]].double()
-    uniforms = torch.cat((borders - 8, borders + 8)) / ends[-1]
-    ids = drawn(logits, *(replace(row, uniform=u) for u in uniforms.tolist()))
-    assert len(set(ids)) >= 4
+    ids = drawn(logits, *(replace(row, position=i) for i in range(6)))
+    assert len(set(ids)) >= 3
 
 
 def test_extreme_filters() -> None:
     rows = [
-        Row(temperature=t, top_k=k, top_p=p, min_p=m, uniform=u)
-        for (t, k, p, m), u in product(
+        Row(temperature=t, top_k=k, top_p=p, min_p=m, seed=seed)
+        for seed, (t, k, p, m) in enumerate(
             [
                 (1e-5, 0, 1.0, 0.0),
                 (1e-30, 5, 0.5, 0.0),
@@ -165,7 +190,6 @@ def test_extreme_filters() -> None:
                 (1.0, 0, 1.0, 1.0),
                 (1.0, 700, 0.9, 1.0),
             ],
-            [0.0, 0.4, LAST],
         )
     ]
     drawn(Inputs().normal(len(rows), 3000, scale=3.0), *rows)
@@ -173,32 +197,32 @@ def test_extreme_filters() -> None:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(3000, 1.0), (3000, 0.9), (1, 1.0), (50, 1e-300)])
 def test_filters_that_leave_all_or_one(top_k: int, top_p: float) -> None:
-    uniform = torch.tensor([0.0, 0.6, LAST], dtype=torch.float64)
-    batch = SamplingBatch(filters=filters_of_all(3, top_k, top_p), uniform_R=uniform)
-    assert_same(Inputs().normal(3, 3000, scale=2.0), batch)
+    batch = SamplingBatch(filters=filters_of_all(3, top_k, top_p), positions_R=torch.arange(3))
+    logits = Inputs().normal(3, 3000, scale=2.0)
+    assert_same(logits, batch)
+    assert batch.filters is not None
+    found = [len(tokens) for tokens in kept(logits, batch.filters)]
+    assert found == [min(top_k, 3000 if top_p == 1 else 1)] * 3 or top_p == 0.9
 
 
 def test_all_of_those_equal_to_the_kth_logit_stay() -> None:
     logits = torch.full((1, 4000), -1.0)
     logits[0, 17] = 0.0
     logits[0, 3900:3990] = -0.25
-    ids = [drawn(logits, Row(top_k=2, uniform=u))[0] for u in (0.0, 0.02, LAST)]
-    assert ids == [17, 3900, 3989]
+    assert kept_of(logits, Row(top_k=2)) == [17, *range(3900, 3990)]
 
 
 def test_the_lower_ids_of_those_at_the_end_of_top_p_stay() -> None:
     logits = torch.zeros(1, 4000)
-    ids = [drawn(logits, Row(top_p=0.3, uniform=u))[0] for u in (0.0, 0.5, LAST)]
-    assert ids == [0, 600, 1199]
+    assert kept_of(logits, Row(top_p=0.3)) == list(range(1200))
     logits[0, :10] = 0.25
-    assert drawn(logits, Row(top_p=0.9, uniform=LAST))[0] == 3599
+    assert kept_of(logits, Row(top_p=0.9))[-1] == 3599
     logits[0, :10] = 0.0
     # With -0.0, which is equal; below them what top_k keeps and top_p does not.
     logits[0, ::2] *= -1
     logits[0, 500:] = -3.0
-    assert drawn(logits, Row(top_p=0.3, top_k=600, uniform=LAST))[0] < 500
-    ids = [drawn(logits, Row(top_p=0.3, top_k=500, uniform=u))[0] for u in (0.0, LAST)]
-    assert ids == [0, 149]
+    assert kept_of(logits, Row(top_p=0.3, top_k=600))[-1] < 500
+    assert kept_of(logits, Row(top_p=0.3, top_k=500)) == list(range(150))
 
 
 def test_top_p_is_of_what_top_k_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +230,15 @@ def test_top_p_is_of_what_top_k_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw_triton, "BINS", 4)
     logits = -1 - torch.arange(1100.0)[None] * 1e-4
     logits[0, :100] = 0.0
-    assert drawn(logits, Row(top_k=110, top_p=0.9, uniform=LAST)) == [93]
+    assert kept_of(logits, Row(top_k=110, top_p=0.9)) == list(range(94))
 
 
 def test_logits_of_few_values() -> None:
     """Every border falls among equals."""
-    logits = (Inputs().normal(12, 2500, scale=3.0)).round()
+    logits = (Inputs().normal(6, 2500, scale=3.0)).round()
     rows = [
-        Row(top_k=k, top_p=p, uniform=u)
-        for k, p, u in product([0, 100, 1000], [0.4, 0.95], [0.3, LAST])
+        Row(top_k=k, top_p=p, seed=seed)
+        for seed, (k, p) in enumerate(product([0, 100, 1000], [0.4, 0.95]))
     ]
     drawn(logits, *rows)
 
@@ -223,9 +247,9 @@ def test_excluded_tokens_are_never_drawn() -> None:
     logits = torch.full((6, 5000), -torch.inf)
     logits[:, 2500:2504] = 1.0
     logits[4:, 2504:] = -1e30
-    rows = [Row(uniform=LAST), Row(top_k=100), Row(top_p=0.5), Row(min_p=0.5, uniform=0.0)]
-    rows += [Row(top_k=100, top_p=0.9, uniform=LAST), Row(temperature=1e5, uniform=LAST)]
-    assert drawn(logits, *rows) == [2503, 2502, 2501, 2500, 2503, 2503]
+    rows = [Row(), Row(top_k=100), Row(top_p=0.5), Row(min_p=0.5)]
+    rows += [Row(top_k=100, top_p=0.9), Row(temperature=1e5)]
+    assert set(drawn(logits, *rows)) <= {2500, 2501, 2502, 2503}
 
 
 def test_rows_without_a_distribution_leave_the_others_alone() -> None:
@@ -247,9 +271,12 @@ def test_rows_that_lie_apart(rows: list[Row]) -> None:
 
 def test_no_rows() -> None:
     batch = SamplingBatch(
-        filters=filters_of_all(0, 5, 0.9), uniform_R=torch.empty(0, dtype=torch.float64)
+        filters=filters_of_all(0, 5, 0.9), positions_R=torch.empty(0, dtype=torch.int64)
     )
     assert kernels.sample(torch.empty(0, 100), batch).ids_S.shape == (0,)
+    draws = cases.batch([Row()], 100)
+    candidates = kernels.best_candidates(torch.empty(0, 100), draws, 0)
+    assert kernels.merge_candidates(candidates.expand(-1, 2)).ids_S.shape == (0,)
 
 
 def test_a_row_depends_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +297,49 @@ def test_a_row_depends_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
         assert drawn(logits, *case.rows) == together
 
 
+@triton.jit
+def _noise_kernel(high_ptr, low_ptr, out_ptr, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    high = tl.load(high_ptr + i, mask=i < N, other=0).to(tl.uint32)
+    low = tl.load(low_ptr + i, mask=i < N, other=0).to(tl.uint32)
+    tl.store(out_ptr + i, draw_triton._of_bits(high, low), mask=i < N)
+
+
+def test_the_noise_has_the_definition_s_bits() -> None:
+    generator = torch.Generator().manual_seed(0)
+    high, low = torch.randint(0, 2**32, (2, 50_000), generator=generator)
+    edges = 2 ** torch.arange(32)
+    high[:66] = torch.cat((torch.tensor([0, 2**32 - 1]), edges, 2**32 - 1 - edges))
+    high[66:100], low[:66] = 0, high[:66].flip(0)
+    low[66:100] = torch.cat((torch.tensor([0, 2**32 - 1]), edges))
+    out = torch.empty(len(high))
+    _noise_kernel[(triton.cdiv(len(high), 1024),)](high, low, out, len(high), BLOCK=1024)
+    assert torch.equal(out, of_bits(high, low))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_candidates_of_shards_give_the_token_of_the_whole_row(shards: int) -> None:
+    """With shards that begin anywhere in a pair of tiles, and shorter than one."""
+    for vocab_size in (8 * 141, 8):
+        rows = [replace(row, seed=i) for i, row in enumerate([Row(), GREEDY, Row()] * 2)]
+        logits = Inputs().normal(len(rows), vocab_size)
+        logits[3, vocab_size // 2 :] = torch.nan
+        logits[4] = -torch.inf
+        logits[5] = 0.0
+        for some in (rows, [GREEDY] * 6):
+            batch, width = cases.batch(some, vocab_size), vocab_size // shards
+            parts = []
+            for first in range(0, vocab_size, width):
+                part = logits[:, first : first + width]
+                parts.append(kernels.best_candidates(part, batch, first))
+                assert torch.equal(parts[-1], ref.best_candidates(part, batch, first))
+            together = torch.cat(parts, 1)
+            found, wanted = kernels.merge_candidates(together), ref.sample(logits, batch)
+            assert torch.equal(found.ids_S, ref.merge_candidates(together).ids_S)
+            assert torch.equal(found.valid_S, wanted.valid_S)
+            assert found.ids_S[found.valid_S].tolist() == wanted.ids_S[wanted.valid_S].tolist()
+
+
 def test_what_the_kernels_do_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match="lie together"):
         kernels.greedy(torch.zeros(4, 8).mT)
@@ -277,3 +347,5 @@ def test_what_the_kernels_do_not_take_is_refused() -> None:
         kernels.greedy(torch.zeros(1, 0))
     with pytest.raises(ValueError, match="bfloat16"):
         kernels.sample(torch.zeros(1, 8).bfloat16(), cases.batch([Row()], 8))
+    with pytest.raises(ValueError, match="part of the vocabulary"):
+        kernels.best_candidates(torch.zeros(1, 8), cases.batch([Row(top_k=2)], 8), 0)

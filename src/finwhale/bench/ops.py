@@ -81,6 +81,8 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
+# Their results are keys to compare exactly, which tests/gpu/test_sampling.py does.
+CANDIDATES = ("best_candidates", "merge_candidates")
 # These are timed and checked as one operator: what they pass to each other differs by table.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
@@ -123,7 +125,7 @@ def kernels(ops: Ops) -> dict[str, Implementation]:
     return {
         name: fn
         for name, fn in chosen.items()
-        if not fn.__module__.endswith(".ref") and name not in NO_KERNEL
+        if not fn.__module__.endswith(".ref") and name not in (*NO_KERNEL, *CANDIDATES)
     }
 
 

@@ -30,7 +30,7 @@ from finwhale.ops.moe import (
     SwigluMlp,
 )
 from finwhale.ops.norm import RmsNorm
-from finwhale.ops.sampling import Sample
+from finwhale.ops.sampling import BestCandidates, MergeCandidates, Sample
 from finwhale.platform import Platform
 
 logger = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ class Ops:
     experts_combine: ExpertsCombine
     swiglu_mlp: SwigluMlp
     sample: Sample
+    best_candidates: BestCandidates
+    merge_candidates: MergeCandidates
 
     def experts(
         self,

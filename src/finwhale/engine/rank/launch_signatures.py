@@ -13,7 +13,7 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from finwhale.engine.rank.memory import PAGE, Largest, every_choice
+from finwhale.engine.rank.memory import PAGE, Largest, every_choice, without_filters
 from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
@@ -71,10 +71,12 @@ class SignatureRun:
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
             self._logits(rows)
-        # Every sampling kernel has one signature. Log-probabilities use no such kernel, and would
-        # look up a token that was not drawn.
+        # Sampling kernels have one signature with filters and one without. Log-probabilities use
+        # no such kernel, and would look up a token that was not drawn.
         logits = torch.zeros((1, self.model.config.vocab_size), device=self.device)
-        self.ops.sample(logits, replace(every_choice(logits), logprobs=()))
+        every = replace(every_choice(logits), logprobs=())
+        self.ops.sample(logits, every)
+        self.ops.sample(logits, without_filters(every))
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """Yield (number of tokens, most tokens of one sequence, bounds of the eager part).

@@ -196,6 +196,8 @@ def every_choice(logits: Tensor) -> SamplingBatch:
         filters=Filters(
             rows_R=rows,
             temperature_R=each(1.0, torch.float32),
+            seeds_R=rows,
+            indices_R=rows,
             min_p_R=each(0.01, torch.float32),
             top_k_rows_K=rows,
             top_k_K=each(top_k, torch.int64),
@@ -203,7 +205,7 @@ def every_choice(logits: Tensor) -> SamplingBatch:
             top_p_rows_P=rows,
             top_p_P=each(0.9, torch.float64),
         ),
-        uniform_R=each(0.5, torch.float64),
+        positions_R=rows,
         penalties=Penalties(
             rows_N=rows,
             ids_N=rows % vocab_size,
@@ -221,6 +223,19 @@ def every_choice(logits: Tensor) -> SamplingBatch:
         ),
         logprobs=(LogprobRows(rows_G=rows, num_top=min(MAX_LOGPROBS, vocab_size)),),
     )
+
+
+def without_filters(batch: SamplingBatch) -> SamplingBatch:
+    """Only the random draws of a batch that has some."""
+    f = batch.filters
+    assert f is not None
+    draws = Filters(
+        rows_R=f.rows_R,
+        temperature_R=f.temperature_R,
+        seeds_R=f.seeds_R,
+        indices_R=f.indices_R,
+    )
+    return SamplingBatch(filters=draws, positions_R=batch.positions_R)
 
 
 def left_bytes(device: torch.device, utilization: float) -> int:

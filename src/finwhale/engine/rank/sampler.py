@@ -1,7 +1,7 @@
 """Samples a step's tokens on the device, from a sampling plan and the slots' settings."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from finwhale.ops.sampling import (
     SampledTokens,
     SamplingBatch,
 )
-from finwhale.ops.sampling.draws import derive_seed, draws, states
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +36,11 @@ class _Fixed:
     Attributes:
         slots, vocab_size: the slots and the vocabulary size of these inputs.
         drawing: the rows that are not greedy; `filters` has one entry for each.
-        states: generator states of the seeds of these rows.
     """
 
     slots: tuple[int, ...] | None = None
     vocab_size: int = 0
     drawing: Sequence[int] = ()
-    states: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
     filters: Filters | None = None
     bias: Bias | None = None
     logprobs: tuple[LogprobRows, ...] = ()
@@ -98,14 +95,12 @@ class Sampler:
         fixed = self._fixed
         if fixed.slots != plan.slots or fixed.vocab_size != vocab_size:
             fixed = self._fixed = self._fix(plan.slots, vocab_size, device)
-        uniform_R = None
-        if fixed.filters is not None and further_B is not None:
-            uniform_R = _draws_further(fixed, plan.positions, further_B, len(plan.slots))
-        elif fixed.filters is not None:
-            (uniform_R,) = send(device, draws(fixed.states, plan.positions))
+        positions_R = None
+        if fixed.filters is not None:
+            positions_R = _positions(fixed.drawing, plan, further_B, device)
         return SamplingBatch(
             filters=fixed.filters,
-            uniform_R=uniform_R,
+            positions_R=positions_R,
             penalties=self._penalties(plan.slots, plan.penalties, device),
             bias=fixed.bias,
             allowed=_allowed(plan.allowed, device),
@@ -123,12 +118,10 @@ class Sampler:
             for num, rows in sorted(wanted.items())
         )
         drawing = [row for row, one in enumerate(settings) if not one.greedy]
-        seeds = [derive_seed(settings[row].seed, settings[row].index) for row in drawing]
         return _Fixed(
             slots=slots,
             vocab_size=vocab_size,
             drawing=drawing,
-            states=states(seeds),
             filters=_filters(settings, drawing, vocab_size, device),
             bias=_bias(settings, device),
             logprobs=logprobs,
@@ -163,20 +156,16 @@ class Sampler:
         )
 
 
-def _draws_further(
-    fixed: _Fixed, positions: Sequence[int], further_B: Tensor, num_rows: int
+def _positions(
+    drawing: Sequence[int], plan: SamplingPlan, further_B: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Draws [R] float64 of equally long runs of rows; each run is `further` positions later."""
-    width = num_rows // len(further_B)
-    firsts = positions[::width]
-    span = 2 * width - 1
-    steps = [first + k for first in firsts for k in range(span)]
-    table = draws(np.repeat(fixed.states[::width], span), steps).reshape(-1, span)
-    runs = np.array([row // width for row in fixed.drawing[::width]], np.int64)
-    device = further_B.device
-    all_RK, places = send(device, table, runs)
-    first_R = further_B.index_select(0, places)[:, None]
-    return all_RK.gather(1, first_R + torch.arange(width, device=device)).flatten()
+    """The positions of the rows that draw: the plan's, or as many later as the device says."""
+    planned = np.array(plan.positions, np.int64)
+    if further_B is None:
+        return send(device, planned)[0]
+    width = len(plan.slots) // len(further_B)
+    planned_R, sequences_R = send(device, planned, np.array(drawing, np.int64) // width)
+    return planned_R + further_B.index_select(0, sequences_R)
 
 
 def _filters(
@@ -190,7 +179,12 @@ def _filters(
     rows = [settings[row] for row in drawing]
     top_k = {i: s.top_k for i, s in enumerate(rows) if 0 < s.top_k < vocab_size}
     top_p = {i: s.top_p for i, s in enumerate(rows) if s.top_p < 1}
-    arrays = {"temperature_R": np.array([s.temperature for s in rows], np.float32)}
+    arrays: dict[str, NDArray[Any]] = {
+        "temperature_R": np.array([s.temperature for s in rows], np.float32),
+        # The 64 lowest bits of any integer.
+        "seeds_R": np.array([s.seed & (1 << 64) - 1 for s in rows], np.uint64).view(np.int64),
+        "indices_R": np.array([s.index for s in rows], np.int64),
+    }
     if len(rows) < len(settings):
         arrays["rows_R"] = np.array(drawing, np.int64)
     if any(s.min_p for s in rows):

@@ -2,7 +2,7 @@
 
 Legend: S rows (one per sequence), V vocabulary, R rows that draw at random (temperature above 0),
 K and P those of them with a top_k and a top_p, N (row, token) pairs with penalties or a bias, G
-rows with logprobs or a grammar, L the most logprobs of any row, W = ceil(V/32).
+rows with logprobs or a grammar, L the most logprobs of any row, W = ceil(V/32), C candidates.
 
 A row's result depends only on that row, bit for bit, and never on the rest of the batch.
 """
@@ -19,7 +19,9 @@ class Filters:
 
     Attributes:
         rows_R: int64, rows of the logits; None: every row, in order.
-        temperature_R: float32, above 0.
+        temperature_R: float32, above 0 and at most 1e29.
+        seeds_R: int64, of which all 64 bits count.
+        indices_R: int64 below 2^32, number of the continuation that the row belongs to.
         min_p_R: float32; None: no row has one. 0 keeps all tokens.
         top_k_rows_K, top_k_K: int64, indices into R and their top_k, 1 to V; None: no row.
         max_top_k: the largest of top_k_K; 0: no row.
@@ -28,12 +30,19 @@ class Filters:
 
     rows_R: Tensor | None
     temperature_R: Tensor
+    seeds_R: Tensor
+    indices_R: Tensor
     min_p_R: Tensor | None = None
     top_k_rows_K: Tensor | None = None
     top_k_K: Tensor | None = None
     max_top_k: int = 0
     top_p_rows_P: Tensor | None = None
     top_p_P: Tensor | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether a row has a min_p, a top_k or a top_p."""
+        return not (self.min_p_R is None and self.top_k_K is None and self.top_p_P is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +109,7 @@ class SamplingBatch:
 
     Attributes:
         filters: None: every row is greedy.
-        uniform_R: float64 in [0, 1), one draw for each row of `filters`.
+        positions_R: int64 below 2^32, the position of the token that each row of `filters` draws.
         penalties: None: no row has any.
         bias: None: no row has any.
         allowed: None: every row may choose any token.
@@ -108,7 +117,7 @@ class SamplingBatch:
     """
 
     filters: Filters | None = None
-    uniform_R: Tensor | None = None
+    positions_R: Tensor | None = None
     penalties: Penalties | None = None
     bias: Bias | None = None
     allowed: AllowedTokens | None = None
@@ -119,6 +128,16 @@ class SamplingBatch:
         """Whether every row only takes its largest logit, without any other option."""
         changed = self.penalties or self.bias or self.allowed or self.logprobs
         return self.filters is None and not changed
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether the tokens follow only from whole rows of logits.
+
+        Otherwise `BestCandidates` finds them from parts of the vocabulary. All ranks of a step
+        decide alike, because they build the same batch.
+        """
+        filtered = self.filters is not None and self.filters.active
+        return filtered or any((self.penalties, self.bias, self.allowed, self.logprobs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,18 +172,55 @@ class SampledTokens:
 
 
 class Sample(Protocol):
-    """Apply penalties, bias, allowed tokens, temperature, min_p, top_k and top_p, then draw.
+    """Apply penalties, bias, allowed tokens and filters to the logits, then choose a token.
 
     Penalties: a seen token's logit is divided by repetition if positive, else multiplied by it;
     then frequency * count and, if count > 0, presence are subtracted (Keskar et al. 2019).
-    Greedy rows take the largest logit, the lowest id among equals. For the other rows
-    e = exp((logit - max) / temperature); min_p keeps e >= min_p; top_k keeps the logits not below
-    the k-th largest (all of those equal to it); top_p goes through the remaining tokens from the
-    most likely on (lower id first among equals), and keeps each token before which the sum of the
-    probabilities is below top_p. The draw inverts the cumulative distribution in the order of token
-    ids. The weights are integers, floor(e * 2^44), so that sums are exact in any order.
+
+    Greedy rows take the largest logit, the lowest id among equals. The other rows take the largest
+    value logit + temperature * noise among the tokens that the filters keep, the lowest id among
+    equals. Both operations round to float32. This is argmax(logit / temperature + noise), and the
+    noise follows the Gumbel distribution, so a token's probability is the softmax of the kept
+    logits / temperature (Gumbel 1954; Maddison et al. 2014). The noise is a function of seed,
+    continuation, position and token id (noise.py), and has the same bits on every platform. So have
+    the values, and without filters the tokens.
+
+    Filters: e = exp((logit - max) / temperature). min_p keeps e >= min_p. top_k keeps the logits
+    not below the k-th largest (all of those equal to it). top_p goes through the remaining tokens
+    from the most likely on (lower id first among equals), and keeps each token before which the sum
+    of the probabilities is below top_p. Both drop tokens with e < 2^-44. The weights of top_p are
+    integers, floor(e * 2^44), so that sums are exact in any order. The last bit of the exponential
+    depends on the platform, which can move a token over the border of min_p or top_p.
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         """logits [S,V] float32, not changed; a logit of -inf excludes its token."""
+        ...
+
+
+class BestCandidates(Protocol):
+    """Find the best token of each row among a part of the vocabulary.
+
+    A candidate is one int64, larger for a better token. Its upper 32 bits have the value (the logit
+    or, for rows that draw, logit + temperature * noise) as an int32 in the same order, with
+    2^31 - 1 for NaN. Its lower 32 bits have 2^31 - 1 minus the token id.
+    """
+
+    def __call__(self, logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+        """Return the candidates [S,1].
+
+        Args:
+            logits_SV: [S,V] float32, the logits of the tokens first..first + V - 1.
+
+        Raises:
+            ValueError: `batch.needs_whole_rows`.
+        """
+        ...
+
+
+class MergeCandidates(Protocol):
+    """Choose each row's best candidate: the token that `Sample` chooses from the whole row."""
+
+    def __call__(self, candidates_SC: Tensor) -> SampledTokens:
+        """candidates [S,C] int64, of parts that cover the vocabulary, in any order."""
         ...

@@ -1,8 +1,8 @@
 """Rows and batches that every implementation of sampling is compared on; tests and bench share it.
 
-There is no tolerance: weights are integers and the order of the draw is fixed, so two
-implementations agree on each token unless their exponentials differ in the last bit and the draw
-falls on that bit, which at 2^-24 does not happen to the few hundred draws here.
+There is no tolerance. The values of tokens have the same bits everywhere, so two implementations
+agree on each token unless their exponentials differ in the last bit and move the border of a min_p
+or a top_p, and the row draws the token at that border. In the few hundred draws here none does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,17 +45,19 @@ class Row:
     bias: Mapping[int, float] = field(default_factory=dict)
     allowed: Callable[[int], bool] | None = None
     num_top: int | None = None
-    uniform: float = 0.5
+    seed: int = 0
+    index: int = 0
+    position: int = 0
 
 
 GREEDY = Row(temperature=0.0)
 SEEN = {3: 2, 5: 0, 6: 1}
 MIXED = (
-    Row(uniform=0.0),
+    Row(),
     GREEDY,
-    Row(temperature=0.7, top_k=20, uniform=0.25),
-    Row(top_p=0.9, num_top=5, uniform=1 - 2**-53),
-    Row(temperature=1.5, min_p=0.05, uniform=0.75),
+    Row(temperature=0.7, top_k=20, seed=1),
+    Row(top_p=0.9, num_top=5, seed=2**64 - 1, position=2**20),
+    Row(temperature=1.5, min_p=0.05, seed=1, index=3),
     Row(temperature=0.6, top_k=50, top_p=0.95, min_p=0.01, num_top=0),
     Row(temperature=0.0, repetition=1.3, seen=SEEN, num_top=5),
     Row(repetition=1.1, frequency=0.5, presence=0.4, seen=SEEN, top_k=3),
@@ -111,7 +113,11 @@ def batch(
     filters = Filters(
         rows_R=tensor(random, torch.int64),
         temperature_R=tensor([row.temperature for row in asked], torch.float32),
-        min_p_R=tensor([row.min_p for row in asked], torch.float32),
+        seeds_R=tensor([row.seed - (row.seed >> 63 << 64) for row in asked], torch.int64),
+        indices_R=tensor([row.index for row in asked], torch.int64),
+        min_p_R=tensor([row.min_p for row in asked], torch.float32)
+        if any(row.min_p for row in asked)
+        else None,
         top_k_rows_K=tensor(top_k, torch.int64) if top_k else None,
         top_k_K=tensor([asked[i].top_k for i in top_k], torch.int64) if top_k else None,
         max_top_k=max((asked[i].top_k for i in top_k), default=0),
@@ -146,7 +152,7 @@ def batch(
             wanted.setdefault(min(row.num_top, vocab_size), []).append(i)
     return SamplingBatch(
         filters=filters if random else None,
-        uniform_R=tensor([row.uniform for row in asked], torch.float64) if random else None,
+        positions_R=tensor([row.position for row in asked], torch.int64) if random else None,
         penalties=penalties if pairs else None,
         bias=bias if biased else None,
         allowed=allowed if guided else None,

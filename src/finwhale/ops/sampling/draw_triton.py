@@ -4,18 +4,21 @@ The tokens of a row are ordered by (logit, lower id), as one integer. top_k and 
 tokens from a place `least` on. The kernels find `least` without a sort of all tokens:
 
 1. `_scan_kernel` counts the tokens, and sums the weight, in each of BINS equal ranges of logits. It
-   runs over parts of the vocabulary, and only if a row of the batch has a top_k or a top_p.
-2. A second `_scan_kernel` sums the weight of the tokens above the ranges in which top_k and top_p
-   end, and lists the tokens within those ranges.
-3. `_draw_kernel`, with a program for each row, finds `least`, the part in which the draw falls, and
-   the token.
+   runs over parts of the vocabulary.
+2. A second `_scan_kernel` lists the tokens in the ranges in which top_k and top_p end.
+3. `_least_kernel`, with a program for each row that draws, finds `least` among them.
+4. `_draw_kernel` finds the best token of each part: the largest logit of a greedy row; the largest
+   logit + temperature * noise of a row that draws, among the tokens that the filters keep.
 
-Weights are integers, so their sums do not depend on the order or on the parts of a row.
+A batch without top_k and top_p leaves out the scans, and one without filters also `_least_kernel`.
+Weights are integers, so their sums do not depend on the order or on the parts of a row. The noise
+rounds every operation on its own, as noise.py defines it.
 
-The kernels read the logits twice, or three times with a top_k or a top_p, including the pass for
-the largest logit. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256 rows of 129280
-float32 logits, are 0.4, 45 and 90. In addition, the first scan does one atomic addition for each
-token that has weight, and a single row waits for a few dozen passes over its list.
+A batch without filters reads the logits once. A min_p adds the pass for the largest logit, and a
+top_k or a top_p adds the two scans. The floors of one pass at 4.39 TB/s, in microseconds for 1, 128
+and 256 rows of 129280 float32 logits, are 0.1, 15 and 30. In addition, the first scan does one
+atomic addition for each token that has weight, a single row waits for a few dozen passes over its
+list, and the noise takes about 40 integer and 50 float32 operations a token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -26,7 +29,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.sampling import Filters
+from finwhale.ops.sampling import Filters, SamplingBatch
+from finwhale.ops.sampling.noise import HALF
 
 MAX_PARTS = 128
 BINS = 1024  # 16 KiB a row, which each of its programs reads
@@ -35,8 +39,9 @@ WAYS = 16  # factor by which a pass over a list narrows a search
 ROWS = 128  # number of rows compared at a time in the search for a row
 # Integers that differ between batches, and small tensors of any alignment: Triton must not
 # specialise on them.
-INTEGERS = ["steps", "id_bits", "parts", "R", "M", "K", "P"]
-POINTERS = ["rows_ptr", "temperature_ptr", "min_p_ptr", "uniform_ptr"]
+INTEGERS = ["first", "steps", "id_bits", "parts", "R", "M", "K", "P"]
+POINTERS = ["rows_ptr", "temperature_ptr", "min_p_ptr", "least_ptr", "floor_ptr", "top_ptr"]
+POINTERS += ["seeds_ptr", "indices_ptr", "positions_ptr"]
 POINTERS += ["top_k_rows_ptr", "top_k_ptr", "top_p_rows_ptr", "top_p_ptr"]
 # Functions that several kernels share read no constants of this module. With one, Triton's cache
 # key would depend on the kernel that it compiles first.
@@ -154,7 +159,6 @@ def _scan_kernel(
     low_ptr,
     bins_ptr,
     list_ptr,
-    sums_ptr,
     rows_ptr,
     temperature_ptr,
     min_p_ptr,
@@ -176,9 +180,7 @@ def _scan_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sum a part of a row in bins. With GATHER, sum the weight above the chosen bins and list the
-    tokens in them.
-    """
+    """Sum a part of a row in bins. With GATHER, list the tokens in the chosen bins."""
     r = tl.program_id(0).to(tl.int64)
     row = r
     if R > 0:
@@ -188,27 +190,22 @@ def _scan_kernel(
     has_k, top_k, has_p, top_p = _find_filters(
         r, top_k_rows_ptr, top_k_ptr, K, top_p_rows_ptr, top_p_ptr, P, ROWS
     )
-    if not finite(largest):
+    if not (finite(largest) & (has_k | has_p)):
         return
     bins_ptr += r * (2 * BINS + 2)
     first = tl.full([], BINS, tl.int32)
     last = first
     if GATHER:
-        if has_k | has_p:
-            first, last, _, _, _, _ = _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS)
-    elif not (has_k | has_p):
-        return
+        first, last, _, _, _, _ = _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS)
     top = logit(largest)
     temperature = tl.load(temperature_ptr + r)
     min_p = tl.load(min_p_ptr + r, mask=M > 0, other=0.0)
-    total = tl.zeros([BLOCK_V], tl.int64)
     for step in tl.range(steps):
         v = (tl.program_id(1) * steps + step) * BLOCK_V + tl.arange(0, BLOCK_V)
         x = tl.load(logits_ptr + row * stride_s + v, mask=v < V, other=float("-inf"))
         z, weight = _weigh(x, top, temperature, min_p)
         b = _bin(z, low, top, temperature, BINS)
         if GATHER:
-            total += tl.where(b < first, weight, 0)
             listed = ((b >= first) & (b <= last)).to(tl.int64)
             num = tl.sum(listed, axis=0)
             if num > 0:
@@ -220,22 +217,17 @@ def _scan_kernel(
             one = tl.full([BLOCK_V], 1, tl.int64)
             counted = (b < BINS - 1) & has_k
             tl.atomic_add(bins_ptr + BINS + b, one, mask=counted, sem="relaxed")
-    if GATHER:
-        at = r * tl.num_programs(1) + tl.program_id(1)
-        tl.store(sums_ptr + at, tl.sum(total, axis=0))
 
 
 @triton.jit
-def _list_weight(list_ptr, num, least, end, id_bits, top, temperature, min_p, TILE: tl.constexpr):
-    """Of a list's tokens from the place `least` on with ids below `end`."""
+def _list_weight(list_ptr, num, least, id_bits, top, temperature, min_p, TILE: tl.constexpr):
+    """Of a list's tokens from the place `least` on."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, num, TILE):
         i = start + tl.arange(0, TILE)
         place = tl.load(list_ptr + i, mask=i < num, other=-0x8000000000000000)
         _, weight = _weigh(logit((place >> id_bits).to(tl.int32)), top, temperature, min_p)
-        mask = (1 << id_bits) - 1
-        inside = (i < num) & (place >= least) & (mask - (place & mask) < end)
-        total += tl.where(inside, weight, 0)
+        total += tl.where((i < num) & (place >= least), weight, 0)
     return tl.sum(total, axis=0)
 
 
@@ -287,13 +279,11 @@ def _least(
 
 
 @_kernel
-def _draw_kernel(
-    logits_ptr,
+def _least_kernel(
     best_ptr,
     low_ptr,
     bins_ptr,
     list_ptr,
-    sums_ptr,
     rows_ptr,
     temperature_ptr,
     min_p_ptr,
@@ -301,35 +291,29 @@ def _draw_kernel(
     top_k_ptr,
     top_p_rows_ptr,
     top_p_ptr,
-    uniform_ptr,
-    ids_ptr,
-    valid_ptr,
+    least_ptr,
+    floor_ptr,
+    top_ptr,
     V,
-    stride_s,
-    steps,
     id_bits,
     parts,
     R,
     M,
     K,
     P,
-    BLOCK_V: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
+    """Find a row's largest logit, the lowest place that its filters keep, and the least e."""
+    r = tl.program_id(0).to(tl.int64)
+    row = r
+    if R > 0:
+        row = tl.load(rows_ptr + r)
     best, _low = _extremes(best_ptr, low_ptr, row, parts, MAX_PARTS)
     largest = (best >> 32).to(tl.int32)
-    tl.store(valid_ptr + row, finite(largest))
-    r = row
-    if R > 0:
-        r = _find(rows_ptr, R, row, ROWS).to(tl.int64)
-    if (r < 0) | (not finite(largest)):
-        tl.store(ids_ptr + row, 0x7FFFFFFF - (best & 0x7FFFFFFF))
-        return
     top = logit(largest)
     temperature = tl.load(temperature_ptr + r)
     min_p = tl.load(min_p_ptr + r, mask=M > 0, other=0.0)
@@ -338,9 +322,12 @@ def _draw_kernel(
     )
     bins_ptr += r * (2 * BINS + 2)
     list_ptr += r * V
-    num = tl.full([], 0, tl.int32)
+    ranked = (has_k | has_p) & finite(largest)
+    least_weighed = 5.684341886080802e-14  # 2^-44
+    tl.store(floor_ptr + r, tl.where(ranked, tl.maximum(min_p, least_weighed), min_p))
+    tl.store(top_ptr + r, top)
     least = tl.full([], -0x8000000000000000, tl.int64)
-    if has_k | has_p:
+    if ranked:
         _, _, last_k, count, weight, total_k = _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS)
         num = tl.load(bins_ptr + 2 * BINS).to(tl.int32)
         if last_k < BINS:
@@ -350,41 +337,125 @@ def _draw_kernel(
         if has_p:
             if last_k < BINS:
                 total_k = weight + _list_weight(
-                    list_ptr, num, least, V, id_bits, top, temperature, min_p, TILE
+                    list_ptr, num, least, id_bits, top, temperature, min_p, TILE
                 )
             limit = top_p * total_k.to(tl.float64)
             least_p = _least(
                 list_ptr, num, weight, limit, id_bits, top, temperature, min_p, False, TILE, WAYS
             )
             least = tl.maximum(least, least_p)
+    tl.store(least_ptr + r, least)
 
-    part = tl.arange(0, MAX_PARTS)
-    sums = tl.load(sums_ptr + r * parts + part, mask=part < parts, other=0)
-    total = tl.sum(sums, axis=0)
-    total += _list_weight(list_ptr, num, least, V, id_bits, top, temperature, min_p, TILE)
-    target = (tl.load(uniform_ptr + r) * total.to(tl.float64)).to(tl.int64)
-    # Find the first part at whose end the sum exceeds the target; `before` is the sum before it.
-    before = tl.full([], 0, tl.int64)
-    here = tl.full([], 0, tl.int32)
-    behind = parts - 1
-    while here < behind:
-        middle = (here + behind) // 2
-        end = (middle + 1) * steps * BLOCK_V
-        until = tl.sum(tl.where(part <= middle, sums, 0), axis=0)
-        until += _list_weight(list_ptr, num, least, end, id_bits, top, temperature, min_p, TILE)
-        before = tl.where(until > target, before, until)
-        here = tl.where(until > target, here, middle + 1)
-        behind = tl.where(until > target, middle, behind)
-    token = V - 1
+
+@triton.jit
+def _fraction(high, low):
+    return (high.to(tl.float32) + low.to(tl.float32) * 2.3283064365386963e-10) * (
+        2.3283064365386963e-10
+    ) + 2.710505431213761e-20
+
+
+@triton.jit
+def _split(x):
+    bits = x.to(tl.int32, bitcast=True)
+    e = (bits - 0x3F3504F3) >> 23
+    return (bits - (e << 23)).to(tl.float32, bitcast=True) - 1.0, e.to(tl.float32)
+
+
+@triton.jit
+def _log(f, e):
+    square = f * f
+    p = f * 7.0376836292e-2 - 1.1514610310e-1
+    p = p * f + 1.1676998740e-1
+    p = p * f - 1.2420140846e-1
+    p = p * f + 1.4249322787e-1
+    p = p * f - 1.6668057665e-1
+    p = p * f + 2.0000714765e-1
+    p = p * f - 2.4999993993e-1
+    p = p * f + 3.3333331174e-1
+    rest = p * f * square + e * -2.12194440e-4
+    return (rest - square * 0.5 + f) + e * 0.693359375
+
+
+@triton.jit
+def _of_bits(high, low):
+    """The noise of 64 bits, operation by operation as noise.of_bits has it."""
+    w = _fraction(high, low)
+    f, e = _split(_fraction(high ^ 0xFFFFFFFF, low ^ 0xFFFFFFFF))
+    near_1 = w < 0.25
+    f, e = _split(-_log(tl.where(near_1, -w, f), tl.where(near_1, 0.0, e)))
+    return -_log(f, e)
+
+
+@_kernel
+def _draw_kernel(
+    logits_ptr,
+    keys_ptr,
+    rows_ptr,
+    temperature_ptr,
+    seeds_ptr,
+    indices_ptr,
+    positions_ptr,
+    least_ptr,
+    floor_ptr,
+    top_ptr,
+    V,
+    first,
+    stride_s,
+    steps,
+    id_bits,
+    R,
+    FILTERED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    HALF: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Find the candidate of a part of a row: its logits are of the tokens from `first` on."""
+    row = tl.program_id(0).to(tl.int64)
+    r = row
+    if R > 0:
+        r = _find(rows_ptr, R, row, ROWS).to(tl.int64)
+    draws = r >= 0
+    temperature = tl.load(temperature_ptr + r, mask=draws, other=1.0)
+    seed = tl.load(seeds_ptr + r, mask=draws, other=0)
+    index = tl.load(indices_ptr + r, mask=draws, other=0).to(tl.int32)
+    position = tl.load(positions_ptr + r, mask=draws, other=0).to(tl.int32)
+    if FILTERED:
+        # Rows that are greedy or not valid keep every token.
+        largest = tl.load(top_ptr + r, mask=draws, other=float("inf"))
+        least = tl.load(least_ptr + r, mask=draws, other=0)
+        floor = tl.load(floor_ptr + r, mask=draws, other=0.0)
+        keeps_all = finite(order(largest)) == 0
+    begin = first // (2 * HALF) * HALF
+    best = tl.full([BLOCK_C], -0x80000000, tl.int32)
+    ids = tl.full([BLOCK_C], 0x7FFFFFFF, tl.int32)
     for step in tl.range(steps):
-        v = (here * steps + step) * BLOCK_V + tl.arange(0, BLOCK_V)
-        x = tl.load(logits_ptr + row * stride_s + v, mask=v < V, other=float("-inf"))
-        _, weight = _weigh(x, top, temperature, min_p)
-        weight = tl.where(_place(x, v, id_bits) >= least, weight, 0)
-        until = before + tl.cumsum(weight, 0)
-        token = tl.minimum(token, tl.min(tl.where(until > target, v, V - 1), axis=0))
-        before += tl.sum(weight, axis=0)
-    tl.store(ids_ptr + row, token)
+        pair = begin + (tl.program_id(1) * steps + step) * BLOCK_C + tl.arange(0, BLOCK_C)
+        # Indices into the row; the first ones of a part of the vocabulary may be negative.
+        v = pair // HALF * (2 * HALF) + pair % HALF - first
+        lower = tl.zeros([BLOCK_C], tl.float32)
+        upper = tl.zeros([BLOCK_C], tl.float32)
+        if draws:
+            zero = tl.zeros([BLOCK_C], tl.int32)
+            a, b, c, d = tl.philox(seed, pair, zero + position, zero + index, zero)
+            lower = _of_bits(a, b)
+            upper = _of_bits(c, d)
+        for half in tl.static_range(2):
+            at = v + half * HALF
+            inside = (at >= 0) & (at < V)
+            x = tl.load(logits_ptr + row * stride_s + at, mask=inside, other=float("-inf"))
+            place = order(x + temperature * (upper if half else lower))
+            if FILTERED:
+                e = tl.exp(tl.div_rn(x - largest, temperature))
+                kept = (_place(x, at, id_bits) >= least) & (e >= floor)
+                inside = inside & (kept | keeps_all)
+            better = (place > best) & inside
+            best = tl.where(better, place, best)
+            ids = tl.where(better, at, ids)
+    top = tl.max(best, axis=0)
+    lowest = tl.min(tl.where(best == top, ids, 0x7FFFFFFF), axis=0)
+    # A part without a token has the least key.
+    key = (top.to(tl.int64) << 32) | tl.maximum(0x7FFFFFFF - lowest - first, 0).to(tl.int64)
+    tl.store(keys_ptr + row * tl.num_programs(1) + tl.program_id(1), key)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -392,45 +463,52 @@ def _draw_kernel(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """The parts of rows, with the largest and smallest logit of each part.
+    """How rows are divided into parts.
 
     Attributes:
+        count: number of parts.
         block, steps: tokens of a step, and steps of a part.
-        best_SP: int64, the largest logit's `order` and 2^31 - 1 - its lowest id.
-        low_SP: int32, the smallest finite logit's `order`.
     """
 
+    count: int
     block: int
     steps: int
-    best_SP: Tensor
-    low_SP: Tensor
 
 
-def draw(
-    logits_SV: Tensor, parts: Parts, filters: Filters, uniform_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Draw a token of each row from its filtered distribution, or take the best without filters.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Which tokens the filters of the rows that draw keep.
+
+    Attributes:
+        least_R: int64, the lowest place in the order of the row.
+        floor_R, top_R: float32, the least e, and the largest logit.
+    """
+
+    least_R: Tensor
+    floor_R: Tensor
+    top_R: Tensor
+
+
+def find_kept(
+    logits_SV: Tensor, best_SP: Tensor, low_SP: Tensor, parts: Parts, filters: Filters
+) -> Kept:
+    """Find where the filters end.
 
     Args:
         logits_SV: [S,V] float32, S above 0; rows may be strided.
-
-    Returns:
-        ids [S] int64; valid [S] bool, False if the row has a NaN, +inf or nothing but -inf.
+        best_SP: int64, each part's largest logit's `order` and 2^31 - 1 - its lowest id.
+        low_SP: int32, the smallest finite logit's `order`.
     """
     f, device = filters, logits_SV.device
-    num_rows, vocab_size = logits_SV.shape
-    num_parts, num_drawn = parts.best_SP.shape[1], uniform_R.shape[0]
-    some_int64, id_bits = parts.best_SP, (vocab_size - 1).bit_length()
-    filtered = f.top_k_K is not None or f.top_p_P is not None
+    vocab_size, num_drawn = logits_SV.shape[1], f.temperature_R.shape[0]
+    some_int64, id_bits = best_SP, (vocab_size - 1).bit_length()
     bins = entries = some_int64
-    if filtered:
+    ranked = f.top_k_K is not None or f.top_p_P is not None
+    if ranked:
         bins = torch.zeros((num_drawn, 2 * BINS + 2), dtype=torch.int64, device=device)
         entries = torch.empty((num_drawn, vocab_size), dtype=torch.int64, device=device)
-    sums = torch.empty((num_drawn, num_parts), dtype=torch.int64, device=device)
-    ids_S = torch.empty(num_rows, dtype=torch.int64, device=device)
-    valid_S = torch.empty(num_rows, dtype=torch.bool, device=device)
     tensors = (
-        *(logits_SV, parts.best_SP, parts.low_SP, bins, entries, sums),
+        *(best_SP, low_SP, bins, entries),
         # Replace a missing tensor by one of its type, so that the kernel is compiled only once.
         some_int64 if f.rows_R is None else f.rows_R,
         f.temperature_R,
@@ -438,21 +516,63 @@ def draw(
         some_int64 if f.top_k_rows_K is None else f.top_k_rows_K,
         some_int64 if f.top_k_K is None else f.top_k_K,
         some_int64 if f.top_p_rows_P is None else f.top_p_rows_P,
-        uniform_R if f.top_p_P is None else f.top_p_P,
+        torch.empty(0, dtype=torch.float64, device=device) if f.top_p_P is None else f.top_p_P,
     )
-    sizes = (vocab_size, logits_SV.stride(0), parts.steps, id_bits)
     lists = (f.rows_R, f.min_p_R, f.top_k_K, f.top_p_P)
     counts = tuple(0 if x is None else len(x) for x in lists)
-    plan = {"BLOCK_V": parts.block, "MAX_PARTS": MAX_PARTS, "BINS": BINS, "ROWS": ROWS}
-    for gather in (False, True) if filtered else (True,):
-        _scan_kernel[num_drawn, num_parts](
-            *tensors, *sizes, *counts, GATHER=gather, **plan, num_warps=4
+    plan = {"MAX_PARTS": MAX_PARTS, "BINS": BINS, "ROWS": ROWS}
+    for gather in (False, True) if ranked else ():
+        _scan_kernel[num_drawn, parts.count](
+            *(logits_SV, *tensors, vocab_size, logits_SV.stride(0), parts.steps, id_bits, *counts),
+            **plan,
+            GATHER=gather,
+            BLOCK_V=parts.block,
+            num_warps=4,
         )
-    _draw_kernel[(num_rows,)](
-        *(*tensors, uniform_R, ids_S, valid_S, *sizes, num_parts, *counts),
+    kept = Kept(
+        least_R=torch.empty(num_drawn, dtype=torch.int64, device=device),
+        floor_R=torch.empty(num_drawn, dtype=torch.float32, device=device),
+        top_R=torch.empty(num_drawn, dtype=torch.float32, device=device),
+    )
+    _least_kernel[(num_drawn,)](
+        *(*tensors, kept.least_R, kept.floor_R, kept.top_R),
+        *(vocab_size, id_bits, parts.count, *counts),
         **plan,
         TILE=TILE,
         WAYS=WAYS,
         num_warps=8,
     )
-    return ids_S, valid_S
+    return kept
+
+
+def draw(
+    logits_SV: Tensor, parts: Parts, batch: SamplingBatch, kept: Kept | None = None, first: int = 0
+) -> Tensor:
+    """Find each part's candidate [S,P] (see `BestCandidates`); P is parts.count.
+
+    Args:
+        logits_SV: [S,V] float32, S above 0, of the tokens from `first` on; rows may be strided.
+        parts: of V + first % (2 * HALF) tokens, in blocks that are a multiple of 2 * HALF.
+        kept: None: there are no filters.
+    """
+    f = batch.filters
+    assert f is not None and batch.positions_R is not None
+    num_rows, vocab_size = logits_SV.shape
+    shape = (num_rows, parts.count)
+    keys_SP = torch.empty(shape, dtype=torch.int64, device=logits_SV.device)
+    filtered = kept is not None
+    if kept is None:
+        kept = Kept(least_R=keys_SP, floor_R=f.temperature_R, top_R=f.temperature_R)
+    _draw_kernel[shape](
+        *(logits_SV, keys_SP, keys_SP if f.rows_R is None else f.rows_R, f.temperature_R),
+        *(f.seeds_R, f.indices_R, batch.positions_R, kept.least_R, kept.floor_R, kept.top_R),
+        *(vocab_size, first, logits_SV.stride(0), parts.steps, (vocab_size - 1).bit_length()),
+        0 if f.rows_R is None else len(f.rows_R),
+        FILTERED=filtered,
+        BLOCK_C=parts.block // 2,
+        HALF=HALF,
+        ROWS=ROWS,
+        num_warps=4,
+        enable_fp_fusion=False,  # the noise rounds each operation on its own
+    )
+    return keys_SP

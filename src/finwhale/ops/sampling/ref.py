@@ -13,9 +13,13 @@ from finwhale.ops.sampling import (
     SampledTokens,
     SamplingBatch,
 )
+from finwhale.ops.sampling.noise import gumbel
 
+LEAST = 2.0**-44  # the least e that top_k and top_p keep
 # Weights are e * 2^44 with e <= 1: the sum over 2^17 tokens stays below 2^63.
 WEIGHT_SCALE = float(1 << 44)
+LARGEST = 0x7FFFFFFF  # int32
+INFINITY = 0x7F800000  # the bits of a float32
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -28,13 +32,11 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         penalised_SV = restrict(penalised_SV, batch.allowed)
     max_S, ids_S = penalised_SV.max(dim=-1)
     if batch.filters is not None:
-        assert batch.uniform_R is not None
-        rows_R = batch.filters.rows_R
-        if rows_R is None:
-            ids_S = draw(weigh(penalised_SV, max_S, batch.filters), batch.uniform_R)
-        else:
-            weights_RV = weigh(penalised_SV[rows_R], max_S[rows_R], batch.filters)
-            ids_S[rows_R] = draw(weights_RV, batch.uniform_R)
+        rows_R = slice(None) if batch.filters.rows_R is None else batch.filters.rows_R
+        x_RV = penalised_SV[rows_R]
+        kept_RV = keep(x_RV, max_S[rows_R], batch.filters)
+        values_RV = perturb(x_RV, batch).masked_fill_(~kept_RV, -torch.inf)
+        ids_S[rows_R] = values_RV.max(dim=-1).indices
     logprobs = measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=max_S.isfinite(), logprobs=logprobs)
 
@@ -59,36 +61,58 @@ def restrict(logits_SV: Tensor, a: AllowedTokens) -> Tensor:
     return logits_SV.index_copy(0, a.rows_G, x_GV)
 
 
-def weigh(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
-    """The filtered distribution: int64 weights [R,V], 0 for tokens that are filtered out."""
+def perturb(x_RV: Tensor, batch: SamplingBatch, first: int = 0) -> Tensor:
+    """logit + temperature * noise of the rows that draw, for the tokens from `first` on."""
+    f = batch.filters
+    assert f is not None and batch.positions_R is not None
+    noise_RV = gumbel(f.seeds_R, f.indices_R, batch.positions_R, x_RV.shape[1], first)
+    return x_RV + f.temperature_R[:, None] * noise_RV
+
+
+def keep(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
+    """Which tokens the filters keep: bool [R,V]."""
     # Subtract before dividing: a tiny temperature then gives -inf and 0, never inf - inf.
     e_RV = ((x_RV - max_R[:, None]) / f.temperature_R[:, None]).exp_()
+    kept_RV = torch.ones_like(e_RV, dtype=torch.bool)
     if f.min_p_R is not None:
-        e_RV.masked_fill_(e_RV < f.min_p_R[:, None], 0)
+        kept_RV = e_RV >= f.min_p_R[:, None]
     if f.top_k_rows_K is not None and f.top_k_K is not None:
         x_KV = x_RV[f.top_k_rows_K]
         top = x_KV.topk(f.max_top_k, dim=-1).values
         kth_K1 = top.gather(-1, f.top_k_K[:, None] - 1)
-        e_RV[f.top_k_rows_K] = e_RV[f.top_k_rows_K].masked_fill_(x_KV < kth_K1, 0)
-    weights_RV = e_RV.mul_(WEIGHT_SCALE).to(torch.int64)
+        kept_RV[f.top_k_rows_K] &= (x_KV >= kth_K1) & (e_RV[f.top_k_rows_K] >= LEAST)
     if f.top_p_rows_P is not None and f.top_p_P is not None:
+        weights_PV = (e_RV * kept_RV)[f.top_p_rows_P].mul_(WEIGHT_SCALE).to(torch.int64)
         order_PV = x_RV[f.top_p_rows_P].sort(dim=-1, descending=True, stable=True).indices
-        sorted_PV = weights_RV[f.top_p_rows_P].gather(-1, order_PV)
+        sorted_PV = weights_PV.gather(-1, order_PV)
         sum_PV = sorted_PV.cumsum(-1)
         enough_P1 = f.top_p_P[:, None] * sum_PV[:, -1:]
-        sorted_PV.masked_fill_(sum_PV - sorted_PV >= enough_P1, 0)
-        weights_RV[f.top_p_rows_P] = torch.zeros_like(sorted_PV).scatter_(-1, order_PV, sorted_PV)
-    return weights_RV
+        first_PV = (sum_PV - sorted_PV < enough_P1) & (sorted_PV > 0)
+        kept_RV[f.top_p_rows_P] = torch.empty_like(first_PV).scatter_(-1, order_PV, first_PV)
+    return kept_RV
 
 
-def draw(weights_RV: Tensor, uniform_R: Tensor) -> Tensor:
-    sum_RV = weights_RV.cumsum(-1)
-    total_R = sum_RV[:, -1]
-    # u is at most 1 - 2^-53, so that the rounded product stays below the total.
-    target_R = (uniform_R * total_R).to(torch.int64)
-    ids_R = torch.searchsorted(sum_RV, target_R[:, None], right=True)[:, 0]
-    # A row without a finite maximum has no distribution, but its id must be in the vocabulary.
-    return ids_R.clamp_(max=weights_RV.shape[-1] - 1)
+def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+    if batch.needs_whole_rows:
+        raise ValueError("candidates of a part of the vocabulary need a batch without filters")
+    values_SV = logits_SV
+    if batch.filters is not None:
+        rows_R = batch.filters.rows_R
+        if rows_R is None:
+            values_SV = perturb(logits_SV, batch, first)
+        else:
+            values_SV = logits_SV.index_copy(0, rows_R, perturb(logits_SV[rows_R], batch, first))
+    max_S, ids_S = values_SV.max(dim=-1)
+    bits_S = (max_S + 0.0).view(torch.int32)
+    order_S = torch.where(bits_S < 0, bits_S ^ LARGEST, bits_S).masked_fill_(max_S.isnan(), LARGEST)
+    return ((order_S.long() << 32) + LARGEST - (ids_S + first))[:, None]
+
+
+def merge_candidates(candidates_SC: Tensor) -> SampledTokens:
+    best_S = candidates_SC.amax(dim=-1)
+    order_S = best_S >> 32
+    finite_S = (order_S < INFINITY) & (order_S > -INFINITY - 1)
+    return SampledTokens(ids_S=LARGEST - (best_S & LARGEST), valid_S=finite_S)
 
 
 def measure(logits_SV: Tensor, ids_S: Tensor, wanted: tuple[LogprobRows, ...]) -> Logprobs:

@@ -21,6 +21,7 @@ from finwhale.ops.moe.cpu import (
 from finwhale.ops.moe.ref import finish_experts
 from finwhale.ops.norm.cpu import rms_norm
 from finwhale.ops.sampling.cpu import sample
+from finwhale.ops.sampling.ref import best_candidates, merge_candidates
 
 OPS = Ops(
     capabilities=Capabilities(
@@ -56,4 +57,6 @@ OPS = Ops(
     experts_combine=combine,
     swiglu_mlp=swiglu_mlp,
     sample=sample,
+    best_candidates=best_candidates,
+    merge_candidates=merge_candidates,
 )

@@ -19,7 +19,7 @@ from finwhale.ops.moe.experts_triton import compute, dispatch
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
-from finwhale.ops.sampling.sample_triton import sample
+from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
 from finwhale.platform import Platform
 
@@ -61,4 +61,6 @@ def table(platform: Platform) -> Ops:
         experts_combine=combine,
         swiglu_mlp=bind(swiglu_mlp, options=options),
         sample=sample,
+        best_candidates=best_candidates,
+        merge_candidates=merge_candidates,
     )

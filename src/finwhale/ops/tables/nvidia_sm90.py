@@ -23,7 +23,7 @@ from finwhale.ops.moe.experts_layout import finish_experts
 from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
-from finwhale.ops.sampling.sample_triton import sample
+from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
 from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind, optional
 from finwhale.platform import Platform
 
@@ -82,6 +82,8 @@ def _table(num_multiprocessors: int) -> Ops:
         experts_combine=bind(combine, early_launch=True),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
         sample=sample,
+        best_candidates=best_candidates,
+        merge_candidates=merge_candidates,
     )
 
 

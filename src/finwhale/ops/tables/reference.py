@@ -19,7 +19,7 @@ from finwhale.ops.moe.ref import (
     swiglu_mlp,
 )
 from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.sampling.ref import sample
+from finwhale.ops.sampling.ref import best_candidates, merge_candidates, sample
 
 OPS = Ops(
     capabilities=Capabilities(
@@ -55,4 +55,6 @@ OPS = Ops(
     experts_combine=combine,
     swiglu_mlp=swiglu_mlp,
     sample=sample,
+    best_candidates=best_candidates,
+    merge_candidates=merge_candidates,
 )
