@@ -129,6 +129,6 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     yield linear("wo_b", G * O, D)
     yield linear("compress C4", D, 4 * C + 4 * J + I, fp8=False)
     yield linear("compress C128", D, 2 * C, fp8=False)
-    yield linear("head", D, s.vocab_size, fp8=False)
+    yield linear("head", D, s.head_rows or s.vocab_size, fp8=False)
     yield grouped("wo_a", True)
     yield grouped("wo_a of bfloat16", False)
