@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from finwhale.ops.attention import Complete, Selected, Window, sparse_attention_triton
-from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads
+from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads, produce_half
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
     UP,
@@ -262,7 +262,7 @@ def _attend_kernel(
         gl.warp_specialize(
             [
                 (_consume, (heads, W, SPLITS, BLOCK_K, ROUND)),
-                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, 1, 0)),
+                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP)),
             ],
             [PRODUCER_WARPS],
             [PRODUCER_REGISTERS],
@@ -271,8 +271,8 @@ def _attend_kernel(
         gl.warp_specialize(
             [
                 (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND)),
-                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, 2, 0)),
-                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, 2, 1)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 1)),
             ],
             [PRODUCER_WARPS, PRODUCER_WARPS],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

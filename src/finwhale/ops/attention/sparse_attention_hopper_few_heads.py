@@ -1,4 +1,4 @@
-"""Attention of 8, 16 or 32 heads on Hopper GPUs, in Gluon: the consumers with keys as rows.
+"""Attention of 8, 16 or 32 heads on Hopper GPUs, in Gluon: keys are the rows of the MMA.
 
 Read sparse_attention_hopper.py first. A warpgroup MMA has 64 rows, and tensor parallelism leaves a
 GPU fewer heads than that. Here the rows are keys and the columns are heads:
@@ -9,6 +9,9 @@ GPU fewer heads than that. Here the rows are keys and the columns are heads:
 Every instruction reads its 64 rows from shared memory in 16 cycles and multiplies them in H / 2.
 The GEMMs of a tile of 64 keys take 1024 cycles for up to 32 heads, against 2048 with heads as rows.
 The output takes 4 H registers of a thread, which leaves registers for a second group of producers.
+
+Each group of producers loads half of every tile. While it stores one tile's rows, the next tile's
+rows and the pages or slots of the tile after that are on their way.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -24,8 +27,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
     UP,
+    load_words,
+    log2,
     prepare_query,
     store_heads,
+    store_rows,
 )
 
 
@@ -107,3 +113,124 @@ def consume_few_heads(
         if begin < end or split == 0:
             part_at = part_ptr + ((token * SPLITS + split) * A + gl.expand_dims(stat_head, 0)) * C
             gl.store(part_at + column, out, mask=gl.expand_dims(is_stat, 0))
+
+
+@gluon.jit
+def _find_rows(
+    key0,
+    position,
+    num_entries,
+    window_pages_ptr,
+    window_first,
+    entry_rows_ptr,
+    entry_first,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Load the pages of keys key0 .., or the slots of selected entries."""
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        row = position - (W - 1) + key
+        place = window_pages_ptr + ((row >> log2(WINDOW_ROWS)) - window_first)
+    elif ENTRIES == 1:
+        place = entry_rows_ptr + (key - W)
+    else:
+        place = entry_rows_ptr + (((key - W) >> log2(ENTRY_ROWS)) - entry_first)
+    return gl.load(place, mask=valid, other=0)
+
+
+@gluon.jit
+def _load_found(
+    found,
+    key0,
+    position,
+    num_entries,
+    window_ptr,
+    entry_ptr,
+    stride_window_page,
+    stride_entry_page,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+    HALF: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    """Load the words of the rows that `_find_rows` found."""
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        offset = (position - (W - 1) + key) & (WINDOW_ROWS - 1)
+        page_ptr = window_ptr + found.to(gl.int64) * stride_window_page
+        word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
+    else:
+        page = found
+        offset = (key - W) & (ENTRY_ROWS - 1)
+        if ENTRIES == 1:
+            page = found >> log2(ENTRY_ROWS)
+            offset = found & (ENTRY_ROWS - 1)
+        page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
+        word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
+    return load_words(page_ptr + offset * 576, word_ptr, valid, WIDE, HALF, NARROW)
+
+
+@gluon.jit
+def produce_half(
+    work,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    HALF_TILE: gl.constexpr,
+):
+    """The work of one of two groups of producers: half of the rows of tiles begin .. end - 1."""
+    # fmt: off
+    (
+        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
+        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
+        stride_entry_page,
+    ) = work
+    # fmt: on
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    K: gl.constexpr = BLOCK_K // 2
+    key0 = begin * BLOCK_K + HALF_TILE * K
+    found = _find_rows(
+        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
+        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+    )  # fmt: skip
+    wide, half, narrow, rope, low, high = _load_found(
+        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
+    )  # fmt: skip
+    key0 += BLOCK_K
+    found = _find_rows(
+        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
+        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+    )  # fmt: skip
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
+        rows = words.index(buffer).slice(HALF_TILE * K, K, dim=0)
+        store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(buffer), count=1)
+        wide, half, narrow, rope, low, high = _load_found(
+            found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+            stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
+        )  # fmt: skip
+        key0 += BLOCK_K
+        found = _find_rows(
+            key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
+            entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+        )  # fmt: skip

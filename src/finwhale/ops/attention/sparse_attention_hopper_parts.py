@@ -13,7 +13,7 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
-def _log2(x):
+def log2(x):
     return x.bit_length() - 1
 
 
@@ -66,6 +66,21 @@ def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
+def load_words(
+    row_ptr, word_ptr, valid, WIDE: gl.constexpr, HALF: gl.constexpr, NARROW: gl.constexpr
+):
+    """The words of rows: 256, 128 and 64 nope bytes, rope, scales."""
+    row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
+    word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
+    low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
+    wide = _piece(row_ptr, valid, 0, 64, WIDE)
+    half = _piece(row_ptr, valid, 64, 32, HALF)
+    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
+    rope = _piece(row_ptr, valid, 112, 32, HALF)
+    return wide, half, narrow, rope, low, high
+
+
+@gluon.jit
 def _load_rows(
     key0,
     position,
@@ -87,9 +102,9 @@ def _load_rows(
     HALF: gl.constexpr,
     NARROW: gl.constexpr,
 ):
-    """The words of the rows of keys key0 ..: 256, 128 and 64 nope bytes, rope, scales."""
-    WINDOW_LOG: gl.constexpr = _log2(WINDOW_ROWS)
-    ENTRY_LOG: gl.constexpr = _log2(ENTRY_ROWS)
+    """The words of the rows of keys key0 .., as `load_words` gives them."""
+    WINDOW_LOG: gl.constexpr = log2(WINDOW_ROWS)
+    ENTRY_LOG: gl.constexpr = log2(ENTRY_ROWS)
     key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
     valid = (key >= W - 1 - position) & (key < W + num_entries)
     if ENTRIES == 0 or key0 < W:
@@ -111,18 +126,11 @@ def _load_rows(
         page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
         row_ptr = page_ptr + offset * 576
         word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
-    row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
-    word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
-    low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
-    wide = _piece(row_ptr, valid, 0, 64, WIDE)
-    half = _piece(row_ptr, valid, 64, 32, HALF)
-    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
-    rope = _piece(row_ptr, valid, 112, 32, HALF)
-    return wide, half, narrow, rope, low, high
+    return load_words(row_ptr, word_ptr, valid, WIDE, HALF, NARROW)
 
 
 @gluon.jit
-def _store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
+def store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
     """The rows as bfloat16 in shared memory: words [K,256] int32."""
     words.slice(0, 128, dim=1).store(_dequantise(wide, low, WIDE, 0))
     words.slice(128, 64, dim=1).store(_dequantise(half, high, HALF, 0))
@@ -235,13 +243,8 @@ def produce(
     ENTRIES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STEP: gl.constexpr,
-    GROUPS: gl.constexpr,
-    GROUP: gl.constexpr,
 ):
-    """The work of a group of producers: load tiles begin .. end - 1 of rows, STEP rows at a time.
-
-    GROUPS groups take turns at the steps.
-    """
+    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time."""
     # fmt: off
     (
         words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
@@ -253,11 +256,9 @@ def produce(
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
     HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
-    STEPS: gl.constexpr = BLOCK_K // STEP // GROUPS
-    FIRST: gl.constexpr = GROUP * STEP
-    EACH: gl.constexpr = GROUPS * STEP
+    STEPS: gl.constexpr = BLOCK_K // STEP
     wide, half, narrow, rope, low, high = _load_rows(
-        begin * BLOCK_K + FIRST, position, num_entries, window_ptr, window_pages_ptr, window_first,
+        begin * BLOCK_K, position, num_entries, window_ptr, window_pages_ptr, window_first,
         entry_ptr, entry_rows_ptr, entry_first, stride_window_page, stride_entry_page, W,
         WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
     )  # fmt: skip
@@ -265,10 +266,10 @@ def produce(
         buffer = (tile - begin) & 1
         mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
         for step in gl.static_range(STEPS):
-            rows = words.index(buffer).slice(FIRST + step * EACH, STEP, dim=0)
-            _store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+            rows = words.index(buffer).slice(step * STEP, STEP, dim=0)
+            store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
             wide, half, narrow, rope, low, high = _load_rows(
-                tile * BLOCK_K + FIRST + (step + 1) * EACH, position, num_entries, window_ptr,
+                tile * BLOCK_K + (step + 1) * STEP, position, num_entries, window_ptr,
                 window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
                 stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP,
                 WIDE, HALF, NARROW,
