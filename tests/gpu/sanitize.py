@@ -26,6 +26,8 @@ from finwhale.platform import Platform
 TOKENS = (1, 3, 40, 140, 200)
 # The same and what meets every plan of the experts: 0.75 to 150 pairs each.
 EXPERTS = 8
+# The operators that have other sizes on one of several ranks.
+CUT = ("linear", "grouped_linear", "sparse_attention", "experts", "swiglu_mlp")
 EXPERTS_TOKENS = (*TOKENS, 60, 120)
 dispatch_triton.FEW_PAIRS = 256
 mhc.MOST_TOKENS = 150
@@ -65,6 +67,8 @@ def main() -> int:
         wrong += failed
         ran += run_sizes(operator, table, CONFIGS["demo"])
         ran += run_sizes(operator, table, CONFIGS["flash"])
+        if operator in CUT:
+            ran += run_sizes(operator, table, CONFIGS["flash"].of_rank(4))
         torch.cuda.synchronize()
         print(f"{operator}: {ran} calls, {failed} cases wrong", flush=True)
     return int(wrong > 0)

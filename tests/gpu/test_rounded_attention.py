@@ -50,13 +50,13 @@ def check(ops: Ops, args: Any, w: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", "C4", "C128"])
-@pytest.mark.parametrize("config", ["flash", "pro"])
+@pytest.mark.parametrize("config, ranks", [("flash", 1), ("flash", 2), ("flash", 8), ("pro", 1)])
 @pytest.mark.parametrize("invariant", [False, True])
 def test_rounding_in_attention_is_rounding_afterwards(
-    config: str, kind: str, invariant: bool
+    config: str, ranks: int, kind: str, invariant: bool
 ) -> None:
     ops, draw = load_ops(Platform("nvidia", "sm90"), batch_invariant=invariant), ModelDraw("cuda")
-    case = partial(bench.model_case, CONFIGS[config], draw)
+    case = partial(bench.model_case, CONFIGS[config].of_rank(ranks), draw)
     grouped = case("grouped_linear", "wo_a", ())
     assert grouped.weight is not None
     w = ready(ops, grouped.weight())

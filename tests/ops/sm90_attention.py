@@ -23,18 +23,26 @@ TYPES = {
     "eps": "fp32",
     "scale_log2": "fp32",
 }
-# kind of entries, splits, heads a program, keys a step, whether the output is rounded.
+# kind of entries, splits, heads of the model's rank, heads a program, keys a step, whether the
+# output is rounded.
 VARIANTS = (
-    (0, 4, 64, 64, False),
-    (1, 1, 64, 64, False),
-    (1, 1, 64, 64, True),
-    (1, 5, 64, 64, True),
-    (2, 20, 16, 32, False),
+    (0, 4, 64, 64, 64, False),
+    (1, 1, 64, 64, 64, False),
+    (1, 1, 64, 64, 64, True),
+    (1, 5, 64, 64, 64, True),
+    (2, 20, 64, 16, 32, False),
+    (1, 1, 32, 32, 64, True),
+    (1, 5, 32, 32, 64, False),
+    (0, 1, 16, 16, 64, True),
+    (2, 10, 8, 8, 64, False),
+    (1, 1, 8, 8, 64, True),
 )
 
 
-def call(kind: int, splits: int, block_h: int, block_k: int, rounds: bool) -> None:
+def call(kind: int, splits: int, heads: int, block_h: int, block_k: int, rounds: bool) -> None:
     rows = 2 if kind == 2 else 64
+    few = heads <= hopper.FEW_HEADS
+    mma_heads = hopper.mma_heads(heads)
     constants = {
         "W": 128,
         "WINDOW_ROWS": 64,
@@ -47,11 +55,12 @@ def call(kind: int, splits: int, block_h: int, block_k: int, rounds: bool) -> No
         "ROUND": rounds,
         "PDL": True,
         "HEADS_EACH": block_h,
-        "FULL": block_h == 64,
+        "ROWS": mma_heads,
+        "FULL": block_h == mma_heads,
         "SHARE": 2 if splits == 5 else 0,
         "STEP": hopper.STEP,
         "PRODUCER_WARPS": hopper.PRODUCER_WARPS,
-        "PRODUCER_REGISTERS": hopper.PRODUCER_REGISTERS,
+        "PRODUCER_REGISTERS": hopper.FEW_HEADS_REGISTERS if few else hopper.PRODUCER_REGISTERS,
     }
     signature, values, attributes = {}, {}, {}
     for position, parameter in enumerate(hopper._attend_kernel.params):
@@ -65,7 +74,8 @@ def call(kind: int, splits: int, block_h: int, block_k: int, rounds: bool) -> No
         if name not in ("eps", "scale_log2", "stride_window", "stride_entry"):
             attributes[position,] = [["tt.divisibility", 16]]
     source = GluonASTSource(hopper._attend_kernel, signature, values, attributes)
-    add_report(source, {"num_warps": hopper.NUM_WARPS}, constants)
+    warps = hopper.FEW_HEADS_WARPS if few else hopper.NUM_WARPS
+    add_report(source, {"num_warps": warps}, constants)
 
 
 def calls() -> dict[str, Callable[[], None]]:

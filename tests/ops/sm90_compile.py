@@ -376,6 +376,8 @@ def calls() -> dict[str, Callable[[], None]]:
             found[f"linear-{name}-{N}"] = partial(
                 call_linear, D, A, Q, 2048 if D == 4096 else 3072, N
             )
+    for N in (1, 8):  # of one of eight ranks
+        found[f"linear-flash-rank-{N}"] = partial(call_linear, 4096, 8, 1024, 256, N)
     for sizes in ((512, 64, 512), (512, 64, 1024), (128, 16, 64)):  # width, heads, topk
         for step in ((8, 2**20, 1), (8192, 8192, 8192), (8192, 65536, 8192)):
             found[f"indexer-{sizes[2]}-{step[0]}-{step[1]}"] = partial(call_indexer, *sizes, *step)

@@ -22,6 +22,15 @@ from .sm90_compile import f32, meta
 
 # D, I, E, K.
 MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 128, 16, 4)}
+# (model, I of a rank of several, tokens): longer rings for one token, more steps for several.
+RANKS = (
+    ("flash", 1024, 1),
+    ("flash", 1024, 8),
+    ("flash", 256, 1),
+    ("flash", 256, 8),
+    ("pro", 384, 1),
+    ("pro", 384, 8),
+)
 # Every plan that plan() makes for Hopper, and one of those for other GPUs.
 PLANS = (
     HopperPlan(16, 1, (1, 4), (1, 4)),
@@ -68,6 +77,10 @@ def calls() -> dict[str, Callable[[], None]]:
                 kind = "hopper" if isinstance(plan, HopperPlan) else "portable"
                 key = f"{name}-{kind}-{plan.block_rows}-{N}"
                 found[key] = partial(call, D, I, E, K, N, plan)
+    for name, inner, N in RANKS:
+        D, _, E, K = MODELS[name]
+        key = f"{name}-rank-{inner}-{N}"
+        found[key] = partial(call, D, inner, E, K, N, PLANS[0])
     return found
 
 

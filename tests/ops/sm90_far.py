@@ -30,6 +30,10 @@ def calls() -> dict[str, Callable[[], None]]:
             found[f"attention-hopper-{name}-{N}"] = partial(
                 near.call_attention, *step, sparse_attention
             )
+    for N in (32, TOKENS):
+        found[f"attention-hopper-few-heads-{N}"] = partial(
+            near.call_attention, 16, 512, 1024, 512, N, 1 if N == 32 else N, sparse_attention
+        )
     D, I, E, _ = experts.MODELS["pro"]  # noqa: E741
     for number, plan in enumerate(experts.PLANS):
         call = partial(experts.call, D, I, E, 8, PAIR_TOKENS, plan)

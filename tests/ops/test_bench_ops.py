@@ -15,6 +15,7 @@ from torch import Tensor
 
 from finwhale.bench import ops as bench
 from finwhale.bench.packing import ACTIVATIONS, plain_args
+from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.case import CONFIGS, Args, Chunks, ModelDraw, OpCase, take_tokens
@@ -182,18 +183,40 @@ def test_other_entries_are_found() -> None:
     assert any(v.fault for v in found)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_floors(name: str) -> None:
+RANKS = [(name, size) for name in ("flash", "pro") for size in (1, 2, 4, 8)] + [("demo", 1)]
+
+
+@pytest.mark.parametrize("name, ranks", RANKS)
+def test_floors(name: str, ranks: int) -> None:
     """Bytes and operations grow with the step, and no floor is zero."""
-    few, many = (model_cases(name, ((8191, 8192),) * count) for count in (1, 32))
+    few, many = (model_cases(name, ((8191, 8192),) * count, ranks) for count in (1, 32))
     for one, other in zip(few, many, strict=True):
         assert 0 < one.floor_us <= other.floor_us
         assert other.bytes <= 32 * one.bytes
         assert other.operations == 32 * one.operations
 
 
-def model_cases(config: str, step: Chunks) -> list[OpCase]:
-    return list(bench.model_cases(CONFIGS[config], ModelDraw("cpu"), step))
+def test_the_ranks_share_the_operations() -> None:
+    """Each rank of two computes half of what is cut, and all of the rest."""
+    step = ((8191, 8192),) * 32
+    for whole, one in zip(model_cases("flash", step), model_cases("flash", step, 2), strict=True):
+        cut = whole.operator in ("grouped_linear", "sparse_attention", "experts", "swiglu_mlp")
+        cut |= whole.operator == "linear" and whole.name in ("wq_b", "wo_b", "head")
+        if whole.name == "wq_b of C4":  # the indexer's rows of it are not cut
+            assert whole.operations - one.operations == 2.0 * 32 * 1024 * 32 * 512
+        else:
+            assert one.operations == whole.operations / (2 if cut else 1)
+
+
+def test_sizes_that_ranks_cannot_share() -> None:
+    with pytest.raises(FinwhaleError, match=r"moe_intermediate_size 128 .* 2 ranks in blocks of"):
+        CONFIGS["demo"].of_rank(2)
+    with pytest.raises(FinwhaleError, match="o_groups 8 does not divide by 16 ranks"):
+        CONFIGS["flash"].of_rank(16)
+
+
+def model_cases(config: str, step: Chunks, ranks: int = 1) -> list[OpCase]:
+    return list(bench.model_cases(CONFIGS[config].of_rank(ranks), ModelDraw("cpu"), step))
 
 
 def flash_cases(operator: str, step: Chunks) -> list[OpCase]:

@@ -3,7 +3,8 @@
 import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
-from finwhale.ops.moe.experts_hopper import _cut
+from finwhale.ops.moe.experts_hopper import PLANS, _cut, _down_steps
+from finwhale.ops.moe.experts_hopper_one_token import STAGES, _stages
 
 
 def test_programs_share_all_rows() -> None:
@@ -13,3 +14,20 @@ def test_programs_share_all_rows() -> None:
             found, steps, programs = _cut(rows, groups, tiles)
             assert found * steps * programs == rows
             assert found <= groups and steps <= tiles and found >= min(2, groups)
+
+
+def test_a_rank_of_several_has_as_long_programs_as_one_rank() -> None:
+    """Blocks of weights that a program of the down GEMM loads, with I of 1, 2, 4 and 8 ranks."""
+    for _, plan in PLANS:
+        for inners in ((2048, 1024, 512, 256), (3072, 1536, 768, 384)):
+            whole, *ranks = [_down_steps(plan, inner) * inner // 128 for inner in inners]
+            assert whole == plan.down[0] * inners[0] // 128
+            assert all(whole / 4 <= blocks <= whole for blocks in ranks)
+
+
+def test_one_token_has_as_many_bytes_in_flight_on_every_rank() -> None:
+    """Tiles of all rings together, of gate and up for six experts; at most 24 for a program."""
+    for blocks, rows in ((32, 64), (56, 96)):
+        tiles = [rows // n * 6 * _stages(rows // n * 6, blocks) for n in (1, 2, 4, 8)]
+        assert tiles[0] == rows * 6 * STAGES
+        assert min(tiles) >= tiles[0] // 2

@@ -55,6 +55,7 @@ from finwhale.ops.moe.cases import HIDDEN_TOLERANCE
 from finwhale.ops.slots import write_slots
 from finwhale.platform import Platform
 
+RANKS = (1, 2, 4, 8)
 BATCHES = (1, 8, 32, 128, 8192)
 MAX_DECODE = 1024  # Batches up to this are decodes of one token each; larger ones are one prompt.
 REPLAYS = 50
@@ -567,12 +568,19 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--batch-invariant", action="store_true", help="use the batch-invariant operators"
     )
+    parser.add_argument(
+        "--tensor-parallel-size",
+        type=int,
+        choices=RANKS,
+        default=1,
+        help="use the sizes of one of so many ranks",
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         raise FinwhaleError("bench ops measures a GPU, and torch sees none")
     if min(args.batches) < 1 or args.context < 1:
         parser.error("--batches and --context must be at least 1")
-    sizes = CONFIGS[args.config]
+    sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
     ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
     with torch.inference_mode():
         if args.check:
@@ -583,6 +591,7 @@ def main(argv: Sequence[str]) -> int:
         "benchmark": "ops",
         "config": args.config,
         "table": args.table,
+        "tensor_parallel_size": args.tensor_parallel_size,
         "read_bytes_per_s": READ_RATE,
         "results": lines,
     }

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.errors import FinwhaleError
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention.layout import pack_rows
 from finwhale.ops.compressor import CompressPart
@@ -33,6 +34,7 @@ MORE_COLUMNS = 16
 # Measured on an H200.
 READ_RATE = 4.39e12  # bytes per second
 FP8_RATE, BF16_RATE = 1.42e15, 0.79e15  # operations per second; a multiply-add is two operations
+WEIGHT_BLOCK = 128  # rows and columns of an E4M3 weight that share a scale
 # At the models' sizes, sums in float32 have up to 2^15 terms.
 MODEL_TOLERANCE = 2e-5
 
@@ -90,7 +92,10 @@ class OpCase:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a model that determine its operators' shapes. The names are the checkpoint's."""
+    """The sizes of a model that determine its operators' shapes. The names are the checkpoint's.
+
+    head_rows: the number of the LM head's rows on a rank. 0: the whole vocabulary.
+    """
 
     hidden_size: int
     num_attention_heads: int
@@ -106,6 +111,29 @@ class Sizes:
     vocab_size: int = 129280
     qk_rope_head_dim: int = 64
     index_head_dim: int = 128
+    head_rows: int = 0
+
+    def of_rank(self, tensor_parallel_size: int) -> "Sizes":
+        """The sizes of one of so many ranks. Raises FinwhaleError if they do not divide."""
+        cut = {
+            "num_attention_heads": (self.num_attention_heads, 1),
+            "o_groups": (self.o_groups, 1),
+            "moe_intermediate_size": (self.moe_intermediate_size, WEIGHT_BLOCK),
+            "vocab_size": (self.vocab_size, 1),
+        }
+        for name, (size, unit) in cut.items():
+            if size % (unit * tensor_parallel_size):
+                raise FinwhaleError(
+                    f"{name} {size} does not divide by {tensor_parallel_size} ranks"
+                    + (f" in blocks of {unit}" if unit > 1 else "")
+                )
+        return replace(
+            self,
+            num_attention_heads=self.num_attention_heads // tensor_parallel_size,
+            o_groups=self.o_groups // tensor_parallel_size,
+            moe_intermediate_size=self.moe_intermediate_size // tensor_parallel_size,
+            head_rows=self.vocab_size // tensor_parallel_size,
+        )
 
 
 CONFIGS = {

@@ -66,7 +66,7 @@ DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
 LONG = 128 * 131
 # No token; the demo model's; a first token; page edges; odd widths and pages; several blocks of
 # entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than a
-# block of them; rounded ones.
+# block of them; the heads of ranks; rounded ones.
 SIZES = (
     Size(chunks=(), entries=64),
     Size(chunks=((300, 301),)),
@@ -90,6 +90,8 @@ SIZES = (
     Size(chunks=(*DECODES, (LONG - 1, LONG)), entries="all", rows_per_page=(64, 2)),
     Size(chunks=((250, 260), (0, 5)), heads=2, head_dim=48, rope=16, entries="all"),
     Size(chunks=((LONG - 3, LONG + 2),), heads=2, head_dim=48, rope=16, entries="all"),
+    Size(chunks=((5, 6), (200, 202)), heads=8, head_dim=512, entries=64),
+    Size(chunks=((70, 71), (200, 201)), heads=32, head_dim=512, entries="all", rounded=True),
     Size(chunks=(), rounded=True),
     Size(chunks=(*DECODES, (20, 29)), entries=40, rounded=True),
     Size(chunks=((5, 6), (200, 203)), heads=16, head_dim=512, entries="all", rounded=True),

@@ -9,8 +9,11 @@ plan, and shares its kernel that combines parts. This kernel controls the locati
   each keep half of the output [64,512] in registers.
 - mbarriers pass a buffer from producers to consumers and back.
 
-With 128 tokens a tile of 64 keys takes some 8000 cycles, of which both GEMMs need 2000. The rest is
-mostly waiting for global loads, so the producers appear to limit the speed.
+With 32 heads or fewer, the keys are the rows of the MMA, there is one group of consumers and there
+are two groups of producers (sparse_attention_hopper_few_heads.py).
+
+With 128 tokens and 64 heads, a tile of 64 keys takes some 8000 cycles, of which both GEMMs need
+2000. The rest is mostly waiting for global loads, so the producers appear to limit the speed.
 
 A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.py.
 """
@@ -29,6 +32,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from finwhale.ops.attention import Complete, Selected, Window, sparse_attention_triton
+from finwhale.ops.attention.sparse_attention_hopper_few_heads import consume_few_heads, produce_half
+from finwhale.ops.attention.sparse_attention_hopper_parts import (
+    LOG2_E,
+    UP,
+    prepare_query,
+    produce,
+    store_heads,
+)
 from finwhale.ops.attention.sparse_attention_triton import (
     AttendPlan,
     Problem,
@@ -45,282 +56,39 @@ from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
 HEAD_DIM, ROPE = 512, 64
-BLOCK_H, BLOCK_K = 64, 64
+MMA_ROWS, BLOCK_K = 64, 64
 NUM_WARPS = 8
-FEW_TOKENS = 2  # up to this number of tokens, a program processes 16 heads
+FEW_TOKENS = 2  # up to this number of tokens, a program processes 16 of 64 heads
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
-UP = gl.constexpr(18446744073709551616.0)  # 2^64
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.constexpr_function
-def _log2(x):
-    return x.bit_length() - 1
-
-
-@gluon.jit
-def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
-    """Convert words of four E4M3 bytes, x [K,X] int32, to their values times 2^-64.
-
-    scales [K] int32: four exponent bytes; x begins at group GROUP0 of them. Returns [K,2X] int32,
-    two bfloat16 a word.
-    """
-    X: gl.constexpr = x.shape[1]
-    scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
-    group = GROUP0 + gl.arange(0, X, gl.SliceLayout(0, layout)) // 16
-    exponent = (gl.expand_dims(scales, 1) >> gl.expand_dims(8 * group, 0)) & 255
-    # 2^(byte - 127) * 2^120 * 2^-64 as a bfloat16, twice.
-    factor = exponent * 0x00800080 + 56 * 0x00800080
-    low, high = gl.inline_asm_elementwise(
-        """
-        {
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $2, 0, 0x1404;
-        prmt.b32 b, $2, 0, 0x3424;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        and.b32 c, c, 0x07f007f0;
-        and.b32 d, d, 0x07f007f0;
-        lop3.b32 a, a, 0x80008000, c, 0xea;
-        lop3.b32 b, b, 0x80008000, d, 0xea;
-        mul.rn.bf16x2 $0, a, $3;
-        mul.rn.bf16x2 $1, b, $3;
-        }
-        """,
-        "=r,=r,r,r",
-        [x, factor],
-        dtype=(gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    return gl.reshape(gl.join(low, high), [x.shape[0], 2 * X])
-
-
-@gluon.jit
-def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.constexpr):
-    """X words from FIRST on of each row."""
-    column = FIRST + gl.arange(0, X, gl.SliceLayout(0, layout))
-    row_ptr = gl.convert_layout(row_ptr, gl.SliceLayout(1, layout), assert_trivial=True)
-    valid = gl.convert_layout(valid, gl.SliceLayout(1, layout), assert_trivial=True)
-    pointer = gl.expand_dims(row_ptr, 1) + gl.expand_dims(column, 0)
-    return gl.load(pointer, mask=gl.expand_dims(valid, 1), other=0)
-
-
-@gluon.jit
-def _load_rows(
-    key0,
-    position,
-    num_entries,
-    window_ptr,
-    window_pages_ptr,
-    window_first,
-    entry_ptr,
-    entry_rows_ptr,
-    entry_first,
-    stride_window_page,
-    stride_entry_page,
-    W: gl.constexpr,
-    WINDOW_ROWS: gl.constexpr,
-    ENTRY_ROWS: gl.constexpr,
-    ENTRIES: gl.constexpr,
-    K: gl.constexpr,
-    WIDE: gl.constexpr,
-    HALF: gl.constexpr,
-    NARROW: gl.constexpr,
-):
-    """The words of the rows of keys key0 ..: 256, 128 and 64 nope bytes, rope, scales."""
-    WINDOW_LOG: gl.constexpr = _log2(WINDOW_ROWS)
-    ENTRY_LOG: gl.constexpr = _log2(ENTRY_ROWS)
-    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
-    if ENTRIES == 0 or key0 < W:
-        row = position - (W - 1) + key
-        page = gl.load(window_pages_ptr + ((row >> WINDOW_LOG) - window_first), mask=valid, other=0)
-        offset = row & (WINDOW_ROWS - 1)
-        page_ptr = window_ptr + page.to(gl.int64) * stride_window_page
-        row_ptr = page_ptr + offset * 576
-        word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
-    else:
-        row = key - W
-        if ENTRIES == 1:
-            row = gl.load(entry_rows_ptr + row, mask=valid, other=0)
-            page = row >> ENTRY_LOG
-        else:
-            place = (row >> ENTRY_LOG) - entry_first
-            page = gl.load(entry_rows_ptr + place, mask=valid, other=0)
-        offset = row & (ENTRY_ROWS - 1)
-        page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
-        row_ptr = page_ptr + offset * 576
-        word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
-    row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
-    word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
-    low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
-    wide = _piece(row_ptr, valid, 0, 64, WIDE)
-    half = _piece(row_ptr, valid, 64, 32, HALF)
-    narrow = _piece(row_ptr, valid, 96, 16, NARROW)
-    rope = _piece(row_ptr, valid, 112, 32, HALF)
-    return wide, half, narrow, rope, low, high
-
-
-@gluon.jit
-def _store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
-    """The rows as bfloat16 in shared memory: words [K,256] int32."""
-    words.slice(0, 128, dim=1).store(_dequantise(wide, low, WIDE, 0))
-    words.slice(128, 64, dim=1).store(_dequantise(half, high, HALF, 0))
-    words.slice(192, 32, dim=1).store(_dequantise(narrow, high, NARROW, 2))
-    words.slice(224, 32, dim=1).store(rope)
-
-
-@gluon.jit
-def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
-    """Rotate the last 64 columns of x [H,512]; the result has another layout."""
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
-    pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
-    cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
-    sin = gl.expand_dims(gl.load(rotary_ptr + 2 * pair + 1, mask=pair >= 0, other=0.0), 0) * SIGN
-    return gl.reshape(gl.join(even * cos - odd * sin, odd * cos + even * sin), x.shape)
-
-
-@gluon.jit
-def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.constexpr):
-    """The rope part of a token's heads, times rstd [H,1] and rotated: [H,32] words of a pair."""
-    head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
-    pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
-    words = (q_ptr + head * stride_qa + 448).to(gl.pointer_type(gl.int32))
-    word = gl.load(words + pair, mask=head < num_heads, other=0)
-    even = (word << 16).to(gl.float32, bitcast=True) * rstd
-    odd = (word & -65536).to(gl.float32, bitcast=True) * rstd
-    cos, sin = gl.load(rotary_ptr + 2 * pair), gl.load(rotary_ptr + 2 * pair + 1)
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $1, $2;",
-        "=r,f,f",
-        [odd * cos + even * sin, even * cos - odd * sin],
-        dtype=gl.int32,
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _round_heads(x):
-    """x [H,512] bfloat16 -> (E4M3 of x / scale [H,512], scales [H,4]); see quantise_triton."""
-    grouped = gl.reshape(x.to(gl.float32), [x.shape[0], x.shape[1] // 128, 128])
-    amax = gl.maximum(gl.max(gl.abs(grouped), axis=2), 1e-4)
-    bits = (amax * (1.0 / 448.0)).to(gl.int32, bitcast=True)
-    bits = (bits + 0x7FFFFF) & 0x7F800000
-    inverse = gl.expand_dims((0x7F000000 - bits).to(gl.float32, bitcast=True), 2)
-    rounded = gl.reshape((grouped * inverse).to(gl.float8e4nv), x.shape)
-    return rounded, bits.to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def _produce(
-    words,
-    ready,
-    free,
-    begin,
-    end,
-    position,
-    num_entries,
-    window_ptr,
-    window_pages_ptr,
-    window_first,
-    entry_ptr,
-    entry_rows_ptr,
-    entry_first,
-    stride_window_page,
-    stride_entry_page,
-    W: gl.constexpr,
-    WINDOW_ROWS: gl.constexpr,
-    ENTRY_ROWS: gl.constexpr,
-    ENTRIES: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STEP: gl.constexpr,
-):
-    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time."""
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
-    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
-    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
-    STEPS: gl.constexpr = BLOCK_K // STEP
-    wide, half, narrow, rope, low, high = _load_rows(
-        begin * BLOCK_K, position, num_entries, window_ptr, window_pages_ptr, window_first,
-        entry_ptr, entry_rows_ptr, entry_first, stride_window_page, stride_entry_page, W,
-        WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
-    )  # fmt: skip
-    for tile in range(begin, end):
-        buffer = (tile - begin) & 1
-        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
-        for step in gl.static_range(STEPS):
-            rows = words.index(buffer).slice(step * STEP, STEP, dim=0)
-            _store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
-            wide, half, narrow, rope, low, high = _load_rows(
-                tile * BLOCK_K + (step + 1) * STEP, position, num_entries, window_ptr,
-                window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
-                stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP,
-                WIDE, HALF, NARROW,
-            )  # fmt: skip
-        fence_async_shared()
-        mbarrier.arrive(ready.index(buffer), count=1)
+# Up to this number of heads, keys are the rows of the MMA; warps and producers' registers then.
+FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
 
 
 @gluon.jit
 def _consume(
-    q_shared,
-    buffers,
-    p_shared,
-    ready,
-    free,
-    token,
-    split,
-    begin,
-    end,
-    head0,
-    num_heads,
-    position,
-    num_entries,
-    q_ptr,
-    rotary_ptr,
-    sink_ptr,
-    out_ptr,
-    scales_ptr,
-    part_ptr,
-    stats_ptr,
-    A,
-    eps,
-    scale_log2,
-    stride_qa,
-    stride_oa,
-    stride_ss,
+    work,
     W: gl.constexpr,
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     ROUND: gl.constexpr,
 ):
     """The consumers' work: the query, both GEMMs of every tile, and the output."""
+    # fmt: off
+    (
+        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
+        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
+    ) = work
+    # fmt: on
     H: gl.constexpr = 64
     C: gl.constexpr = 512
-    HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [8, 1], [1, 0])
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [8, 1], [1, 0])
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, BLOCK_K // 2, 16]
     )
     OUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, 256, 16]
     )
-    head = head0 + gl.arange(0, H, gl.SliceLayout(1, HEADS))
-    column = gl.arange(0, C, gl.SliceLayout(0, HEADS))
-    # The query: RMSNorm per head without weight, its nope part times 2^64, then rope.
-    q_at = q_ptr + gl.expand_dims(head, 1) * stride_qa + gl.expand_dims(column, 0)
-    q = gl.load(q_at, mask=gl.expand_dims(head < num_heads, 1), other=0.0).to(gl.float32)
-    rstd = gl.rsqrt(gl.sum(q * q, 1) / C + eps)
-    q_shared.store((q * gl.expand_dims(rstd * UP, 1)).to(gl.bfloat16))
-    rstd = gl.expand_dims(gl.convert_layout(rstd, gl.SliceLayout(1, PAIRS)), 1)
-    q_words = q_shared._reinterpret(gl.int32, [H, C // 2], gl.NVMMASharedLayout(128, 32, rank=2))
-    q_words.slice(224, 32, dim=1).store(
-        _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS)
-    )
-    fence_async_shared()
+    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
 
     stat_head = head0 + gl.arange(0, H, gl.SliceLayout(1, SCORES))
     is_stat = stat_head < num_heads
@@ -367,19 +135,9 @@ def _consume(
         share_of = gl.convert_layout(1.0 / total, gl.SliceLayout(1, OUT))
         out = out * gl.expand_dims(share_of, 1) * gl.expand_dims(lift, 0)
         q_shared.store(out.to(gl.bfloat16))
-        out = q_shared.load(HEADS).to(gl.float32)
-        out = gl.convert_layout(_rotate(out, rotary_ptr, -1.0).to(gl.bfloat16), HEADS)
-        if ROUND:
-            out, scales = _round_heads(out)
-            group_layout: gl.constexpr = scales.type.layout
-            scale_head = head0 + gl.arange(0, H, gl.SliceLayout(1, group_layout))
-            group = gl.arange(0, C // 128, gl.SliceLayout(0, group_layout))
-            scale = gl.expand_dims(scale_head, 1) * (C // 128) + gl.expand_dims(group, 0)
-            is_scale = gl.expand_dims(scale_head < num_heads, 1)
-            gl.store(scales_ptr + scale * stride_ss, scales, mask=is_scale)
-            out = gl.convert_layout(out, HEADS)
-        out_at = out_ptr + gl.expand_dims(head, 1) * stride_oa + gl.expand_dims(column, 0)
-        gl.store(out_at, out, mask=gl.expand_dims(head < num_heads, 1))
+        store_heads(
+            q_shared, head0, num_heads, rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss, ROUND
+        )
     else:
         stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
         gl.store(stats, maximum, mask=is_stat)
@@ -432,14 +190,16 @@ def _attend_kernel(
     BLOCK_S: gl.constexpr,
     ROUND: gl.constexpr,
     PDL: gl.constexpr,
+    ROWS: gl.constexpr,  # heads of the MMA: 64 as its rows, or fewer as its columns
     HEADS_EACH: gl.constexpr,
-    FULL: gl.constexpr,  # whether every program has 64 heads
+    FULL: gl.constexpr,  # whether every program has ROWS heads
     SHARE: gl.constexpr,
     STEP: gl.constexpr,
     PRODUCER_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
 ):
-    H: gl.constexpr = 64
+    H: gl.constexpr = ROWS
+    PRODUCERS: gl.constexpr = 1 if ROWS == 64 else 2
     C: gl.constexpr = 512
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -458,7 +218,7 @@ def _attend_kernel(
     num_entries = 0
     if ENTRIES == 1:
         entry_rows_ptr += token * stride_entry
-        slots_layout: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
+        slots_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         place = gl.arange(0, BLOCK_S, slots_layout)
         slots = gl.load(entry_rows_ptr + place, mask=place < NUM_SLOTS, other=-1)
         num_entries = gl.sum((slots >= 0).to(gl.int32), 0)
@@ -485,39 +245,52 @@ def _attend_kernel(
     ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
-        mbarrier.init(ready.index(buffer), count=1)
+        mbarrier.init(ready.index(buffer), count=PRODUCERS)
         mbarrier.init(free.index(buffer), count=1)
-    gl.warp_specialize(
-        [
-            (
-                _consume,
-                (
-                    q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0,
-                    num_heads, position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr,
-                    scales_ptr, part_ptr, stats_ptr, A, eps, scale_log2, stride_qa, stride_oa,
-                    stride_ss, W, SPLITS, BLOCK_K, ROUND,
-                ),
-            ),
-            (
-                _produce,
-                (
-                    words, ready, free, begin, end, position, num_entries, window_ptr,
-                    window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
-                    stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES,
-                    BLOCK_K, STEP,
-                ),
-            ),
-        ],
-        [PRODUCER_WARPS],
-        [PRODUCER_REGISTERS],
+    heads = (
+        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
+        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
     )  # fmt: skip
+    keys = (
+        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
+        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
+        stride_entry_page,
+    )  # fmt: skip
+    # fmt: off
+    if ROWS == 64:
+        gl.warp_specialize(
+            [
+                (_consume, (heads, W, SPLITS, BLOCK_K, ROUND)),
+                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP)),
+            ],
+            [PRODUCER_WARPS],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 1)),
+            ],
+            [PRODUCER_WARPS, PRODUCER_WARPS],
+            [PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        )
+    # fmt: on
 
 
 # --- Launch ---------------------------------------------------------------------------------------
 
 
+def mma_heads(heads: int) -> int:
+    """Heads of an MMA: its 64 rows, or, with FEW_HEADS or fewer, its 8, 16 or 32 columns."""
+    return MMA_ROWS if heads > FEW_HEADS else max(8, triton.next_power_of_2(heads))
+
+
 def takes(p: Problem) -> bool:
     """Whether the kernel supports the sizes."""
+    heads = p.q.shape[1]
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, Selected):
         rows.append(p.entries.rows_per_page)
@@ -526,18 +299,25 @@ def takes(p: Problem) -> bool:
     return (
         p.q.dtype == torch.bfloat16
         and (p.q.shape[2], p.rope) == (HEAD_DIM, ROPE)
-        and p.q.shape[1] % BLOCK_H == 0
+        and (heads <= FEW_HEADS or heads % MMA_ROWS == 0)
         and p.window.size % BLOCK_K == 0
         and all(r & (r - 1) == 0 for r in rows)
     )
 
 
+def _tiles(heads: int) -> tuple[int, int]:
+    """(heads of a program, warps) for more than FEW_TOKENS tokens."""
+    return mma_heads(heads), FEW_HEADS_WARPS if heads <= FEW_HEADS else NUM_WARPS
+
+
 def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
-    """For one or two tokens: a program has 16 heads and writes a quarter of a 64-head output."""
-    block_h, block_k = (16, 32) if num_tokens <= FEW_TOKENS else (BLOCK_H, BLOCK_K)
+    """With 64 heads or more and one or two tokens, a program has 16 heads and shorter tiles."""
+    (block_h, num_warps), block_k = _tiles(heads), BLOCK_K
+    if block_h == MMA_ROWS and num_tokens <= FEW_TOKENS:
+        block_h, block_k = 16, 32
     programs = num_tokens * triton.cdiv(heads, block_h)
     splits = num_splits(programs, triton.cdiv(max_keys, block_k))
-    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=NUM_WARPS)
+    return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
 
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
@@ -552,27 +332,33 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
 
 def invariant_plan(p: Problem) -> AttendPlan:
     """Like AttendPlan.invariant."""
+    block_h, num_warps = _tiles(p.q.shape[1])
     share, splits = fixed_shares(p, BLOCK_K)
     return AttendPlan(
-        block_h=BLOCK_H, block_k=BLOCK_K, splits=splits, num_warps=NUM_WARPS, share=share
+        block_h=block_h, block_k=BLOCK_K, splits=splits, num_warps=num_warps, share=share
     )
 
 
 def attend(p: Problem, plan: AttendPlan) -> None:
-    """Like sparse_attention_triton.attend, for heads of 512 with rope 64; block_k is 32 or 64."""
+    """Like sparse_attention_triton.attend, for heads of 512 with rope 64.
+
+    block_k is 64; with 64 heads or more it may be 32.
+    """
     num_tokens, heads, _ = p.q.shape
+    rows, few = mma_heads(heads), heads <= FEW_HEADS
     part, stats = p.workspace(plan.splits)
     _attend_kernel[(num_tokens, plan.splits, triton.cdiv(heads, plan.block_h))](
         **p.arguments(part, stats),
         SPLITS=plan.splits,
         BLOCK_K=plan.block_k,
+        ROWS=rows,
         HEADS_EACH=plan.block_h,
-        FULL=heads % BLOCK_H == 0 and plan.block_h == BLOCK_H,
+        FULL=heads % rows == 0 and plan.block_h == rows,
         SHARE=plan.share,
         STEP=STEP,
         PRODUCER_WARPS=PRODUCER_WARPS,
-        PRODUCER_REGISTERS=PRODUCER_REGISTERS,
-        num_warps=NUM_WARPS,
+        PRODUCER_REGISTERS=FEW_HEADS_REGISTERS if few else PRODUCER_REGISTERS,
+        num_warps=plan.num_warps,
     )
     if plan.splits > 1:
         combine(p, plan.splits, part, stats)

@@ -26,7 +26,7 @@ LIMIT, MODEL_LIMIT = 0.7, 10.0
 # tenth of itself, off; sums of thousands of them differ by a hundredth or two of the largest.
 HIDDEN_TOLERANCE = 2.0**-5
 FP4_BYTES = 0.5 + 1 / 32
-# N, D, E, K, I.
+# N, D, E, K, I; three blocks of I, as a rank of eight has of Pro, are the last.
 SIZES = (
     (0, 64, 4, 2, 32),
     (1, 256, 16, 4, 128),
@@ -34,6 +34,7 @@ SIZES = (
     (16, 64, 8, 4, 32),
     (17, 64, 8, 4, 32),
     (90, 64, 8, 2, 130),
+    (5, 256, 4, 2, 384),
 )
 
 

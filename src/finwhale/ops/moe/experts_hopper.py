@@ -570,6 +570,7 @@ class HopperPlan:
         block_rows: pairs of one expert in a program.
         groups: groups of warps in a program.
         gate_up, down: for each GEMM, the steps through the rows of weights and the ring's tiles.
+            A down program takes more steps if I is short (`_down_steps`).
     """
 
     block_rows: int
@@ -586,6 +587,12 @@ PLANS = (
     (104, HopperPlan(128, 4, (2, 4), (2, 4))),
     (math.inf, HopperPlan(256, 2, (1, 4), (4, 4))),
 )
+
+
+# A program of the down GEMM should load this many blocks of weights before it ends, as far as that
+# takes up to MAX_STEPS steps: starting it costs as much as some four blocks.
+DOWN_BLOCKS = 16
+MAX_STEPS = 8
 
 
 def plan(num_pairs: int, num_experts: int) -> HopperPlan:
@@ -689,6 +696,14 @@ def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
     return groups, tiles, rows // (groups * tiles)
 
 
+def _down_steps(plan: HopperPlan, inner: int) -> int:
+    """Steps of a program through the rows of w2: more for a short I, as on one of several ranks."""
+    steps, blocks = plan.down[0], inner // 128
+    while 2 * steps <= MAX_STEPS and 2 * steps * blocks <= plan.down[0] * DOWN_BLOCKS:
+        steps *= 2
+    return steps
+
+
 def _gate_up(
     x_PD: Tensor,
     x_scale: Tensor,
@@ -740,7 +755,7 @@ def _down(
     """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
     w2, steps2, unit2 = w.second()
-    groups, tiles, programs = _cut(width // 64, plan.groups, plan.down[0])
+    groups, tiles, programs = _cut(width // 64, plan.groups, _down_steps(plan, inner))
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),
         pairs.order,

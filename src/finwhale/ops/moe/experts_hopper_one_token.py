@@ -36,7 +36,10 @@ from finwhale.ops.moe.experts_hopper_parts import (
 from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
-STAGES = 6
+# Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS has up to MOST_STAGES, so that
+# as many bytes are in flight: gate and up on one of several ranks.
+STAGES, MOST_STAGES = 6, 24
+MANY_PROGRAMS = 396  # three per multiprocessor
 REGISTERS = 64  # per thread; four programs share a multiprocessor if their rows fit
 
 
@@ -289,12 +292,17 @@ def _one_down_kernel(
 # --- Launch ---------------------------------------------------------------------------------------
 
 
-def _options(width: int) -> dict[str, object]:
+def _stages(programs: int, blocks: int) -> int:
+    """The ring's tiles for a launch of programs that each read `blocks` tiles."""
+    return max(STAGES, min(blocks, MOST_STAGES, STAGES * (MANY_PROGRAMS // programs)))
+
+
+def _options(width: int, programs: int) -> dict[str, object]:
     blocks = width // 128
     return {
         "BLOCKS": blocks,
         "CHUNK": min(32, blocks & -blocks),
-        "STAGES": STAGES,
+        "STAGES": _stages(programs, blocks),
         "TOP": E4M3_MAX,
         "LEAST": MIN_AMAX,
         "num_warps": 4,
@@ -314,12 +322,12 @@ def launch(
     w13, steps13, unit13 = w.first()
     _one_gate_up_kernel[(inner // 32, topk)](
         *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
-        **_options(width),
+        **_options(width, inner // 32 * topk),
         **launch_options(early=True),
     )
     w2, steps2, unit2 = w.second()
     _one_down_kernel[(width // 64, topk)](
         *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
-        **_options(inner),
+        **_options(inner, width // 64 * topk),
         **launch_options(early=True),
     )

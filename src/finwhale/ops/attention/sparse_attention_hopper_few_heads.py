@@ -1,0 +1,236 @@
+"""Attention of 8, 16 or 32 heads on Hopper GPUs, in Gluon: keys are the rows of the MMA.
+
+Read sparse_attention_hopper.py first. A warpgroup MMA has 64 rows, and tensor parallelism leaves a
+GPU fewer heads than that. Here the rows are keys and the columns are heads:
+
+    scores^T [64 keys, H] = rows [64,512] times query^T [512,H]
+    output^T [512,H] += rows^T [512,64 keys] times weights^T [64 keys, H]
+
+Every instruction reads its 64 rows from shared memory in 16 cycles and multiplies them in H / 2.
+The GEMMs of a tile of 64 keys take 1024 cycles for up to 32 heads, against 2048 with heads as rows.
+The output takes 4 H registers of a thread, which leaves registers for a second group of producers.
+
+Each group of producers loads half of every tile. While it stores one tile's rows, the next tile's
+rows and the pages or slots of the tile after that are on their way.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from finwhale.ops.attention.sparse_attention_hopper_parts import (
+    LOG2_E,
+    UP,
+    load_words,
+    log2,
+    prepare_query,
+    store_heads,
+    store_rows,
+)
+
+
+@gluon.jit
+def consume_few_heads(
+    work,
+    W: gl.constexpr,
+    SPLITS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    ROUND: gl.constexpr,
+):
+    """The work of one warpgroup: the query, both GEMMs of every tile, and the output."""
+    # fmt: off
+    (
+        q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
+        position, num_entries, q_ptr, rotary_ptr, sink_ptr, out_ptr, scales_ptr, part_ptr,
+        stats_ptr, A, eps, scale_log2, stride_qa, stride_oa, stride_ss,
+    ) = work
+    # fmt: on
+    H: gl.constexpr = q_shared.shape[0]
+    C: gl.constexpr = 512
+    # Layout of the scores [BLOCK_K,H] and of the output [C,H].
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, H, 16]
+    )
+    prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa)
+
+    stat_head = head0 + gl.arange(0, H, gl.SliceLayout(0, MMA))
+    is_stat = stat_head < num_heads
+    sink = gl.load(sink_ptr + stat_head, mask=is_stat, other=0.0) * LOG2_E
+    maximum = sink
+    if split > 0:
+        maximum = gl.full([H], -1e30, gl.float32, stat_head.type.layout)
+    sums = gl.full([BLOCK_K, H], 0.0, gl.float32, MMA)
+    out = gl.full([C, H], 0.0, gl.float32, MMA)
+    s_row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, MMA))
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        rows = buffers.index(buffer)
+        mbarrier.wait(ready.index(buffer), (tile - begin) >> 1 & 1)
+        scores = warpgroup_mma(
+            rows,
+            q_shared.permute((1, 0)),
+            gl.full([BLOCK_K, H], 0.0, gl.float32, MMA),
+            use_acc=False,
+            is_async=True,
+        )
+        key = tile * BLOCK_K + s_row
+        valid = (key >= W - 1 - position) & (key < W + num_entries)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        scores = gl.where(gl.expand_dims(valid, 1), scores * scale_log2, float("-inf"))
+        higher = gl.maximum(maximum, gl.max(scores, 0))
+        weight = gl.exp2(scores - gl.expand_dims(higher, 0))
+        fade = gl.expand_dims(gl.exp2(maximum - higher), 0)
+        maximum = higher
+        p_shared.permute((1, 0)).store(weight.to(gl.bfloat16))
+        sums = sums * fade + weight
+        out = out * fade
+        fence_async_shared()
+        pending = warpgroup_mma(rows.permute((1, 0)), p_shared.permute((1, 0)), out, is_async=True)
+        out = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(free.index(buffer), count=1)
+
+    total = gl.sum(sums, 0)
+    if split == 0:
+        total += gl.exp2(sink - maximum)
+    column = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(1, MMA)), 1)
+    if SPLITS == 1:
+        lift = gl.where(column < 448, UP, 1.0)
+        out = out * gl.expand_dims(1.0 / total, 0) * lift
+        q_shared.permute((1, 0)).store(out.to(gl.bfloat16))
+        store_heads(
+            q_shared, head0, num_heads, rotary_ptr, out_ptr, scales_ptr, stride_oa, stride_ss, ROUND
+        )
+    else:
+        stats = stats_ptr + (token * SPLITS + split) * 2 * A + stat_head
+        gl.store(stats, maximum, mask=is_stat)
+        gl.store(stats + A, total, mask=is_stat)
+        if begin < end or split == 0:
+            part_at = part_ptr + ((token * SPLITS + split) * A + gl.expand_dims(stat_head, 0)) * C
+            gl.store(part_at + column, out, mask=gl.expand_dims(is_stat, 0))
+
+
+@gluon.jit
+def _find_rows(
+    key0,
+    position,
+    num_entries,
+    window_pages_ptr,
+    window_first,
+    entry_rows_ptr,
+    entry_first,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Load the pages of keys key0 .., or the slots of selected entries."""
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        row = position - (W - 1) + key
+        place = window_pages_ptr + ((row >> log2(WINDOW_ROWS)) - window_first)
+    elif ENTRIES == 1:
+        place = entry_rows_ptr + (key - W)
+    else:
+        place = entry_rows_ptr + (((key - W) >> log2(ENTRY_ROWS)) - entry_first)
+    return gl.load(place, mask=valid, other=0)
+
+
+@gluon.jit
+def _load_found(
+    found,
+    key0,
+    position,
+    num_entries,
+    window_ptr,
+    entry_ptr,
+    stride_window_page,
+    stride_entry_page,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+    HALF: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    """Load the words of the rows that `_find_rows` found."""
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        offset = (position - (W - 1) + key) & (WINDOW_ROWS - 1)
+        page_ptr = window_ptr + found.to(gl.int64) * stride_window_page
+        word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
+    else:
+        page = found
+        offset = (key - W) & (ENTRY_ROWS - 1)
+        if ENTRIES == 1:
+            page = found >> log2(ENTRY_ROWS)
+            offset = found & (ENTRY_ROWS - 1)
+        page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
+        word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
+    return load_words(page_ptr + offset * 576, word_ptr, valid, WIDE, HALF, NARROW)
+
+
+@gluon.jit
+def produce_half(
+    work,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    HALF_TILE: gl.constexpr,
+):
+    """The work of one of two groups of producers: half of the rows of tiles begin .. end - 1."""
+    # fmt: off
+    (
+        words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
+        window_first, entry_ptr, entry_rows_ptr, entry_first, stride_window_page,
+        stride_entry_page,
+    ) = work
+    # fmt: on
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [WARPS, 1], [1, 0])
+    HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
+    NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
+    K: gl.constexpr = BLOCK_K // 2
+    key0 = begin * BLOCK_K + HALF_TILE * K
+    found = _find_rows(
+        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
+        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+    )  # fmt: skip
+    wide, half, narrow, rope, low, high = _load_found(
+        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
+    )  # fmt: skip
+    key0 += BLOCK_K
+    found = _find_rows(
+        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
+        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+    )  # fmt: skip
+    for tile in range(begin, end):
+        buffer = (tile - begin) & 1
+        mbarrier.wait(free.index(buffer), ((tile - begin) >> 1 & 1) ^ 1)
+        rows = words.index(buffer).slice(HALF_TILE * K, K, dim=0)
+        store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
+        fence_async_shared()
+        mbarrier.arrive(ready.index(buffer), count=1)
+        wide, half, narrow, rope, low, high = _load_found(
+            found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+            stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
+        )  # fmt: skip
+        key0 += BLOCK_K
+        found = _find_rows(
+            key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
+            entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
+        )  # fmt: skip
