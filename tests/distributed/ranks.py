@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.gloo import Gloo
@@ -21,7 +21,7 @@ def run_ranks(size: int, work: Callable[[Collectives], T]) -> list[T]:
     Returns:
         The ranks' results, in order. If ranks raise, the first one's error is raised.
     """
-    store = dist.HashStore()
+    store = HashStore()
 
     def run(index: int) -> T:
         return work(Gloo(Rank(index, size), store, TIMEOUT))

@@ -34,7 +34,9 @@ class Collectives(Protocol):
 
         The sum is taken in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and rounded
         once to the dtype of x. Every rank gets the same bits. They depend on the values of one
-        element only: neither the shape nor the other elements matter.
+        element only: neither the shape nor the other elements matter. `Nccl` and `Push` document
+        for which messages they promise this order only if `ordered`; all ranks get the same bits
+        even then.
 
         Args:
             x: contiguous, float32 or bfloat16, any shape.
@@ -55,6 +57,16 @@ class Collectives(Protocol):
         """
         ...
 
+    def check(self) -> None:
+        """Raise if a collective gave up waiting for a rank. Does not synchronise with the GPU.
+
+        A collective that gave up has returned NaN. The engine calls this before it uses results.
+
+        Raises:
+            EngineDeadError: names the ranks that were missing.
+        """
+        ...
+
 
 class Alone:
     """One rank: every collective returns its input."""
@@ -66,3 +78,6 @@ class Alone:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return x
+
+    def check(self) -> None:
+        pass

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed import ref
 from finwhale.distributed.rank import Rank
@@ -20,16 +21,16 @@ class Gloo:
     """Collectives over a Gloo backend that this object owns.
 
     Args:
-        store: reachable by all ranks. Ranks of one process can share a `dist.HashStore`.
+        store: reachable by all ranks. Ranks of one process can share a `HashStore`.
         timeout: a call raises RuntimeError if another rank has not made it after this time.
 
     Raises:
         RuntimeError: a rank did not connect in time.
     """
 
-    def __init__(self, rank: Rank, store: dist.Store, timeout: timedelta = TIMEOUT) -> None:
+    def __init__(self, rank: Rank, store: Store, timeout: timedelta = TIMEOUT) -> None:
         self.rank = rank
-        store = dist.PrefixStore("finwhale.gloo", store)
+        store = PrefixStore("finwhale.gloo", store)
         backend: Any = dist.ProcessGroupGloo
         self._group = backend(store, rank.index, rank.size, timeout)
 
@@ -38,6 +39,9 @@ class Gloo:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return ref.all_gather(self._parts(x), dim)
+
+    def check(self) -> None:
+        """Every call has raised its own error."""
 
     def _parts(self, x: Tensor) -> list[Tensor]:
         """The ranks' x; they travel as bytes, because Gloo does not know every dtype."""
