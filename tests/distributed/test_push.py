@@ -4,6 +4,7 @@ Each phase of a kernel runs on all ranks in turn.
 """
 
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from finwhale.distributed import push_triton, ref
 from finwhale.distributed.push import Push, PushSizes
+from finwhale.distributed.push_triton import Channel
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import EngineDeadError
 
@@ -150,7 +152,51 @@ def test_flags_wrap_around() -> None:
             assert torch.equal(found, ref.all_reduce(given))
 
 
-def test_the_size_chooses_the_algorithm() -> None:
-    assert [SIZES.shot(n) for n in (4, 2048, 2049, 4096, 4097)] == ["one"] * 2 + ["two"] * 2 + [
-        "bulk"
+def test_the_size_chooses_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (push, _) = ranks(2, replace(SIZES, nccl=2**16))
+    calls: list[tuple[str, int, bool]] = []
+
+    def one(x: Tensor, out: Tensor, channel: Channel, *_: bool) -> None:
+        calls.append(("one", len(x), channel.flags is None))
+
+    def two(x: Tensor, out: Tensor, channel: Channel, *_: bool) -> None:
+        calls.append(("two", len(x), channel.flags is None))
+
+    def gather(x: Tensor, out: Tensor, width: int, *_: object) -> None:
+        assert (len(x), len(out)) == (30, 60)
+        calls.append(("gather", width, True))
+
+    monkeypatch.setattr(push_triton, "one_shot", one)
+    monkeypatch.setattr(push_triton, "two_shot", two)
+    monkeypatch.setattr(push_triton, "all_gather", gather)
+    x = torch.zeros(2**15)
+    for length in (1, 512, 513, 1024, 1025, 2**12 + 1):
+        assert push.all_reduce(x[:length]).shape == (length,)
+    assert push.all_reduce(x.bfloat16()[:1024]).dtype == torch.bfloat16
+    assert push.all_gather(x[:30].view(5, 6), -1).shape == (5, 12)
+    assert push.all_gather(x[:30].view(5, 6), 0).shape == (10, 6)
+    assert calls == [
+        ("one", 1, True),
+        ("one", 512, True),
+        ("two", 513, True),
+        ("two", 1024, True),
+        ("two", 1025, False),
+        ("two", 4096, False),
+        ("two", 1, False),
+        ("one", 512, True),
+        ("gather", 6, True),
+        ("gather", 30, True),
     ]
+
+
+def test_nccl_does_the_rest() -> None:
+    (push, _) = ranks(2, replace(SIZES, nccl=2**16))
+    x = torch.zeros(2**15)
+    for large_or_odd in (x, x[:0], x.bfloat16()[:3]):
+        with pytest.raises(AssertionError, match="all_reduce of NCCL"):
+            push.all_reduce(large_or_odd)
+    for large_or_odd in (x.view(4, -1), x[:0].view(0, 4), x[:12].view(4, 3).byte()):
+        with pytest.raises(AssertionError, match="all_gather of NCCL"):
+            push.all_gather(large_or_odd, 1)
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        push.all_reduce(x.long())
