@@ -17,7 +17,8 @@ from tests.ops import triton_interpreter as triton_interpreter
 from torch import Tensor
 
 from finwhale.distributed import push_triton, ref
-from finwhale.distributed.push import Push, PushSizes
+from finwhale.distributed.push import Push
+from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.push_triton import Channel
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import EngineDeadError

@@ -26,11 +26,11 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import append_record, stamp, summary
+from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
-from finwhale.distributed.connect import connect
 from finwhale.distributed.nccl import Nccl
-from finwhale.distributed.push import SIZES, Push, PushSizes, symmetric_memory
+from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.errors import EngineDeadError, FinwhaleError
 
@@ -128,7 +128,7 @@ def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
         return x
 
     yield Implementation("nccl", nccl, exact=False)
-    if isinstance(ranks.collectives, Push):
+    if not isinstance(ranks.collectives, Nccl):
         yield from _pushes(ranks, tune)
         for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
             operator = getattr(torch.ops.symm_mem, name)
@@ -153,7 +153,7 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
     two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
     bulk = PushSizes(one_shot=0, two_shot=0, gather=4, bulk=2**23, nccl=2**62)
     yield push(ranks, "one shot", one)
-    yield push(ranks, "one shot, late", one, early=False)
+    yield push(ranks, "one shot, late", one, late=True)
     yield push(ranks, "two shots", two)
     yield push(ranks, "bulk", bulk)
     if tune:
@@ -169,21 +169,21 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
             yield push(ranks, f"bulk, pieces of {megabytes} MiB", sizes)
 
 
-def push(ranks: Ranks, name: str, sizes: PushSizes, early: bool = True) -> Implementation:
+def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
     most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    made = make_push(ranks, sizes, early, WAIT_SECONDS)
+    made = make_push(ranks, sizes, late, WAIT_SECONDS)
     return Implementation(f"push {name}", made.all_reduce, most)
 
 
-def make_push(ranks: Ranks, sizes: PushSizes, early: bool, seconds: float) -> Push:
-    return Push(
+def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any:
+    nccl = Nccl(ranks.rank, world(), ordered=True)
+    return connecting.make_push(
         ranks.rank,
         ranks.device,
-        symmetric_memory(world(), ranks.device),
-        ranks.barrier,
-        Nccl(ranks.rank, world(), ordered=True),
+        world(),
+        nccl,
         ordered=True,
-        early=early and torch.cuda.get_device_capability(ranks.device) >= (9, 0),
+        late=late,
         sizes=sizes,
         timeout_seconds=seconds,
     )
@@ -307,7 +307,7 @@ def lose_a_rank(ranks: Ranks, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     lost = ranks.rank.size - 1
     for num_bytes in (2**14, 2**22):
-        made = make_push(ranks, SIZES[ranks.rank.size], True, LOST_SECONDS)
+        made = make_push(ranks, SIZES[ranks.rank.size], False, LOST_SECONDS)
         ranks.barrier()
         x = torch.ones(num_bytes // 4, device=ranks.device)
         start, named = time.perf_counter(), ranks.rank.index == lost
@@ -341,7 +341,7 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
         cpu = job.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device("cuda", index)
         start = time.perf_counter()
-        ranks = Ranks(rank, device, connect(rank, device, store))
+        ranks = Ranks(rank, device, connecting.connect(rank, device, store))
         name = type(ranks.collectives).__name__
         seconds = round(time.perf_counter() - start, 2)
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
@@ -349,7 +349,7 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
             measure_sums(ranks, job, send)
             if job.gather:
                 measure_gathers(ranks, send)
-            if isinstance(ranks.collectives, Push):
+            if not cpu and not isinstance(ranks.collectives, Nccl):
                 lose_a_rank(ranks, send)
         ranks.barrier()
     except Exception:

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.nccl import Nccl
+from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.errors import FinwhaleError
+
+if TYPE_CHECKING:
+    from finwhale.distributed.push import Push
 
 TIMEOUT = timedelta(seconds=60)
 # NVLink multicast hangs or fails on some hosts.
@@ -89,15 +94,44 @@ def _choose(
         if rank.index == 0:
             logger.warning("ranks communicate over NCCL: %s", lacking)
         return nccl
+    return make_push(rank, device, group, nccl, ordered=ordered)
+
+
+def make_push(
+    rank: Rank,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    nccl: Nccl,
+    *,
+    ordered: bool,
+    late: bool = False,
+    sizes: PushSizes | None = None,
+    timeout_seconds: float = 60.0,
+) -> "Push":
+    """Make `Push` over symmetric memory. All ranks of `group` call this at once.
+
+    Args:
+        late: kernels do not start early, as they do on Hopper and later.
+    """
     from finwhale.distributed.push import Push, symmetric_memory
 
-    early = torch.cuda.get_device_capability(device) >= HOPPER
-    allocate = symmetric_memory(group, device)
-
     def barrier() -> None:
-        _exchange(rank, store, "allocated", "", timeout)
+        nccl.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
 
-    return Push(rank, device, allocate, barrier, nccl, ordered=ordered, early=early)
+    early = not late and torch.cuda.get_device_capability(device) >= HOPPER
+    allocate = symmetric_memory(group, device)
+    return Push(
+        rank,
+        device,
+        allocate,
+        barrier,
+        nccl,
+        ordered=ordered,
+        early=early,
+        sizes=sizes,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 def _lacking_access(rank: Rank, device: torch.device, hosts: list[str]) -> str:
