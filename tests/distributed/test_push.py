@@ -60,10 +60,13 @@ class Memories:
 
 def ranks(size: int, sizes: PushSizes = SIZES) -> list[Push]:
     memories = Memories(size)
-    return [
+    pushes = [
         Push(Rank(i, size), CPU, memories.of(i), lambda: None, Nothing(), early=False, sizes=sizes)
         for i in range(size)
     ]
+    for push in pushes:
+        push.set_timeout(1e-5)
+    return pushes
 
 
 def parts(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -106,6 +109,8 @@ def test_sums_equal_the_reference(size: int, shot: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
     for push in pushes:
         push.check()
+        channel = push._bulk if shot == "bulk" else push._small
+        assert channel.epochs[0] == (4 if shot == "one" else 8)
 
 
 @pytest.mark.parametrize("size", (2, 4))
@@ -127,8 +132,6 @@ def test_gathers_equal_the_reference(size: int) -> None:
 @pytest.mark.parametrize("shot", ("one", "two", "bulk"))
 def test_a_missing_rank_is_named_and_its_sum_is_nan(shot: str) -> None:
     pushes = ranks(4)
-    for push in pushes:
-        push.set_timeout(1e-6)
     given = parts(4, (300,), torch.float32)
     outs = sum_over(pushes, shot, given, lost=2)
     for index in (0, 1, 3):

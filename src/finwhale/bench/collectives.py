@@ -319,10 +319,9 @@ def lose_a_rank(ranks: Ranks, send: Send) -> None:
             except EngineDeadError as error:
                 named = f"rank {lost}" in str(error) and bool(total.isnan().any())
         seconds = time.perf_counter() - start
-        named = all(bool(one) for one in ranks.gathered(torch.tensor([named], device=ranks.device)))
-        send(
-            {"what": "lost rank", "bytes": num_bytes, "seconds": round(seconds, 3), "right": named}
-        )
+        flags = ranks.gathered(torch.tensor([int(named)], device=ranks.device))
+        line = {"what": "lost rank", "bytes": num_bytes, "seconds": round(seconds, 3)}
+        send(line | {"right": bool(torch.cat(flags).all())})
 
 
 # --- Processes ------------------------------------------------------------------------------------
@@ -460,8 +459,8 @@ def main(argv: Sequence[str]) -> int:
             console.print(line, markup=False)
 
     run_ranks(size, job, args.timeout, show)
-    console.print(table_of(lines))
-    record = stamp("collectives", argv, ("torch",)) | {
+    Console(width=300).print(table_of(lines))
+    record = stamp("collectives", argv, ("torch", "triton")) | {
         "benchmark": "collectives",
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,

@@ -7,8 +7,9 @@ from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
 from finwhale.errors import FinwhaleError
 
-# Elements of float32 messages: one for each algorithm of Push, and one that no program fills.
-LENGTHS = (4, 2**12 + 4, 2**18, 2**20 + 16)
+# Elements of messages, for each algorithm of Push. They are multiples of 32 like the model's
+# messages, so that no other kernels are compiled.
+LENGTHS = (32, 2**12 + 32, 2**18, 2**20 + 32)
 
 
 def self_check(collectives: Collectives, device: torch.device) -> None:
