@@ -20,7 +20,13 @@ import finwhale
 NO_KERNELS = ("cases", "cpu", "layout", "noise", "ref")
 
 
+# Ranks on GPUs alone import these, in `connect`.
+BETWEEN_GPUS = ("finwhale.distributed.push", "finwhale.distributed.push_triton")
+
+
 def is_kernel(name: str) -> bool:
+    if name in BETWEEN_GPUS:
+        return True
     parts = name.split(".")
     in_family = parts[1] == "ops" and len(parts) == 4 and parts[2] != "tables"
     return in_family and parts[3] not in NO_KERNELS

@@ -15,6 +15,7 @@ BENCHMARKS = {
     "serving": "load-test any OpenAI-compatible endpoint: latency and throughput (bench extra)",
     "prefix": "measure the host's time to find a cached prefix",
     "ops": "measure operators on a GPU, or compare them with their references",
+    "collectives": "measure all-reduce and all-gather between the GPUs of this host",
 }
 
 

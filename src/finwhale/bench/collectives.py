@@ -1,0 +1,476 @@
+"""Measure the collectives between the GPUs of this host, beside NCCL's and torch's.
+
+One process a GPU. Each result is compared with the reference first. A time is that of one call in
+a captured graph of 20 calls: the median over replays, on the slowest rank. The floor is the bytes
+that any all-reduce must send from a rank over the rate of NVLink. Every wait ends after a time.
+"""
+
+import functools
+import multiprocessing.connection
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+import torch.multiprocessing
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
+
+from finwhale.bench.arguments import new_parser
+from finwhale.bench.record import append_record, stamp, summary
+from finwhale.distributed import connect as connecting
+from finwhale.distributed import ref
+from finwhale.distributed.collectives import Collectives
+from finwhale.distributed.nccl import Nccl
+from finwhale.distributed.push_sizes import SIZES, PushSizes
+from finwhale.distributed.rank import Rank
+from finwhale.errors import EngineDeadError, FinwhaleError
+
+ROWS = (1, 2, 6, 16, 32, 64, 128, 256, 1024, 2048, 8192)
+GATHERED_ROWS = (1, 8, 32)
+VOCAB_SIZE = 129280
+CALLS = 20
+REPLAYS = 30
+SEND_RATE = 450e9  # bytes per second from one H200 to the others of its host, in one direction
+WAIT_SECONDS = 30.0  # of a kernel for another rank, which may still compile
+LOST_SECONDS = 1.0
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+Call = Callable[[Tensor], Tensor]
+Line = dict[str, Any]
+Send = Callable[[Line], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to do a collective.
+
+    Attributes:
+        most: largest message in bytes.
+        exact: the result must have the bits of the reference.
+        own_input: makes the input that the call wants of a tensor.
+    """
+
+    name: str
+    call: Call
+    most: int = 2**62
+    exact: bool = True
+    own_input: Callable[[Tensor], Tensor] = Tensor.clone
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank measures."""
+
+    device_type: str
+    rows: Sequence[int]
+    widths: Sequence[int]
+    dtypes: Sequence[str]
+    tune: bool
+    gather: bool
+
+
+class Ranks:
+    """This process's place, and what all ranks agree on."""
+
+    def __init__(self, rank: Rank, device: torch.device, collectives: Collectives) -> None:
+        self.rank, self.device, self.collectives = rank, device, collectives
+
+    def gathered(self, x: Tensor) -> list[Tensor]:
+        if self.device.type == "cpu":
+            return list(self.collectives.all_gather(x[None], 0))
+        parts = [torch.empty_like(x) for _ in range(self.rank.size)]
+        dist.all_gather(parts, x)
+        return parts
+
+    def barrier(self) -> None:
+        self.synchronise()
+        self.gathered(torch.zeros(1, device=self.device))
+        self.synchronise()
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def slowest(self, times: dict[str, float]) -> dict[str, float]:
+        """The times of the rank with the largest median."""
+        names = list(times)
+        rows = torch.tensor([times[name] for name in names], device=self.device)
+        slowest = max(self.gathered(rows), key=lambda row: float(row[names.index("median")]))
+        return dict(zip(names, (round(value, 3) for value in slowest.tolist()), strict=True))
+
+
+def world() -> dist.ProcessGroup:
+    """All GPUs, over NCCL."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+# --- Implementations ------------------------------------------------------------------------------
+
+
+def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+    yield Implementation("finwhale", ranks.collectives.all_reduce, exact=False)
+    if ranks.device.type == "cpu":
+        return
+
+    def nccl(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    yield Implementation("nccl", nccl, exact=False)
+    if not isinstance(ranks.collectives, Nccl):
+        yield from _pushes(ranks, tune)
+        for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
+            operator = getattr(torch.ops.symm_mem, name)
+            call = functools.partial(_torch_call, operator, world().group_name)
+            yield Implementation(f"torch {name}", call, 2**26, False, _symmetric_copy)
+
+
+def _torch_call(operator: Any, group_name: str, x: Tensor) -> Tensor:
+    total: Tensor = operator(x, "sum", group_name)
+    return total
+
+
+def _symmetric_copy(x: Tensor) -> Tensor:
+    copy = symmetric.empty(x.shape, dtype=x.dtype, device=x.device)
+    symmetric.rendezvous(copy, world())
+    return copy.copy_(x)
+
+
+def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
+    """Each algorithm at all sizes that fit its buffers."""
+    one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
+    two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
+    bulk = PushSizes(one_shot=0, two_shot=0, gather=4, bulk=2**23, nccl=2**62)
+    yield push(ranks, "one shot", one)
+    yield push(ranks, "one shot, late", one, late=True)
+    yield push(ranks, "two shots", two)
+    yield push(ranks, "bulk", bulk)
+    if tune:
+        for block, warps in ((256, 1), (256, 2), (512, 4)):
+            shape = f"{block} words, {warps} warps"
+            yield push(ranks, f"one shot, {shape}", replace(one, block=block, warps=warps))
+            yield push(ranks, f"two shots, {shape}", replace(two, block=block, warps=warps))
+        for block, warps in ((1024, 4), (2048, 4), (4096, 16)):
+            sizes = replace(bulk, bulk_block=block, bulk_warps=warps)
+            yield push(ranks, f"bulk, {block} words, {warps} warps", sizes)
+        for megabytes in (16, 64):
+            sizes = replace(bulk, bulk=megabytes * 2**20)
+            yield push(ranks, f"bulk, pieces of {megabytes} MiB", sizes)
+
+
+def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
+    most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
+    made = make_push(ranks, sizes, late, WAIT_SECONDS)
+    return Implementation(f"push {name}", made.all_reduce, most)
+
+
+def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any:
+    nccl = Nccl(ranks.rank, world(), ordered=True)
+    return connecting.make_push(
+        ranks.rank,
+        ranks.device,
+        world(),
+        nccl,
+        ordered=True,
+        late=late,
+        sizes=sizes,
+        timeout_seconds=seconds,
+    )
+
+
+# --- Measuring ------------------------------------------------------------------------------------
+
+
+def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
+    """Microseconds of one call, and the result of the last."""
+    if ranks.device.type == "cpu":
+        return _time_on_cpu(ranks, call)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    ranks.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            result = call()
+    for _ in range(3):
+        graph.replay()
+    ranks.barrier()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / CALLS)
+    return ranks.slowest(summary(times)), result
+
+
+def _time_on_cpu(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return ranks.slowest(summary(times)), result
+
+
+def measure(ranks: Ranks, how: Implementation, x: Tensor, wanted: Tensor) -> Line:
+    """Time one implementation on one message, after comparing its result."""
+    given = how.own_input(x)
+    found = how.call(given).clone()
+    ranks.synchronise()
+    same = all(torch.equal(part, found) for part in ranks.gathered(found))
+    if how.exact:
+        right = torch.equal(found, wanted)
+    else:
+        tolerance = 2.0**-6 if x.dtype == torch.bfloat16 else 1e-5
+        right = torch.allclose(found.float(), wanted.float(), rtol=tolerance, atol=8 * tolerance)
+    times, result = time_calls(ranks, lambda: how.call(given))
+    if how.exact:
+        right &= torch.equal(result, wanted)
+    return {"us": times, "right": right, "same_on_all_ranks": same}
+
+
+def attempt(ranks: Ranks, what: Callable[[], Line]) -> Line:
+    """A line, or the error. An error on one rank only ends the benchmark at its time-out."""
+    try:
+        return what()
+    except (RuntimeError, ValueError, AttributeError, FinwhaleError) as error:
+        return {"error": f"rank {ranks.rank.index}: {type(error).__name__}: {error}"[:400]}
+
+
+def random_rows(ranks: Ranks, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator(ranks.device).manual_seed(ranks.rank.index + 1)
+    return torch.randn((rows, width), generator=generator, device=ranks.device).to(dtype)
+
+
+def measure_sums(ranks: Ranks, job: Job, send: Send) -> None:
+    for how in all_reduces(ranks, job.tune):
+        for dtype in job.dtypes:
+            for width in job.widths:
+                for rows in job.rows:
+                    x = random_rows(ranks, rows, width, DTYPES[dtype])
+                    num_bytes = x.numel() * x.element_size()
+                    if num_bytes > how.most:
+                        continue
+                    wanted = ref.all_reduce(ranks.gathered(x))
+                    send(
+                        {
+                            "what": "all_reduce",
+                            "implementation": how.name,
+                            "dtype": dtype,
+                            "width": width,
+                            "rows": rows,
+                            "bytes": num_bytes,
+                            "floor_us": floor_us(num_bytes, ranks.rank.size),
+                        }
+                        | attempt(ranks, functools.partial(measure, ranks, how, x, wanted))
+                    )
+
+
+def floor_us(num_bytes: int, size: int) -> float:
+    return round(2 * (size - 1) / size * num_bytes / SEND_RATE * 1e6, 3)
+
+
+def measure_gathers(ranks: Ranks, send: Send) -> None:
+    """Logits of a vocabulary that is cut over the ranks."""
+    ways = [Implementation("finwhale", lambda x: ranks.collectives.all_gather(x, 1))]
+    if ranks.device.type == "cuda":
+        nccl = Nccl(ranks.rank, world())
+        ways.append(Implementation("nccl", lambda x: nccl.all_gather(x, 1)))
+    for how in ways:
+        for rows in GATHERED_ROWS:
+            x = random_rows(ranks, rows, VOCAB_SIZE // ranks.rank.size, torch.float32)
+            wanted = ref.all_gather(ranks.gathered(x), 1)
+            line = {"what": "all_gather", "implementation": how.name, "rows": rows}
+            line |= {"dtype": "float32", "width": x.shape[1], "bytes": x.numel() * 4}
+            send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
+
+
+def lose_a_rank(ranks: Ranks, send: Send) -> None:
+    """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
+    lost = ranks.rank.size - 1
+    for num_bytes in (2**14, 2**22):
+        made = make_push(ranks, SIZES[ranks.rank.size], False, LOST_SECONDS)
+        ranks.barrier()
+        x = torch.ones(num_bytes // 4, device=ranks.device)
+        start, named = time.perf_counter(), ranks.rank.index == lost
+        if not named:
+            total = made.all_reduce(x)
+            ranks.synchronise()
+            try:
+                made.check()
+            except EngineDeadError as error:
+                named = f"rank {lost}" in str(error) and bool(total.isnan().any())
+        seconds = time.perf_counter() - start
+        flags = ranks.gathered(torch.tensor([int(named)], device=ranks.device))
+        line = {"what": "lost rank", "bytes": num_bytes, "seconds": round(seconds, 3)}
+        send(line | {"right": bool(torch.cat(flags).all())})
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
+    """One rank's process; rank 0 sends lines, every rank its error, then None."""
+    rank = Rank(index, size)
+
+    def send(line: Line) -> None:
+        if index == 0:
+            results.send(line)
+
+    try:
+        store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        cpu = job.device_type == "cpu"
+        device = torch.device("cpu") if cpu else torch.device("cuda", index)
+        start = time.perf_counter()
+        ranks = Ranks(rank, device, connecting.connect(rank, device, store))
+        name = type(ranks.collectives).__name__
+        seconds = round(time.perf_counter() - start, 2)
+        send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
+        with torch.inference_mode():
+            measure_sums(ranks, job, send)
+            if job.gather:
+                measure_gathers(ranks, send)
+            if not cpu and not isinstance(ranks.collectives, Nccl):
+                lose_a_rank(ranks, send)
+        ranks.barrier()
+    except Exception:
+        results.send({"what": "failure", "error": f"rank {index}: {traceback.format_exc()}"})
+    results.send(None)
+
+
+def run_ranks(size: int, job: Job, seconds: float, show: Send) -> None:
+    """Run the ranks until all have ended, one fails, or the time is over."""
+    context = torch.multiprocessing.get_context("spawn")
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = [], []
+    for index in range(size):
+        receiving, sending = context.Pipe(duplex=False)
+        args = (index, size, store.port, job, sending)
+        process = context.Process(target=work, args=args, daemon=True)
+        process.start()
+        sending.close()
+        pipes.append(receiving)
+        processes.append(process)
+    try:
+        _collect(pipes, time.monotonic() + seconds, show)
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join(10)
+
+
+def _collect(pipes: list[Any], deadline: float, show: Send) -> None:
+    while pipes:
+        ready = multiprocessing.connection.wait(pipes, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            show({"what": "failure", "error": "the time was over before all ranks had ended"})
+            return
+        for pipe in filter(ready.__contains__, list(pipes)):
+            try:
+                line = pipe.recv()
+            except EOFError:
+                show({"what": "failure", "error": "a rank's process ended"})
+                return
+            if line is None:
+                pipes.remove(pipe)
+                continue
+            show(line)
+            if line["what"] == "failure":
+                return
+
+
+def failed(line: Line) -> bool:
+    return "error" in line or not line.get("right", True) or not line.get("same_on_all_ranks", True)
+
+
+def table_of(lines: Sequence[Line]) -> Table:
+    """A row a message, a column an implementation; microseconds."""
+    timed = [line for line in lines if "us" in line]
+    names = list(dict.fromkeys(line["implementation"] for line in timed))
+    table = Table(title="microseconds a call, slowest rank", title_justify="left")
+    for column in ("message", "KiB", "floor", *names):
+        table.add_column(column, justify="left" if column == "message" else "right")
+    rows: dict[tuple[Any, ...], dict[str, Line]] = {}
+    for line in timed:
+        key = line["what"], line["dtype"], line["rows"], line["width"]
+        rows.setdefault(key, {})[line["implementation"]] = line
+    for (what, dtype, num_rows, width), ways in rows.items():
+        first = next(iter(ways.values()))
+        times = [
+            f"{ways[name]['us']['median']:.1f}{'!' * failed(ways[name])}" if name in ways else ""
+            for name in names
+        ]
+        message = f"{what} {dtype} {num_rows} x {width}"
+        floor = f"{first['floor_us']:.1f}" if "floor_us" in first else ""
+        table.add_row(message, f"{first['bytes'] / 1024:,.0f}", floor, *times)
+    return table
+
+
+def main(argv: Sequence[str]) -> int:
+    """`finwhale bench collectives`: 0, or 1 where a result was wrong or a rank failed."""
+    parser = new_parser("collectives", __doc__, "collectives.jsonl")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: all GPUs)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="values of a row")
+    parser.add_argument(
+        "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
+    )
+    parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
+    parser.add_argument("--no-gather", action="store_true", help="measure sums only")
+    parser.add_argument(
+        "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
+    )
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
+        raise FinwhaleError(
+            f"bench collectives needs {max(2, args.ranks or 0)} GPUs, "
+            f"and torch sees {torch.cuda.device_count()}"
+        )
+    size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    if size not in (2, 4, 8):
+        parser.error("--ranks must be 2, 4 or 8")
+    job = Job(args.device, args.rows, args.widths, args.dtypes, args.tune, not args.no_gather)
+    console, lines = Console(), []
+
+    def show(line: Line) -> None:
+        lines.append(line)
+        if "us" not in line or failed(line):
+            console.print(line, markup=False)
+
+    run_ranks(size, job, args.timeout, show)
+    Console(width=300).print(table_of(lines))
+    record = stamp("collectives", argv, ("torch", "triton")) | {
+        "benchmark": "collectives",
+        "ranks": size,
+        "send_bytes_per_s": SEND_RATE,
+        "results": lines,
+    }
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return int(any(map(failed, lines)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,164 @@
+"""Connect the ranks of a model: choose the collectives, and check them."""
+
+import logging
+import os
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.distributed.gloo import Gloo
+from finwhale.distributed.nccl import Nccl
+from finwhale.distributed.push_sizes import PushSizes
+from finwhale.distributed.rank import Rank
+from finwhale.distributed.self_check import self_check
+from finwhale.errors import FinwhaleError
+
+if TYPE_CHECKING:
+    from finwhale.distributed.push import Push
+
+TIMEOUT = timedelta(seconds=60)
+# NVLink multicast hangs or fails on some hosts.
+NO_MULTICAST = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+HOPPER = (9, 0)
+logger = logging.getLogger(__name__)
+
+
+def connect(
+    rank: Rank,
+    device: torch.device,
+    store: Store,
+    *,
+    ordered: bool = False,
+    timeout: timedelta = TIMEOUT,
+) -> Collectives:
+    """Connect this rank with the others. All ranks call this at once; it blocks until all have.
+
+    On GPUs this makes the default process group of torch.distributed, over NCCL.
+
+    Args:
+        device: of this rank; a GPU has an index.
+        store: reachable by all ranks.
+        ordered: sum in the order of the tree of pairs at every size (`batch_invariant`).
+
+    Raises:
+        FinwhaleError: a rank did not connect in time, or failed the self-check.
+    """
+    if rank.size == 1:
+        return Alone()
+    os.environ.update(NO_MULTICAST)
+    hosts = _exchange(rank, store, "host", f"{socket.gethostname()} {device.index}", timeout)
+    try:
+        collectives = _choose(rank, device, store, hosts, ordered, timeout)
+        self_check(collectives, device)
+    except (RuntimeError, dist.DistError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]
+        raise FinwhaleError(f"rank {rank.index} cannot connect: {lines[0]}") from error
+    return collectives
+
+
+def _choose(
+    rank: Rank,
+    device: torch.device,
+    store: Store,
+    hosts: list[str],
+    ordered: bool,
+    timeout: timedelta,
+) -> Collectives:
+    if device.type == "cpu":
+        return Gloo(rank, store, timeout)
+    torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl",
+        store=PrefixStore("finwhale.nccl", store),
+        rank=rank.index,
+        world_size=rank.size,
+        timeout=timeout,
+        device_id=device,
+    )
+    group = dist.group.WORLD
+    assert group is not None
+    nccl = Nccl(rank, group, ordered=ordered)
+    nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
+    access = _exchange(rank, store, "access", _lacking_access(rank, device, hosts), timeout)
+    lacking = next((reason for reason in access if reason), None)
+    if lacking is not None:
+        if rank.index == 0:
+            logger.warning("ranks communicate over NCCL: %s", lacking)
+        return nccl
+    return make_push(rank, device, group, nccl, ordered=ordered)
+
+
+def make_push(
+    rank: Rank,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    nccl: Nccl,
+    *,
+    ordered: bool,
+    late: bool = False,
+    sizes: PushSizes | None = None,
+    timeout_seconds: float = 60.0,
+) -> "Push":
+    """Make `Push` over symmetric memory. All ranks of `group` call this at once.
+
+    Args:
+        late: kernels do not start early, as they do on Hopper and later.
+    """
+    from finwhale.distributed.push import Push, symmetric_memory
+
+    def barrier() -> None:
+        nccl.all_reduce(torch.zeros(1, device=device))
+        torch.cuda.synchronize(device)
+
+    early = not late and torch.cuda.get_device_capability(device) >= HOPPER
+    allocate = symmetric_memory(group, device)
+    return Push(
+        rank,
+        device,
+        allocate,
+        barrier,
+        nccl,
+        ordered=ordered,
+        early=early,
+        sizes=sizes,
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def _lacking_access(rank: Rank, device: torch.device, hosts: list[str]) -> str:
+    """Why this rank cannot write the memory of all others; empty if it can."""
+    own_host = hosts[rank.index].split()[0]
+    for peer, place in enumerate(hosts):
+        host, index = place.split()
+        if peer == rank.index:
+            continue
+        if host != own_host:
+            return f"rank {rank.index} and rank {peer} are on different hosts"
+        if not torch.cuda.can_device_access_peer(device.index, int(index)):
+            return f"the GPU of rank {rank.index} has no peer access to that of rank {peer}"
+    return ""
+
+
+def _exchange(rank: Rank, store: Store, what: str, value: str, timeout: timedelta) -> list[str]:
+    """The values of all ranks, in order."""
+    store = PrefixStore(f"finwhale.{what}", store)
+    store.set(str(rank.index), value)
+    values = []
+    for peer in range(rank.size):
+        try:
+            store.wait([str(peer)], timeout)
+        except RuntimeError as error:
+            raise FinwhaleError(
+                f"rank {peer} did not connect within {timeout.total_seconds():.0f} s"
+            ) from error
+        values.append(store.get(str(peer)).decode())
+    return values

@@ -1,0 +1,173 @@
+"""Collectives of GPUs with peer access, by kernels that push into the other ranks' memory.
+
+| message | all_reduce | all_gather |
+|---|---|---|
+| small | one shot: every rank sends x to all ranks | one shot |
+| medium | two shots: each rank sums one part and sends the sum | NCCL |
+| large | the same with one flag a program instead of one a word | NCCL |
+| very large | NCCL; pieces of large messages if `ordered` | NCCL |
+
+`push_triton.py` describes the protocol.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from finwhale.distributed import push_triton
+from finwhale.distributed.collectives import Collectives
+from finwhale.distributed.push_sizes import SIZES, PushSizes
+from finwhale.distributed.push_triton import Channel
+from finwhale.distributed.rank import Rank
+from finwhale.errors import EngineDeadError
+
+# A poll reads this GPU's own L2; an H200 makes about this many a second.
+POLLS_PER_SECOND = 2_000_000
+TIMEOUT_SECONDS = 60.0
+WORD_BYTES = 4
+
+# Allocates bytes that all ranks can write; returns them and the addresses of all ranks' bytes.
+Allocate = Callable[[int], tuple[Tensor, list[int]]]
+
+
+class Push:
+    """Collectives over memory that every rank can write.
+
+    All all-reduces below `sizes.nccl` have the order of the tree of pairs.
+
+    Args:
+        allocate: called in the same order on all ranks.
+        barrier: waits for all ranks on the host.
+        nccl: does what the kernels do not.
+        ordered: never use NCCL's order of summation.
+        early: kernels start while the kernel before ends (Hopper and later).
+        timeout_seconds: a kernel that has waited this long for a rank gives up; `check` then
+            raises.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        device: torch.device,
+        allocate: Allocate,
+        barrier: Callable[[], object],
+        nccl: Collectives,
+        *,
+        ordered: bool = False,
+        early: bool = True,
+        sizes: PushSizes | None = None,
+        timeout_seconds: float = TIMEOUT_SECONDS,
+    ) -> None:
+        self.rank = rank
+        self.sizes = SIZES[rank.size] if sizes is None else sizes
+        self._nccl, self._ordered, self._early = nccl, ordered, early
+        self._limit = torch.empty(1, dtype=torch.int32, device=device)
+        self._faults = torch.zeros(rank.size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.set_timeout(timeout_seconds)
+        words = max(self.sizes.one_shot, self.sizes.gather, -(-self.sizes.two_shot // rank.size))
+        self._small = self._channel(allocate, device, words, bulk=False)
+        self._bulk = self._channel(allocate, device, self.sizes.bulk // rank.size, bulk=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        barrier()  # no rank sends before all have poisoned their buffers
+
+    def _channel(
+        self, allocate: Allocate, device: torch.device, num_bytes: int, *, bulk: bool
+    ) -> Channel:
+        """A channel that carries messages of `num_bytes` from each rank to each other one."""
+        size = self.rank.size
+        block = self.sizes.bulk_block if bulk else self.sizes.block
+        programs = -(-num_bytes // (WORD_BYTES * block))
+        capacity = programs * block
+        dtype = torch.int32 if bulk else torch.int64
+        buffer_bytes = 2 * size * capacity * dtype.itemsize
+        flag_bytes = programs * size * 4 if bulk else 0
+        memory, addresses = allocate(buffer_bytes + flag_bytes)
+        memory[:buffer_bytes].fill_(push_triton.POISON)
+        memory[buffer_bytes:].zero_()
+        pointers = [*addresses, *(address + buffer_bytes for address in addresses)]
+        flags = memory[buffer_bytes:].view(torch.int32) if bulk else None
+        return Channel(
+            self.rank,
+            memory[:buffer_bytes].view(dtype),
+            flags,
+            torch.tensor(pointers, dtype=torch.int64, device=device),
+            torch.zeros(programs, dtype=torch.int32, device=device),
+            self._limit,
+            self._faults.data_ptr(),
+            block,
+            capacity,
+            self.sizes.bulk_warps if bulk else self.sizes.warps,
+        )
+
+    def set_timeout(self, seconds: float) -> None:
+        """Change how long a kernel waits for a rank; captured graphs follow."""
+        self._limit.fill_(min(int(seconds * POLLS_PER_SECOND), 2**31 - 1))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"all_reduce takes float32 or bfloat16, got {x.dtype}")
+        num_bytes = x.numel() * x.element_size()
+        if not _has_words(x) or (num_bytes >= self.sizes.nccl and not self._ordered):
+            return self._nccl.all_reduce(x)
+        out = torch.empty_like(x)
+        words, sums = _words(x), _words(out)
+        bfloat16 = x.dtype == torch.bfloat16
+        shot = self.sizes.shot(num_bytes)
+        if shot == "one":
+            push_triton.one_shot(words, sums, self._small, bfloat16, self._early)
+        elif shot == "two":
+            push_triton.two_shot(words, sums, self._small, bfloat16, self._early)
+        else:
+            piece = self.sizes.bulk // WORD_BYTES
+            for part, total in zip(words.split(piece), sums.split(piece), strict=True):
+                push_triton.two_shot(part, total, self._bulk, bfloat16, self._early)
+        return out
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        dim %= x.dim()
+        shape = (*x.shape[:dim], self.rank.size * x.shape[dim], *x.shape[dim + 1 :])
+        width = math.prod(x.shape[dim:]) * x.element_size()
+        fits = x.numel() * x.element_size() <= self.sizes.gather
+        if not _has_words(x) or width % WORD_BYTES or not fits:
+            return self._nccl.all_gather(x, dim)
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
+        push_triton.all_gather(
+            _words(x), _words(out), width // WORD_BYTES, self._small, self._early
+        )
+        return out
+
+    def check(self) -> None:
+        lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]
+        if lost:
+            names = ", ".join(map(str, lost))
+            raise EngineDeadError(f"rank {self.rank.index} waited in vain for rank {names}")
+
+
+def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate:
+    """Allocate memory that all ranks of `group` map.
+
+    Raises:
+        RuntimeError: the GPUs have no peer access, or are not in one host.
+    """
+
+    def allocate(num_bytes: int) -> tuple[Tensor, list[int]]:
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, group)  # torch keeps it as long as the memory
+        return memory, list(handle.buffer_ptrs)
+
+    return allocate
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether x can be sent as words: not empty, whole words, aligned."""
+    num_bytes = x.numel() * x.element_size()
+    return num_bytes > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+
+
+def _words(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.int32)

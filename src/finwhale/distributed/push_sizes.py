@@ -1,0 +1,44 @@
+"""Which messages `Push` sends by which algorithm, and how its kernels are launched."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Shot = Literal["one", "two", "bulk"]
+
+
+@dataclass(frozen=True, slots=True)
+class PushSizes:
+    """The largest messages of each algorithm, in bytes of x.
+
+    Attributes:
+        one_shot: largest all-reduce in one shot.
+        two_shot: largest all-reduce in two shots with flags in the words.
+        gather: largest all-gather, in bytes of one rank.
+        bulk: largest piece of an all-reduce with a flag for each program.
+        nccl: all-reduces from this size on use NCCL, unless sums are ordered.
+        block: words of a program whose words carry flags; one warp checks them without a barrier.
+        bulk_block: words of a program that sends flags for itself.
+    """
+
+    one_shot: int
+    two_shot: int
+    gather: int = 2**20
+    bulk: int = 2**23
+    nccl: int = 2**24
+    block: int = 128
+    warps: int = 1
+    bulk_block: int = 2048
+    bulk_warps: int = 8
+
+    def shot(self, num_bytes: int) -> Shot:
+        """The algorithm of an all-reduce."""
+        if num_bytes <= self.one_shot:
+            return "one"
+        return "two" if num_bytes <= self.two_shot else "bulk"
+
+
+SIZES = {
+    2: PushSizes(one_shot=2**19, two_shot=2**19),
+    4: PushSizes(one_shot=2**17, two_shot=2**20),
+    8: PushSizes(one_shot=2**16, two_shot=2**20),
+}

@@ -1,0 +1,55 @@
+"""A check of fresh collectives: known tensors of every rank, compared with the references."""
+
+import torch
+from torch import Tensor
+
+from finwhale.distributed import ref
+from finwhale.distributed.collectives import Collectives
+from finwhale.errors import FinwhaleError
+
+# Elements of messages, for each algorithm of Push. They are multiples of 32 like the model's
+# messages, so that no other kernels are compiled.
+LENGTHS = (32, 2**12 + 32, 2**18, 2**20 + 32)
+
+
+def self_check(collectives: Collectives, device: torch.device) -> None:
+    """Gather and sum tensors that every rank knows. All ranks call this at once.
+
+    The buffers of `Push` are poisoned at first, so that words that never arrived cannot be right.
+
+    Raises:
+        FinwhaleError: this rank received something wrong; names the rank that sent it.
+        EngineDeadError: a rank was missing.
+    """
+    rank = collectives.rank
+    for length in LENGTHS:
+        known = [_known(index, length, device) for index in range(rank.size)]
+        gathered = collectives.all_gather(known[rank.index], 0)
+        for sender, part in enumerate(gathered.split(length)):
+            _compare(collectives, part, known[sender], f"rank {sender}")
+        for dtype in (torch.float32, torch.bfloat16):
+            for sender in range(rank.size):
+                # Only one rank's x is not 0, so that a wrong sum names it.
+                parts = [x if p == sender else torch.zeros_like(x) for p, x in enumerate(known)]
+                parts = [part.to(dtype) for part in parts]
+                total = collectives.all_reduce(parts[rank.index])
+                _compare(collectives, total, ref.all_reduce(parts), f"rank {sender}")
+            parts = [part.to(dtype) for part in known]
+            total = collectives.all_reduce(parts[rank.index])
+            _compare(collectives, total, ref.all_reduce(parts), "all ranks")
+
+
+def _known(index: int, length: int, device: torch.device) -> Tensor:
+    """Integers that bfloat16 can represent, other ones for each rank; never 0."""
+    return (torch.arange(length, device=device) * (2 * index + 3) % 127 + index + 1).float()
+
+
+def _compare(collectives: Collectives, found: Tensor, wanted: Tensor, sender: str) -> None:
+    equal = torch.equal(found, wanted)
+    collectives.check()
+    if not equal:
+        differ = int((found != wanted).sum())
+        raise FinwhaleError(
+            f"self-check of the ranks' communication: rank {collectives.rank.index} received "
+            f"{differ} of {found.numel()} values of {sender} wrong"
+        )

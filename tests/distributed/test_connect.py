@@ -1,0 +1,75 @@
+"""Connecting ranks: the self-check names a faulty rank, a missing rank is named in time."""
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from finwhale.distributed import connect as connecting
+from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.distributed.connect import connect
+from finwhale.distributed.gloo import Gloo
+from finwhale.distributed.rank import ALONE, Rank
+from finwhale.distributed.self_check import self_check
+from finwhale.errors import FinwhaleError
+
+from .ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_ranks_on_a_cpu_connect_over_gloo() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(lambda i: connect(Rank(i, 2), CPU, store), range(2)))
+    assert [type(collectives) for collectives in made] == [Gloo, Gloo]
+    assert isinstance(connect(ALONE, CPU, store), Alone)
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    with pytest.raises(FinwhaleError, match="rank 1 did not connect within 1 s"):
+        connect(Rank(0, 2), CPU, HashStore(), timeout=timedelta(seconds=1))
+
+
+class Faulty:
+    """Collectives that change one value of what rank 1 sends."""
+
+    def __init__(self, collectives: Collectives, *, sums: bool) -> None:
+        self._collectives, self._sums = collectives, sums
+        self.rank, self.check = collectives.rank, collectives.check
+
+    def _changed(self, x: Tensor) -> Tensor:
+        changed = x.clone()
+        changed[-1] *= 2 if self.rank.index == 1 else 1
+        return changed
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._collectives.all_reduce(self._changed(x) if self._sums else x)
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return self._collectives.all_gather(x if self._sums else self._changed(x), dim)
+
+
+@pytest.mark.parametrize("sums", (False, True))
+def test_the_self_check_names_a_faulty_rank(sums: bool) -> None:
+    def work(collectives: Collectives) -> str:
+        with pytest.raises(FinwhaleError) as raised:
+            self_check(Faulty(collectives, sums=sums), CPU)
+        return str(raised.value)
+
+    for index, message in enumerate(run_ranks(4, work)):
+        assert f"rank {index} received 1 of 32 values of rank 1 wrong" in message
+
+
+def test_why_ranks_cannot_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
+    lacking = connecting._lacking_access
+    device = torch.device("cuda", 0)
+    assert lacking(Rank(0, 2), device, ["a 0", "a 1"]) == ""
+    assert "the GPU of rank 0 has no peer access to that of rank 1" in lacking(
+        Rank(0, 2), device, ["a 0", "a 2"]
+    )
+    assert "different hosts" in lacking(Rank(0, 2), device, ["a 0", "b 0"])

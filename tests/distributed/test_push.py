@@ -1,0 +1,206 @@
+"""The push kernels in Triton's interpreter: several ranks' buffers in this process.
+
+Each phase of a kernel runs on all ranks in turn.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("kernels are for the GPU in this process", allow_module_level=True)
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+
+import torch
+from tests.ops import triton_interpreter as triton_interpreter
+from torch import Tensor
+
+from finwhale.distributed import push_triton, ref
+from finwhale.distributed.push import Push
+from finwhale.distributed.push_sizes import PushSizes
+from finwhale.distributed.push_triton import Channel
+from finwhale.distributed.rank import ALONE, Rank
+from finwhale.errors import EngineDeadError
+
+SIZES = PushSizes(one_shot=2**11, two_shot=2**12, gather=2**11, bulk=2**14)
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class Nothing:
+    rank = ALONE
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"{name} of NCCL was called")
+
+
+class Memories:
+    """Memory of several ranks: allocations of equal number have equal size."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.made: list[list[Tensor]] = []
+
+    def of(self, index: int):
+        count = iter(range(10))
+
+        def allocate(num_bytes: int) -> tuple[Tensor, list[int]]:
+            i = next(count)
+            if i == len(self.made):
+                self.made.append(
+                    [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(self.size)]
+                )
+            memories = self.made[i]
+            assert len(memories[index]) == num_bytes
+            return memories[index], [memory.data_ptr() for memory in memories]
+
+        return allocate
+
+
+def ranks(size: int, sizes: PushSizes = SIZES) -> list[Push]:
+    memories = Memories(size)
+    pushes = [
+        Push(Rank(i, size), CPU, memories.of(i), lambda: None, Nothing(), early=False, sizes=sizes)
+        for i in range(size)
+    ]
+    for push in pushes:
+        push.set_timeout(1e-5)
+    return pushes
+
+
+def parts(size: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(size)]
+
+
+def words(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.int32)
+
+
+def sum_over(
+    pushes: list[Push], shot: str, given: list[Tensor], lost: int | None = None
+) -> list[Tensor]:
+    """Run an all-reduce phase by phase on all ranks; rank `lost` does nothing."""
+    outs = [torch.full_like(x, 7) for x in given]
+    launch = push_triton.one_shot if shot == "one" else push_triton.two_shot
+    for phase in range(2 if shot == "one" else 3):
+        for push, x, out in zip(pushes, given, outs, strict=True):
+            if push.rank.index != lost:
+                channel = push._bulk if shot == "bulk" else push._small
+                bfloat16 = x.dtype == torch.bfloat16
+                launch(words(x), words(out), channel, bfloat16, False, (phase, phase))
+    return outs
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+@pytest.mark.parametrize("shot", ("one", "two", "bulk"))
+def test_sums_equal_the_reference(size: int, shot: str) -> None:
+    pushes = ranks(size)
+    # Epochs alternate between the halves of a buffer; programs make different numbers of exchanges.
+    for turn, (dtype, length) in enumerate(
+        [(torch.float32, 300), (torch.bfloat16, 600), (torch.float32, 16), (torch.bfloat16, 1024)]
+    ):
+        given = parts(size, (length,), dtype, turn)
+        kept = [x.clone() for x in given]
+        wanted = ref.all_reduce(given)
+        for found in sum_over(pushes, shot, given):
+            assert torch.equal(found, wanted)
+        assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+    for push in pushes:
+        push.check()
+        channel = push._bulk if shot == "bulk" else push._small
+        assert channel.epochs[0] == (4 if shot == "one" else 8)
+
+
+@pytest.mark.parametrize("size", (2, 4))
+def test_gathers_equal_the_reference(size: int) -> None:
+    pushes = ranks(size)
+    for turn, (shape, dim) in enumerate([((3, 10), 0), ((3, 10), 1), ((4, 2, 24), 1), ((64,), 0)]):
+        given = parts(size, shape, torch.float32, turn)
+        wanted = ref.all_gather(given, dim)
+        outs = [torch.empty_like(wanted) for _ in range(size)]
+        width = given[0][(0,) * dim].numel()
+        for phase in range(2):
+            for push, x, out in zip(pushes, given, outs, strict=True):
+                channel = push._small
+                push_triton.all_gather(words(x), words(out), width, channel, False, (phase, phase))
+        for out in outs:
+            assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("shot", ("one", "two", "bulk"))
+def test_a_missing_rank_is_named_and_its_sum_is_nan(shot: str) -> None:
+    pushes = ranks(4)
+    given = parts(4, (300,), torch.float32)
+    outs = sum_over(pushes, shot, given, lost=2)
+    for index in (0, 1, 3):
+        whole = outs[index] if shot == "one" else outs[index][2 * 80 : 240]
+        assert whole.isnan().all()
+        with pytest.raises(EngineDeadError, match=f"rank {index} waited in vain for rank 2$"):
+            pushes[index].check()
+        assert pushes[index]._limit.item() == 0
+    pushes[2].check()
+
+
+def test_flags_wrap_around() -> None:
+    pushes = ranks(2)
+    for push in pushes:
+        for channel in (push._small, push._bulk):
+            channel.epochs.fill_(2**31 - 2)
+            if channel.flags is not None:
+                channel.flags.fill_(2**31 - 2)
+    given = parts(2, (300,), torch.float32)
+    for shot in ("one", "two", "bulk", "one"):
+        for found in sum_over(pushes, shot, given):
+            assert torch.equal(found, ref.all_reduce(given))
+
+
+def test_the_size_chooses_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    (push, _) = ranks(2, replace(SIZES, nccl=2**16))
+    calls: list[tuple[str, int, bool]] = []
+
+    def one(x: Tensor, out: Tensor, channel: Channel, *_: bool) -> None:
+        calls.append(("one", len(x), channel.flags is None))
+
+    def two(x: Tensor, out: Tensor, channel: Channel, *_: bool) -> None:
+        calls.append(("two", len(x), channel.flags is None))
+
+    def gather(x: Tensor, out: Tensor, width: int, *_: object) -> None:
+        assert (len(x), len(out)) == (30, 60)
+        calls.append(("gather", width, True))
+
+    monkeypatch.setattr(push_triton, "one_shot", one)
+    monkeypatch.setattr(push_triton, "two_shot", two)
+    monkeypatch.setattr(push_triton, "all_gather", gather)
+    x = torch.zeros(2**15)
+    for length in (1, 512, 513, 1024, 1025, 2**12 + 1):
+        assert push.all_reduce(x[:length]).shape == (length,)
+    assert push.all_reduce(x.bfloat16()[:1024]).dtype == torch.bfloat16
+    assert push.all_gather(x[:30].view(5, 6), -1).shape == (5, 12)
+    assert push.all_gather(x[:30].view(5, 6), 0).shape == (10, 6)
+    assert calls == [
+        ("one", 1, True),
+        ("one", 512, True),
+        ("two", 513, True),
+        ("two", 1024, True),
+        ("two", 1025, False),
+        ("two", 4096, False),
+        ("two", 1, False),
+        ("one", 512, True),
+        ("gather", 6, True),
+        ("gather", 30, True),
+    ]
+
+
+def test_nccl_does_the_rest() -> None:
+    (push, _) = ranks(2, replace(SIZES, nccl=2**16))
+    x = torch.zeros(2**15)
+    for large_or_odd in (x, x[:0], x.bfloat16()[:3]):
+        with pytest.raises(AssertionError, match="all_reduce of NCCL"):
+            push.all_reduce(large_or_odd)
+    for large_or_odd in (x.view(4, -1), x[:0].view(0, 4), x[:12].view(4, 3).byte()):
+        with pytest.raises(AssertionError, match="all_gather of NCCL"):
+            push.all_gather(large_or_odd, 1)
+    with pytest.raises(ValueError, match=r"got torch\.int64"):
+        push.all_reduce(x.long())

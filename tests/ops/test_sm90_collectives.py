@@ -1,0 +1,19 @@
+"""The push kernels compile for SM90 and fit; what spills is known."""
+
+import pytest
+
+pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
+
+from . import sm90_collectives
+from .conftest import Compile
+
+SPILLING = {"_two_shot_kernel": 32}  # bytes of stack a thread, outside the loops that poll
+
+
+@pytest.mark.parametrize("call", sm90_collectives.CALLS)
+def test_push_kernels_compile_and_fit(call: str, sm90: Compile) -> None:
+    reports = sm90("sm90_collectives", call)
+    assert len(reports) == 7
+    for report in reports:
+        kernel = report["kernel"].rpartition(".")[2]
+        assert report["spilled"] <= SPILLING.get(kernel, 0), report
