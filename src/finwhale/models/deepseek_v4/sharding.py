@@ -10,12 +10,10 @@ from dataclasses import replace
 
 from finwhale.checkpoint.formats import FP8_BLOCK
 from finwhale.checkpoint.spec import Slice
+from finwhale.config import RANK_COUNTS
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
-
-RANK_COUNTS = (1, 2, 4, 8)
-"""The numbers of ranks that are tested."""
 
 # One scale of rounded activations covers this many values, as many as an FP8 block has columns.
 GROUP = FP8_BLOCK
@@ -79,17 +77,13 @@ def _obstacle(config: ModelConfig, size: int, round_activations: bool) -> str | 
     for name in ("vocab_size", "num_attention_heads", "o_groups", "moe_intermediate_size"):
         if getattr(config, name) % size:
             return f"{name} {getattr(config, name)} is not a multiple of {size}"
-    # The widths that ranks divide and that blocks or rounding groups divide too.
-    inputs = {
-        "moe_intermediate_size": config.moe_intermediate_size,
-        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
-    }
-    heads = {"num_attention_heads * head_dim": config.num_attention_heads * config.head_dim}
+    # Rounding groups divide these widths, and so do FP8 and FP4 blocks.
     widths: dict[str, int] = {}
     if config.quantised or round_activations:
-        widths |= inputs
+        widths["moe_intermediate_size"] = config.moe_intermediate_size
+        widths["o_groups * o_lora_rank"] = config.o_groups * config.o_lora_rank
     if config.quantised:
-        widths |= heads
+        widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
     for name, width in widths.items():
         if width % (size * GROUP):
             return (
