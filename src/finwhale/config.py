@@ -15,6 +15,8 @@ DtypeName = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
 WoAInput = Literal["fp8", "bf16"]
 
+# The numbers of ranks that may share a model.
+RANK_COUNTS = (1, 2, 4, 8)
 # The largest draft_tokens of any draft head. A model's own limit is its max_draft_tokens.
 MAX_DRAFT_TOKENS = 3
 

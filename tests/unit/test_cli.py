@@ -1,6 +1,7 @@
 """The command line without an engine: help, mistakes, options, inspect."""
 
 import argparse
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import finwhale
 from finwhale.cli.main import COMMANDS, main
 from finwhale.cli.options import add_engine_options, engine_config
 from finwhale.config import EngineConfig
+from finwhale.models.deepseek_v4.config import ModelConfig
 
 Capture = pytest.CaptureFixture[str]
 
@@ -74,6 +76,26 @@ def test_inspect(tiny_path: Path, capsys: Capture) -> None:
     assert f"{count:,}" in out
     assert main(["inspect", str(tiny_path), "--tensors"]) == 0
     assert "layers.3.ffn.gate.bias" in words(capsys).replace("\u2026", "")
+
+
+def test_inspect_shows_what_each_number_of_gpus_holds(capsys: Capture, tmp_path: Path) -> None:
+    """Flash cut to two layers, with six experts: two ranks hold half of what they divide."""
+    config = replace(ModelConfig.preset("flash").with_layers(2), n_routed_experts=6, o_groups=4)
+    save_file({}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    assert main(["inspect", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines()]
+    by_size = {row[0]: row[1:] for row in rows if row and row[0] in ("1", "2", "4", "8")}
+    tokens = {size: [int(n.replace(",", "")) for n in by_size[size][1:3]] for size in "124"}
+    assert tokens["1"] < tokens["2"] < tokens["4"]
+    assert all(h100 < h200 for h100, h200 in tokens.values())
+    gib = {size: float(by_size[size][0].removesuffix(" GiB")) for size in "124"}
+    assert (gib["1"] - gib["2"]) / 2 == pytest.approx(gib["2"] - gib["4"], abs=0.02)
+    assert by_size["8"] == ["cannot divide it", *[""] * (len(by_size["8"]) - 1)]
+    assert "8 ranks cannot divide this model: o_groups 4 is not a multiple of 8." in " ".join(
+        out.split()
+    )
 
 
 def test_inspect_of_an_incomplete_checkpoint(

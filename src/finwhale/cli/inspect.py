@@ -14,13 +14,22 @@ from rich.table import Table
 from finwhale.checkpoint.loading import Inventory, inventory_report
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.options import add_path
+from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.demo import DEMO_PATH
+from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import Architecture, CacheGroup, ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops import Ops, load_ops
 from finwhale.platform import Platform
 
 SHOWN = 10
+
+# Bytes of GPU memory that torch sees.
+GPUS = {"H100 80 GB": 85_000_000_000, "H200 141 GB": 150_000_000_000}
+# GPU memory that is not for weights and cache. On an H200, Flash's steps take 1 GiB with the
+# default options, and CUDA takes about as much.
+WORKSPACE_BYTES = 4 * 2**30
 
 
 def run(argv: Sequence[str]) -> int:
@@ -37,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
     console.print(_config_table(architecture.describe(config)))
     console.print(_tensor_table(checkpoint, architecture))
     console.print(_memory_table(config, architecture))
+    _print_ranks(console, config, architecture, inventory)
     if args.tensors:
         console.print(_all_tensors(checkpoint))
     return _print_verdict(console, config, inventory)
@@ -94,13 +104,7 @@ def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
     """Memory with values in two dtypes, and packed in FP8 and FP4 as on a Hopper GPU."""
     names = ("float32", "bfloat16", "packed")
     table = _table("memory needed, with weights and cache in", "", *names, numbers=3)
-    values = load_ops(Platform.cpu(), reference=True)
-    packed = replace(values.capabilities, quantised_weights=True, packed_cache=True)
-    forms = (
-        (torch.float32, values),
-        (torch.bfloat16, values),
-        (torch.bfloat16, replace(values, capabilities=packed)),
-    )
+    forms = _forms()
     weights = [architecture.weight_bytes(config, *form) for form in forms]
     table.add_row("weights", *map(_size, weights))
     groups = architecture.cache_groups(config)
@@ -118,6 +122,72 @@ def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
     full = [per * config.max_position_embeddings for per in per_token]
     table.add_row("cache, one full context", *map(_size, full))
     return table
+
+
+def _forms() -> tuple[tuple[torch.dtype, Ops], ...]:
+    """The dtype of activations and the table: float32 and bfloat16 values, and packed weights."""
+    values = load_ops(Platform.cpu(), reference=True)
+    packed = replace(values.capabilities, quantised_weights=True, packed_cache=True)
+    return (
+        (torch.float32, values),
+        (torch.bfloat16, values),
+        (torch.bfloat16, replace(values, capabilities=packed)),
+    )
+
+
+def _print_ranks(
+    console: Console, config: ModelConfig, architecture: Architecture, inventory: Inventory
+) -> None:
+    """The weights of one rank of several GPUs, and the tokens of context that fit beside them."""
+    gpus = dict(GPUS)
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_properties(0)
+        gpus[f"this {here.name}"] = here.total_memory
+    share = EngineConfig().gpu_memory_utilization
+    columns = ("GPUs", "weights of each", *(f"tokens on {name}" for name in gpus))
+    table = _table("context that fits on several GPUs", *columns, numbers=1 + len(gpus))
+    refusals: list[FinwhaleError] = []
+    for size in RANK_COUNTS:
+        try:
+            part = architecture.rank_config(config, size, round_activations=True)
+        except FinwhaleError as error:
+            refusals.append(error)
+            table.add_row(str(size), "cannot divide it")
+            continue
+        is_packed = not architecture.kernel_obstacles(part, inventory.storages)
+        dtype, ops = _forms()[2 if is_packed else 1]
+        weights = architecture.weight_bytes(config, dtype, ops, size)
+        left = [int(share * total) - weights - WORKSPACE_BYTES for total in gpus.values()]
+        tokens = [_capacity_tokens(config, architecture, dtype, ops, room) for room in left]
+        table.add_row(str(size), _size(weights), *(f"{n:,}" if n else "no room" for n in tokens))
+    console.print(table)
+    console.print(
+        f"tokens of all sequences together, about: with {share:.0%} of the memory in use, of which "
+        f"{_size(WORKSPACE_BYTES)} for workspace",
+        highlight=False,
+    )
+    if refusals:
+        console.print(str(refusals[0]), highlight=False)
+
+
+def _capacity_tokens(
+    config: ModelConfig, architecture: Architecture, dtype: torch.dtype, ops: Ops, room: int
+) -> int:
+    """Tokens of context for which a cache of `room` bytes has pages, with the default options."""
+    options = EngineConfig()
+    try:
+        return plan_cache(
+            architecture.cache_groups(config),
+            itemsize=dtype.itemsize,
+            packed=ops.capabilities.packed_cache,
+            budget_bytes=max(0, room),
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=options.max_num_batched_tokens,
+            wanted_tokens=max(0, room),  # no limit: a token takes more than a byte
+            shares=options.enable_prefix_caching,
+        ).capacity_tokens
+    except ResourceError:
+        return 0
 
 
 def _all_tensors(checkpoint: Checkpoint) -> Table:
@@ -154,7 +224,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="finwhale inspect",
         description="Show a checkpoint's configuration, its tensors and their sizes, the memory "
-        "that it needs, and which tensors are missing or unexpected. Only headers are read.",
+        "that it needs on one and on several GPUs, and which tensors are missing or unexpected. "
+        "Only headers are read.",
     )
     add_path(parser)
     parser.add_argument("--tensors", action="store_true", help="list every tensor")

@@ -1,0 +1,132 @@
+"""Tensor parallelism: how ranks divide a model's sizes, and who is refused."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from finwhale.distributed.rank import Rank
+from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.architecture import weight_bytes
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.sharding import rank_config, sharded_axis
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops import Ops, load_ops
+from finwhale.platform import Platform
+
+MODELS = {name: ModelConfig.preset(name) for name in ("flash", "pro")}
+# The last part of the name of every divided weight, with its axis.
+DIVIDED = {
+    "head.weight": 0,
+    "attn.wq_b.weight": 0,
+    "attn.attn_sink": 0,
+    "attn.wo_a.weight": 0,
+    "attn.wo_b.weight": 1,
+    "w1.weight": 0,
+    "w3.weight": 0,
+    "w2.weight": 1,
+}
+
+
+def wanted_axis(name: str) -> int | None:
+    ends = [axis for end, axis in DIVIDED.items() if f".{name}".endswith(f".{end}")]
+    return ends[0] if ends else None
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_blocks_and_rounding_groups_stay_whole(model: str, size: int) -> None:
+    """Of each kind of weight: the experts of a layer are alike."""
+    config = MODELS[model].with_layers(4)
+    part = rank_config(config, size, round_activations=True)
+    assert part.num_attention_heads * config.o_groups == config.num_attention_heads * part.o_groups
+    for index in range(size):
+        for spec in weight_specs(config, Rank(index, size)).values():
+            axis = wanted_axis(spec.name)
+            assert sharded_axis(spec.name) == axis == (spec.slice and spec.slice.axis), spec
+            if spec.slice is None:
+                assert spec.local_shape == spec.shape
+                continue
+            length = spec.shape[spec.slice.axis] // size
+            assert spec.local_shape[spec.slice.axis] == length
+            assert (spec.slice.start, spec.slice.stop) == (index * length, (index + 1) * length)
+            if spec.slice.axis == 1 or spec.storage in ("fp8_block", "fp4"):
+                assert length % 128 == 0
+
+
+def tiny(**sizes: int) -> ModelConfig:
+    """A small model of all kinds of layers that 8 ranks can divide."""
+    return replace(
+        MODELS["flash"].with_layers(4),
+        vocab_size=328,
+        hidden_size=128,
+        num_attention_heads=16,
+        head_dim=64,
+        qk_rope_head_dim=16,
+        q_lora_rank=128,
+        o_lora_rank=128,
+        index_n_heads=32,
+        n_routed_experts=2,
+        num_experts_per_tok=2,
+        moe_intermediate_size=1024,
+        num_hash_layers=1,
+        **sizes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "size", "message"),
+    [
+        ({}, 3, "vocab_size 328 is not a multiple of 3. Set tensor_parallel_size to 1 or 2 or 4"),
+        ({"vocab_size": 330}, 4, "vocab_size 330 is not a multiple of 4."),
+        ({"num_attention_heads": 8, "o_groups": 2}, 4, "o_groups 2 is not a multiple of 4."),
+        ({"moe_intermediate_size": 512}, 8, "moe_intermediate_size is 512, and 64 values a rank"),
+        ({"o_lora_rank": 64}, 8, "o_groups * o_lora_rank is 512, and 64 values a rank"),
+        ({"num_attention_heads": 8}, 8, "num_attention_heads * head_dim is 512, and 64 values"),
+        ({}, 0, "the number of ranks must be at least 1, got 0."),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    sizes: dict[str, int], size: int, message: str
+) -> None:
+    config = replace(tiny(), **sizes)
+    with pytest.raises(FinwhaleError) as caught:
+        rank_config(config, size)
+    text = str(caught.value)
+    assert text.startswith(f"{size} ranks cannot divide this model: ") and message in text
+    assert "\n" not in text and "Set tensor_parallel_size to 1" in text
+    with pytest.raises(FinwhaleError):
+        weight_specs(config, Rank(0, size))
+
+
+def test_only_what_rounds_needs_whole_groups() -> None:
+    plain = replace(tiny(), quantised=False, moe_intermediate_size=96, o_lora_rank=24)
+    part = rank_config(plain, 8)
+    assert (part.moe_intermediate_size, part.num_attention_heads, part.o_groups) == (12, 2, 1)
+    assert part.vocab_size == plain.vocab_size and part.hidden_size == plain.hidden_size
+    assert rank_config(plain, 1, round_activations=True) is plain
+    with pytest.raises(FinwhaleError, match="a multiple of 128, the size of an FP8 block"):
+        rank_config(plain, 8, round_activations=True)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_of_a_rank(model: str) -> None:
+    """One rank holds what all ranks hold, and its share of the rest, in the packed layout."""
+    config, ops = MODELS[model].with_layers(3), packed_ops()
+    whole = weight_bytes(config, torch.bfloat16, ops)
+    divided = sum(
+        math.prod(spec.shape) * {"fp4": 17 / 32, "fp8_block": 1 + 4 / 128**2}.get(spec.storage, 0)
+        if spec.storage in ("fp4", "fp8_block")
+        else math.prod(spec.shape) * (4 if spec.storage == "f32" else 2)
+        for spec in weight_specs(config).values()
+        if wanted_axis(spec.name) is not None
+    )
+    for size in (2, 4, 8):
+        share = weight_bytes(config, torch.bfloat16, ops, size)
+        assert share == whole - divided * (size - 1) / size
+
+
+def packed_ops() -> Ops:
+    ops = load_ops(Platform.cpu(), reference=True)
+    return replace(ops, capabilities=replace(ops.capabilities, quantised_weights=True))
