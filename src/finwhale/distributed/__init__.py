@@ -1,0 +1,1 @@
+"""Communication between the ranks of one model: contracts, references and implementations."""

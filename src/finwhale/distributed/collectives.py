@@ -1,0 +1,68 @@
+"""The operations between the ranks of one model: their contract, and one rank alone.
+
+`ref.py` defines each collective over a list of the ranks' tensors; the tests compare the
+implementations with it.
+"""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from finwhale.distributed.rank import ALONE, Rank
+
+
+class Collectives(Protocol):
+    """What a model calls to combine the tensors of its ranks.
+
+    Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
+    The input does not change. The result is a tensor of its own that the caller may keep, except
+    that one rank alone returns its input.
+
+    On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
+    rank must replay its graph. All calls of a process use one stream at a time, because they share
+    buffers.
+
+    Attributes:
+        rank: the rank that makes the calls.
+    """
+
+    @property
+    def rank(self) -> Rank: ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum the ranks' x.
+
+        The sum is taken in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and rounded
+        once to the dtype of x. Every rank gets the same bits. They depend on the values of one
+        element only: neither the shape nor the other elements matter.
+
+        Args:
+            x: contiguous, float32 or bfloat16, any shape.
+
+        Returns:
+            A tensor of the shape and dtype of x.
+        """
+        ...
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        """Concatenate the ranks' x along `dim`, in the order of the ranks.
+
+        Args:
+            x: contiguous, any dtype.
+
+        Returns:
+            A contiguous tensor; dimension `dim` is `rank.size` times as large as that of x.
+        """
+        ...
+
+
+class Alone:
+    """One rank: every collective returns its input."""
+
+    rank = ALONE
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
