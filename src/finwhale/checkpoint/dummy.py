@@ -17,7 +17,7 @@ from finwhale.checkpoint.formats import (
     fp8_scale_shape,
 )
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
+from finwhale.checkpoint.spec import Progress, Storage, WeightSpec
 from finwhale.number_formats import E2M1_VALUES
 
 _E2M1_MEAN_SQUARE = sum(v * v for v in E2M1_VALUES) / len(E2M1_VALUES)
@@ -29,9 +29,10 @@ _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 class DummySource:
     """Iterates over random weights, made on a device, like a checkpoint's WeightSource.
 
-    Each weight depends only on its name and the seed, so all processes of a group make the same
-    weights, whichever they select. Different devices make different weights. `progress` counts
-    values, not bytes.
+    Each weight depends only on its name and the seed. A rank makes the whole weight and takes its
+    slice, so the slices of all ranks are the weights of one rank; on a GPU, making a weight costs
+    little more than launching its kernels. Different devices make different weights. `progress`
+    counts values, not bytes.
     """
 
     def __init__(
@@ -40,13 +41,11 @@ class DummySource:
         device: torch.device | str,
         *,
         seed: int = 0,
-        select: Select | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._specs = specs
         self._device = torch.device(device)
         self._seed = seed
-        self._select = select
         self._progress = progress
 
     @property
@@ -59,17 +58,16 @@ class DummySource:
         return iter(self)
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        chosen = [s for s in self._specs.values() if self._select is None or self._select(s)]
-        total = sum(math.prod(spec.shape) for spec in chosen)
+        total = sum(math.prod(spec.shape) for spec in self._specs.values())
         done = 0
-        for spec in chosen:
-            yield spec, self.make(spec)
+        for spec in self._specs.values():
+            yield spec, self.make(spec).sliced(spec.slice)
             done += math.prod(spec.shape)
             if self._progress is not None:
                 self._progress(done, total)
 
     def make(self, spec: WeightSpec) -> StoredWeight:
-        """Make one weight.
+        """Make one whole weight.
 
         Norms are 1. Projections have mean 0 and variance 1/fan_in. FP8 has one scale for all
         blocks; FP4 has uniform codes, and each scale is one of two neighbouring powers of two.

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import (
     FP4_BLOCK,
+    FP8_BLOCK,
     dequantise_fp4,
     dequantise_fp8_block,
     find_nan,
     fp8_scale_shape,
 )
 from finwhale.checkpoint.reader import DTYPES, Checkpoint, TensorInfo, TensorReader
-from finwhale.checkpoint.spec import Progress, Select, Storage, WeightSpec
+from finwhale.checkpoint.spec import Progress, Slice, Storage, WeightSpec
 from finwhale.checkpoint.staging import Staging
 from finwhale.errors import CheckpointError
 
@@ -57,6 +58,16 @@ class StoredWeight:
         """The same weight on a device. The result shares tensors that are already there."""
         scale = None if self.scale is None else self.scale.to(device)
         return StoredWeight(self.data.to(device), scale, self.storage)
+
+    def sliced(self, part: Slice | None) -> "StoredWeight":
+        """A slice of this weight with its scales, as views; None: the whole weight."""
+        if part is None:
+            return self
+        data = _data_slice(part, self.storage).of(self.data)
+        scale = self.scale
+        if scale is not None:
+            scale = _scale_slice(part, self.storage).of(scale)
+        return StoredWeight(data, scale, self.storage)
 
     def dequantise(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         """The values in the logical shape, as dtype; int64 stays int64.
@@ -164,16 +175,16 @@ def inventory_report(
 class WeightSource:
     """Iterates over a checkpoint's weights, as (spec, stored weight), one file after the other.
 
-    Every selected weight comes exactly once. On the CPU it is memory-mapped; for a GPU several
-    threads read it. A weight may be stored as its spec says, or plain (bfloat16, float16, float32)
-    if the spec is quantised or of another float dtype, or FP8 if the spec is FP4. FP8 scales may be
-    E8M0 or float32. The constructor logs the stored formats.
+    Every weight comes exactly once, or the slice of it that its spec names; no other bytes are
+    needed. On the CPU it is memory-mapped; for a GPU several threads read it. A weight may be
+    stored as its spec says, or plain (bfloat16, float16, float32) if the spec is quantised or of
+    another float dtype, or FP8 if the spec is FP4. FP8 scales may be E8M0 or float32. The
+    constructor logs the stored formats.
 
     Args:
         checkpoint: an opened checkpoint.
         specs: every weight of the model by name.
         ignored: prefixes of names to ignore, with the reason; a warning is logged for each.
-        select: selects the weights of this process; None: all. The inventory covers all weights.
         device: the device of the weights, a GPU or the CPU.
         progress: called with (bytes done, bytes in all) after each weight.
 
@@ -189,7 +200,6 @@ class WeightSource:
         specs: Mapping[str, WeightSpec],
         *,
         ignored: Mapping[str, str] | None = None,
-        select: Select | None = None,
         device: torch.device | None = None,
         progress: Progress | None = None,
     ) -> None:
@@ -199,12 +209,13 @@ class WeightSource:
         self.inventory = inventory_report(checkpoint, specs, ignored)
         _require_complete(checkpoint, specs, self.inventory)
         _log(checkpoint, self.inventory, ignored or {})
-        self._chosen = {n: s for n, s in specs.items() if select is None or select(s)}
+        self._specs = specs
+        self._infos = dict(self._local_infos())
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of the selected weights, scales included."""
-        return sum(map(self._num_bytes, self._chosen.values()))
+        """Bytes of the weights that this process reads, scales included."""
+        return sum(info.num_bytes for info in self._infos.values())
 
     @property
     def storages(self) -> Mapping[str, Storage]:
@@ -237,7 +248,7 @@ class WeightSource:
             self._progress(done, self.total_bytes)
 
     def _mapped(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        waiting = dict(self._chosen)
+        waiting = dict(self._specs)
         with self._checkpoint.reader() as reader:
             for _, names in self._checkpoint.shards():
                 for name in names:
@@ -258,7 +269,7 @@ class WeightSource:
         scales: dict[str, Tensor | None] = {}
         staging = Staging(self._checkpoint.path, self._device, places=places)
         for info, tensor in staging.tensors(self._in_order(places)):
-            spec = self._chosen.get(info.name)
+            spec = self._specs.get(info.name)
             if spec is None:
                 scales[info.name] = tensor
             elif tensor is None:
@@ -270,9 +281,9 @@ class WeightSource:
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
     def _in_order(self, places: Container[str]) -> list[TensorInfo]:
-        tensors, order = self._checkpoint.tensors, []
+        tensors, order = self._infos, []
         for _, names in self._checkpoint.shards():
-            chosen = [self._chosen[name] for name in names if name in self._chosen]
+            chosen = [self._specs[name] for name in names if name in self._specs]
             scales = [s.scale_name for s in chosen if _has_scale(self.inventory.storages[s.name])]
             files = [*scales, *(spec.name for spec in chosen)]
             placed = [tensors[name] for name in files if name in places]
@@ -284,17 +295,30 @@ class WeightSource:
         storage = self.inventory.storages[spec.name]
         data = reader.read(spec.name)
         scale = reader.read(spec.scale_name) if _has_scale(storage) else None
-        fault = find_nan(data, scale)
+        stored = StoredWeight(data, scale, storage).sliced(spec.slice)
+        fault = find_nan(stored.data, stored.scale)
         if fault is not None:
             file = self._checkpoint.tensors[spec.name].file
             raise CheckpointError(f"{spec.name} in {file} holds {fault}; the file is damaged")
-        return StoredWeight(data, scale, storage)
+        return stored
+
+    def _local_infos(self) -> Iterator[tuple[str, TensorInfo]]:
+        """The tensors that this process reads: those of weights and scales, or slices of them."""
+        for spec in self._specs.values():
+            storage, part = self.inventory.storages[spec.name], spec.slice
+            data = self._checkpoint.tensors[spec.name]
+            yield data.name, data if part is None else data.sliced(_data_slice(part, storage))
+            if _has_scale(storage):
+                scale = self._checkpoint.tensors[spec.scale_name]
+                yield (
+                    scale.name,
+                    scale if part is None else scale.sliced(_scale_slice(part, storage)),
+                )
 
     def _num_bytes(self, spec: WeightSpec) -> int:
-        tensors = self._checkpoint.tensors
-        num_bytes = tensors[spec.name].num_bytes
+        num_bytes = self._infos[spec.name].num_bytes
         if _has_scale(self.inventory.storages[spec.name]):
-            num_bytes += tensors[spec.scale_name].num_bytes
+            num_bytes += self._infos[spec.scale_name].num_bytes
         return num_bytes
 
 
@@ -303,6 +327,18 @@ class WeightSource:
 
 def _has_scale(storage: Storage) -> bool:
     return storage in ("fp8_block", "fp4")
+
+
+def _data_slice(part: Slice, storage: Storage) -> Slice:
+    """The slice of a weight's stored data. Only matrices are cut along axis 1."""
+    return part.over(2) if storage == "fp4" and part.axis == 1 else part
+
+
+def _scale_slice(part: Slice, storage: Storage) -> Slice:
+    """The slice of a weight's scales: one for 128x128 values in FP8, for 1x32 in FP4."""
+    if storage == "fp8_block":
+        return part.over(FP8_BLOCK)
+    return part.over(FP4_BLOCK) if part.axis == 1 else part
 
 
 def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:

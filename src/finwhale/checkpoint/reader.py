@@ -9,7 +9,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from finwhale.checkpoint.names import Part, official_tensors
+from finwhale.checkpoint.spec import Slice
 from finwhale.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
@@ -45,8 +46,10 @@ class TensorInfo:
         num_bytes: its size in the file; for one expert of a stacked tensor, the size of its slice.
         file: the file's name inside the directory.
         stored_name: the tensor's name in the file.
-        offset: offset in the file of its contiguous bytes.
+        offset: offset in the file of its first byte.
         part: the slice of the stored tensor; None: the whole tensor.
+        pitch: the distance in the file from one row to the next, in bytes; None: the rows are
+            contiguous.
     """
 
     name: str
@@ -57,6 +60,26 @@ class TensorInfo:
     stored_name: str
     offset: int
     part: Part | None = None
+    pitch: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, which are contiguous."""
+        return self.num_bytes // self.shape[0]
+
+    def sliced(self, part: Slice) -> "TensorInfo":
+        """A slice of this tensor: rows, or columns of a matrix."""
+        assert self.pitch is None and part.axis < 2
+        shape = part.shape_in(self.shape)
+        size = self.dtype.itemsize
+        if part.axis == 0:
+            offset, pitch = self.offset + part.start * self.row_bytes, None
+        else:
+            assert len(shape) == 2, self.shape
+            offset, pitch = self.offset + part.start * size, self.row_bytes
+        return replace(
+            self, shape=shape, num_bytes=math.prod(shape) * size, offset=offset, pitch=pitch
+        )
 
 
 @dataclass(frozen=True, slots=True)

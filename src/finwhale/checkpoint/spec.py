@@ -4,8 +4,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
 """The stored format of a weight; "fp8_block" and "fp4" (formats.py) have a `.scale` tensor too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The indices start to stop - 1 along one axis of a weight: what one rank holds."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def shape_in(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The slice's shape, for a weight of this shape."""
+        return (*shape[: self.axis], self.stop - self.start, *shape[self.axis + 1 :])
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The slice of a tensor, as a view."""
+        return tensor.narrow(self.axis, self.start, self.stop - self.start)
+
+    def over(self, count: int) -> "Slice":
+        """The same slice of a tensor in which one element stands for `count` along the axis."""
+        assert self.start % count == 0 and self.stop % count == 0, (self, count)
+        return Slice(self.axis, self.start // count, self.stop // count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +38,20 @@ class WeightSpec:
 
     Attributes:
         name: the official name of the weight; its scales are `scale_name`.
-        shape: the logical shape, before packing.
+        shape: the logical shape of the whole weight, before packing.
         storage: the weight's format in an official checkpoint of this configuration.
+        slice: the part of the weight that this process holds; None: the whole weight.
     """
 
     name: str
     shape: tuple[int, ...]
     storage: Storage
+    slice: Slice | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The logical shape of what this process holds."""
+        return self.shape if self.slice is None else self.slice.shape_in(self.shape)
 
     @property
     def scale_name(self) -> str:
@@ -29,12 +60,9 @@ class WeightSpec:
 
     @property
     def fan_in(self) -> int:
-        """The number of input values of the projection, which is the length of the last axis."""
+        """The number of input values of the whole projection: the length of the last axis."""
         return self.shape[-1]
 
-
-Select = Callable[[WeightSpec], bool]
-"""Returns whether this process needs a weight."""
 
 Progress = Callable[[int, int], object]
 """Called with (bytes done, bytes in all) after each weight."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from finwhale.chat.effort import EffortLadder
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
 from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
@@ -388,6 +389,28 @@ class WeightStream(Protocol):
         ...
 
 
+class RankConfig(Protocol):
+    def __call__(self, config: Any, size: int, *, round_activations: bool = False) -> ModelConfig:
+        """The sizes of one of `size` ranks. Raises FinwhaleError if they cannot divide the model.
+
+        Args:
+            round_activations: the model rounds groups of activations, which must remain whole.
+        """
+        ...
+
+
+class WeightSpecs(Protocol):
+    def __call__(self, config: Any, rank: Rank = ALONE) -> dict[str, WeightSpec]:
+        """Every tensor of a checkpoint by its official name, with the slice that `rank` holds."""
+        ...
+
+
+class WeightBytes(Protocol):
+    def __call__(self, config: Any, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+        """Bytes of one rank's weights, with activations of a dtype, as a table lays them out."""
+        ...
+
+
 class LoadWeights(Protocol):
     def __call__(
         self,
@@ -399,8 +422,13 @@ class LoadWeights(Protocol):
         round_activations: bool,
         round_wo_a: bool,
         ops: Ops,
+        rank: Rank = ALONE,
     ) -> Any:
-        """Allocate the weights of a model and fill them from `stream`, one tensor at a time.
+        """Allocate a rank's weights and fill them from `stream`, one tensor at a time.
+
+        Args:
+            config: the whole model's configuration.
+            stream: the weights of `weight_specs(config, rank)`.
 
         Raises:
             CheckpointError: a tensor comes twice, is not the model's, or never comes.
@@ -436,6 +464,7 @@ class Architecture:
     Attributes:
         read_config: the contents of a config.json. Raises CheckpointError.
         check_rounding: raises CheckpointError if the model cannot round activations as trained.
+        rank_config: the sizes of one rank of several.
         weight_specs: every tensor of a checkpoint, by its official name.
         ignored_prefixes: tensors that a checkpoint may hold and that are left out: prefix, reason.
         kernel_obstacles: why the kernels for packed weights do not take this model, whose weights
@@ -444,12 +473,13 @@ class Architecture:
         chat_dialect: the dialect of the chat format that the checkpoint in a directory expects.
         describe: a title and a text for each part of the model, for people.
         part_of: the part of the model that a tensor belongs to, by its name.
-        weight_bytes: bytes of the weights, with activations of a dtype, as a table lays them out.
+        weight_bytes: bytes of a rank's weights.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]
     check_rounding: Callable[[Any], None]
-    weight_specs: Callable[[Any], dict[str, WeightSpec]]
+    rank_config: RankConfig
+    weight_specs: WeightSpecs
     ignored_prefixes: Callable[[Any], dict[str, str]]
     kernel_obstacles: Callable[[Any, Mapping[str, Storage]], Sequence[str]]
     cache_groups: Callable[[Any], tuple[CacheGroup, ...]]
@@ -458,4 +488,4 @@ class Architecture:
     chat_dialect: Callable[[Path], EffortLadder]
     describe: Callable[[Any], dict[str, str]]
     part_of: Callable[[str], str]
-    weight_bytes: Callable[[Any, torch.dtype, Ops], int]
+    weight_bytes: WeightBytes

@@ -6,10 +6,12 @@ import torch
 
 from finwhale.chat.effort import effort_ladder
 from finwhale.checkpoint.spec import Storage
+from finwhale.distributed.rank import Rank
 from finwhale.models.deepseek_v4.build import WeightBuilder, load_weights
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.models.protocol import Architecture
 from finwhale.ops import Ops
@@ -90,16 +92,22 @@ def part_of(name: str) -> str:
             return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops) -> int:
-    """Bytes of all weights in the operator table's memory layout."""
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
+    """Bytes of one rank's weights in the operator table's memory layout."""
     return WeightBuilder(
-        config, dtype=dtype, device=torch.device("meta"), round_activations=True, ops=ops
+        config,
+        dtype=dtype,
+        device=torch.device("meta"),
+        round_activations=True,
+        ops=ops,
+        rank=Rank(0, ranks),
     ).num_bytes
 
 
 DEEPSEEK_V4 = Architecture(
     read_config=ModelConfig.from_dict,
     check_rounding=ModelConfig.check_index_rotation,
+    rank_config=rank_config,
     weight_specs=weight_specs,
     ignored_prefixes=ignored_prefixes,
     kernel_obstacles=kernel_obstacles,

@@ -18,6 +18,7 @@ from torch import Tensor
 from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
@@ -25,6 +26,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
+from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.protocol import WeightStream
 from finwhale.ops import Ops
@@ -38,19 +40,22 @@ FP8_BLOCK = 128
 
 
 class WeightBuilder:
-    """Allocates the model's weights, with a setter for each tensor.
+    """Allocates a rank's weights, with a setter for each tensor.
 
     On the "meta" device it allocates nothing, and `num_bytes` is the size of the weights.
 
     Args:
+        config: the whole model's configuration.
         dtype: dtype of the projections that the checkpoint stores in FP8, FP4 or bf16. Norms,
             router, compressors, sinks and mHC are float32.
         round_activations: round the inputs of FP8 and FP4 projections to E4M3.
         round_wo_a: with round_activations, also round the input of wo_a.
         ops: the table whose operators read the weights; it chooses their memory layout.
         storages: the stored format of each weight; by default the configuration's.
+        rank: the rank that holds the weights.
 
     Attributes:
+        config: the sizes of the rank.
         setters: by official name, a function that copies a stored weight to its destination.
         places: by name of a weight or scale, the destination of its bytes; only for tensors that
             need no conversion.
@@ -66,15 +71,16 @@ class WeightBuilder:
         ops: Ops,
         round_wo_a: bool = True,
         storages: Mapping[str, Storage] | None = None,
+        rank: Rank = ALONE,
     ) -> None:
-        self.config = config
+        self.config = rank_config(config, rank.size, round_activations=round_activations)
         self.dtype = dtype
         self.device = device
         self.round = round_activations
         self.round_wo_a = round_activations and round_wo_a
         self.prepare_linear = ops.prepare_linear
         self.prepare_experts = ops.prepare_experts
-        self.specs = weight_specs(config)
+        self.specs = weight_specs(config, rank)
         self.quantised = ops.capabilities.quantised_weights
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
@@ -111,7 +117,7 @@ class WeightBuilder:
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate storage for one tensor that needs no special layout."""
-        tensor = self._empty(self.specs[name].shape, dtype)
+        tensor = self._empty(self.specs[name].local_shape, dtype)
         self.setters[name] = self._copy_to(tensor)
         return tensor
 
@@ -125,12 +131,12 @@ class WeightBuilder:
     def _are_fp8(self, names: tuple[str, ...]) -> bool:
         """Whether all weights are FP8 and no scale block crosses a boundary of the stack."""
         return all(self.storages[name] == "fp8_block" for name in names) and all(
-            self.specs[name].shape[0] % FP8_BLOCK == 0 for name in names[:-1]
+            self.specs[name].local_shape[0] % FP8_BLOCK == 0 for name in names[:-1]
         )
 
     def _packed_stack(self, names: tuple[str, ...]) -> LinearWeight:
-        rows = [self.specs[name].shape[0] for name in names]
-        columns = self.specs[names[0]].shape[1]
+        rows = [self.specs[name].local_shape[0] for name in names]
+        columns = self.specs[names[0]].local_shape[1]
         weight, scale = self._packed_fp8((sum(rows), columns))
         start = 0
         for name, count in zip(names, rows, strict=True):
@@ -162,8 +168,8 @@ class WeightBuilder:
         out_dtype: torch.dtype | None = None,
     ) -> LinearWeight:
         """Allocate several matrices as one, stacked along the rows."""
-        rows = [self.specs[name].shape[0] for name in names]
-        stacked = self._empty((sum(rows), *self.specs[names[0]].shape[1:]), dtype)
+        rows = [self.specs[name].local_shape[0] for name in names]
+        stacked = self._empty((sum(rows), *self.specs[names[0]].local_shape[1:]), dtype)
         w = self.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
         for name, part in zip(names, w.weight.split(rows), strict=True):
             self.setters[name] = self._copy_to(part)
@@ -242,7 +248,7 @@ class WeightBuilder:
 
     def _grouped(self, name: str, round_input: bool) -> LinearWeight:
         groups = self.config.o_groups
-        rows, columns = self.specs[name].shape
+        rows, columns = self.specs[name].local_shape
         if self.quantised and self._are_fp8((name,)) and rows // groups % FP8_BLOCK == 0:
             weight, scale = self._packed_fp8((rows, columns))
             self._set_fp8(name, weight, scale)
@@ -398,11 +404,17 @@ def load_weights(
     round_activations: bool,
     ops: Ops,
     round_wo_a: bool = True,
+    rank: Rank = ALONE,
 ) -> ModelWeights:
-    """Allocate the model's weights and fill them from `stream`, one tensor at a time.
+    """Allocate a rank's weights and fill them from `stream`, one tensor at a time.
+
+    Args:
+        config: the whole model's configuration.
+        stream: the weights of `weight_specs(config, rank)`.
 
     Raises:
         CheckpointError: a tensor comes twice, is unknown, or is missing.
+        FinwhaleError: so many ranks cannot divide the model.
     """
     with _no_collection():
         builder = WeightBuilder(
@@ -413,12 +425,14 @@ def load_weights(
             round_wo_a=round_wo_a,
             ops=ops,
             storages=stream.storages,
+            rank=rank,
         )
         waiting = dict(builder.setters)
         for spec, stored in stream.into(builder.places):
             setter = waiting.pop(spec.name, None)
             if setter is None:
                 raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
+            assert spec.slice == builder.specs[spec.name].slice, "a stream of another rank"
             if stored is not None:
                 setter(stored)
     if waiting:

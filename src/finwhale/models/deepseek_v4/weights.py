@@ -1,7 +1,11 @@
 """The table of DeepSeek-V4's weights by official name."""
 
+from dataclasses import replace
+
 from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
 
 # --- The name table -------------------------------------------------------------------------------
 # D hidden_size, V vocab_size, A num_attention_heads, C head_dim, Q q_lora_rank, O o_lora_rank,
@@ -9,12 +13,17 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 # H hc_mult, M (2 + H) * H mHC outputs: H pre, H post, H * H residual.
 
 
-def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
+def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpec]:
     """Every tensor of a checkpoint of this configuration, in file order, by name.
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
-    quantised, the storage of every FP8 and FP4 weight is "bf16".
+    quantised, the storage of every FP8 and FP4 weight is "bf16". `config` is the whole model's;
+    each spec names the slice that `rank` holds.
+
+    Raises:
+        FinwhaleError: so many ranks cannot divide the model.
     """
+    rank_config(config, rank.size)
     D, V = config.hidden_size, config.vocab_size
     specs = [
         WeightSpec("embed.weight", (V, D), "bf16"),
@@ -26,7 +35,9 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
         specs += _layer(f"layers.{i}", config, ratio, config.is_hash_layer(i))
     for i in range(config.num_nextn_predict_layers):
         specs += _mtp(f"mtp.{i}", config)
-    return {spec.name: spec for spec in specs}
+    if rank.size == 1:
+        return {spec.name: spec for spec in specs}
+    return {s.name: replace(s, slice=rank_slice(s.name, s.shape, rank)) for s in specs}
 
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
