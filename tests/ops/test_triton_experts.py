@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import load_ops
-from finwhale.ops.moe import ExpertWeight, dispatch_triton
+from finwhale.ops.moe import ExpertWeight, dispatch_triton, ref
 from finwhale.ops.moe import experts_triton as kernels
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_layout import TiledExperts, tile_experts
 from finwhale.platform import Platform
 
-from .kernels_support import Inputs
+from .kernels_support import Inputs, assert_close
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 LIMIT = 0.7
@@ -132,6 +132,15 @@ def test_rows_apart_and_no_token() -> None:
         KERNELS.experts(apart, ids, weights, w, LIMIT), KERNELS.experts(x, ids, weights, w, LIMIT)
     )
     assert KERNELS.experts(x[:0], ids[:0], weights[:0], w, LIMIT).shape == (0, 128)
+
+
+def test_sums_in_float32() -> None:
+    """Several ranks may add the sums before these are rounded."""
+    each, shared = Inputs().normal(5, 3, 100).bfloat16(), Inputs().normal(5, 100).bfloat16()
+    ids = torch.tensor([[0, -1, 1]] * 5)
+    found = combine(each, ids, shared, torch.float32)
+    assert_close(found, ref.combine(each.clone(), ids, shared, torch.float32))
+    assert torch.equal(found.bfloat16(), combine(each, ids, shared))
 
 
 def summed(x: Tensor, ids: Tensor, weights: Tensor, w: TiledExperts, plan: kernels.Plan) -> Tensor:

@@ -222,10 +222,10 @@ def test_streams_created_per_draft_layer(
         return SideStreams(torch.device("cuda"))
 
     def own_streams(config: Any, *args: Any) -> DecoderLayer:
-        *others, layer, rounds, streams = args
+        *others, layer, rounds, streams, links = args
         if layer == config.num_hidden_layers:
             streams = on_a_gpu(torch.device("cpu"))
-        return DecoderLayer(config, *others, layer, rounds, streams)
+        return DecoderLayer(config, *others, layer, rounds, streams, links)
 
     monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
     if mistake:

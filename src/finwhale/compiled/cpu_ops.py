@@ -251,7 +251,12 @@ def experts_compute(
     return _each(hidden, w.w2[pairs.ids])[..., : x_ND.shape[1]]
 
 
-def experts_combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+def experts_combine(
+    each_NKD: Tensor,
+    ids_NK: Tensor,
+    shared_ND: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """A step on a CPU has no padding, so no pair is skipped."""
     mixed: Tensor = each_NKD.sum(1)
     return mixed if shared_ND is None else mixed + shared_ND

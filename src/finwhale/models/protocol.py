@@ -7,6 +7,7 @@ residual streams; D hidden; V vocabulary.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from math import lcm
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import Tensor
 from finwhale.chat.effort import EffortLadder
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
+from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.ops import Ops
 from finwhale.ops.attention import layout as row_layout
@@ -335,10 +337,13 @@ class DraftHead(Protocol):
 
 
 class Model(Protocol):
-    """A model on one device."""
+    """One rank of a model, on one device. All ranks make the same calls in the same order."""
 
     @property
-    def config(self) -> ModelConfig: ...
+    def config(self) -> ModelConfig:
+        """The whole model's configuration."""
+        ...
+
     @property
     def device(self) -> torch.device: ...
     @property
@@ -369,6 +374,13 @@ class Model(Protocol):
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run only one layer of each kind, which launches every kernel of the forward."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it, the model waits for no other rank, and its results have no meaning.
+
+        The ranks build their kernels one after the other, so building must not communicate.
+        """
         ...
 
     def limit_positions(self, max_positions: int) -> None:
@@ -449,12 +461,18 @@ class BuildModel(Protocol):
         *,
         round_activations: bool,
         max_positions: int,
+        collectives: Collectives = ...,
+        partial_dtype: torch.dtype | None = None,
     ) -> Model:
-        """Create the model from the weights of `load_weights`.
+        """Create one rank of the model from the weights of `load_weights`.
 
         Args:
+            config: the whole model's.
             round_activations: round activations and cached state as the model was trained.
             max_positions: the longest sequence.
+            collectives: combine the ranks' results; by default there is one rank.
+            partial_dtype: dtype of the partial sums that the ranks add; None: that of the
+                activations.
         """
         ...
 

@@ -66,6 +66,10 @@ class SignatureRun:
 
     @torch.inference_mode()
     def __call__(self) -> None:
+        with self.model.apart():
+            self._call_all()
+
+    def _call_all(self) -> None:
         for num_tokens, max_query, bounds in self.steps():
             self._step(num_tokens, max_query, bounds)
         most = self.largest.num_seqs * (1 + self.drafts)

@@ -4,8 +4,9 @@ Legend: N tokens, D hidden, A heads, C head_dim, Q q_lora_rank, G output groups,
 S groups of 128 of A C values.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.compressor import (
@@ -47,7 +48,14 @@ class AttentionWeights:
 
 
 class Attention:
-    """Maps x [N,D] to [N,D], and writes the layer's window rows, entries and compressor state."""
+    """Maps x [N,D] to [N,D], and writes the layer's window rows, entries and compressor state.
+
+    The result is the partial sum over the heads of this rank.
+
+    Args:
+        config: the sizes of this rank's part.
+        partial_dtype: dtype of the result; None: that of the activations.
+    """
 
     def __init__(
         self,
@@ -57,7 +65,10 @@ class Attention:
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
+        partial_dtype: torch.dtype | None = None,
     ) -> None:
+        if partial_dtype is not None:
+            weights = replace(weights, wo_b=replace(weights.wo_b, out_dtype=partial_dtype))
         self.linear = ops.linear
         self.grouped_linear = ops.grouped_linear
         self.prepare_qkv = ops.prepare_qkv

@@ -5,15 +5,18 @@ from typing import Protocol
 
 from torch import Tensor
 
+from finwhale.distributed.collectives import Alone
 from finwhale.models.deepseek_v4.attention import Attention, AttentionWeights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe, MoeWeights
+from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
 
+ALONE = RankLinks(Alone())
 LayerState = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -49,6 +52,11 @@ class DecoderLayer:
     The last block's post step stays pending. The first layer gets the residual streams [N,H,D] as x
     and no mixes. Every later layer gets the four values that the previous layer returned; x is then
     the output [N,D] of that layer's last block. The MTP layer is a decoder layer too.
+
+    A block's output is a partial sum; the layer adds those of all ranks before anything reads it.
+
+    Args:
+        config: the sizes of this rank's part.
     """
 
     def __init__(
@@ -59,13 +67,18 @@ class DecoderLayer:
         layer: int,
         round_activations: bool,
         side_streams: SideStreams,
+        links: RankLinks = ALONE,
     ) -> None:
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
         self.params = mhc_params(config)
         self.weights = weights
-        self.attn = Attention(config, ops, weights.attn, layer, round_activations, side_streams)
-        self.ffn = Moe(config, ops, weights.ffn, side_streams)
+        self.links = links
+        partial_dtype = links.partial_dtype
+        self.attn = Attention(
+            config, ops, weights.attn, layer, round_activations, side_streams, partial_dtype
+        )
+        self.ffn = Moe(config, ops, weights.ffn, side_streams, partial_dtype)
 
     def __call__(
         self,
@@ -79,9 +92,9 @@ class DecoderLayer:
         residual: Tensor | None = None,
     ) -> LayerState:
         x, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
-        x = self.attn(x, inputs, tables, cache, segments)
+        x = self.links.sum(self.attn(x, inputs, tables, cache, segments), x.dtype)
         x, post_mix, res_mix, residual = self.cross(x, post_mix, res_mix, residual)
-        return self.ffn(x, inputs), post_mix, res_mix, residual
+        return self.links.sum(self.ffn(x, inputs), x.dtype), post_mix, res_mix, residual
 
     def enter(
         self,

@@ -8,14 +8,18 @@ Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.deepseek_v4.rope import RotaryTables
+from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import DraftStart, PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
@@ -40,7 +44,9 @@ class MtpWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWeights:
-    """The model's weights. embed [V,D]; head [V,D]; hc_head contains the final norm."""
+    """One rank's weights. embed [V,D]; head [V,D], or the rank's rows of it; hc_head contains the
+    final norm.
+    """
 
     embed: Tensor
     layers: tuple[LayerWeights, ...]
@@ -49,12 +55,22 @@ class ModelWeights:
     mtp: MtpWeights | None
 
 
+ALONE = Alone()
+
+
 class DeepseekV4:
-    """The model on one device.
+    """One rank of the model, on one device.
 
     Args:
+        config: the whole model's.
+        weights: this rank's part of the weights.
         round_activations: round activations, cached kv and indexer inputs as the model was trained.
         max_positions: length of the longest sequence and of the rotary tables.
+        collectives: combine the ranks' results.
+        partial_dtype: dtype of the partial sums that the ranks add; None: that of the activations.
+
+    Attributes:
+        part: the sizes of this rank's part.
     """
 
     def __init__(
@@ -65,8 +81,12 @@ class DeepseekV4:
         *,
         round_activations: bool,
         max_positions: int,
+        collectives: Collectives = ALONE,
+        partial_dtype: torch.dtype | None = None,
     ) -> None:
         self.config = config
+        self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
+        self.links = RankLinks(collectives, partial_dtype)
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
@@ -75,12 +95,19 @@ class DeepseekV4:
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
         self.side_streams = SideStreams(weights.embed.device, ops.capabilities.side_streams)
         self.layers: Sequence[Layer] = [
-            DecoderLayer(config, ops, layer_weights, i, round_activations, self.side_streams)
+            self.new_layer(ops, layer_weights, i, round_activations)
             for i, layer_weights in enumerate(weights.layers)
         ]
         self.draft_head: MtpLayer | None = None
         if weights.mtp is not None:
             self.draft_head = MtpLayer(self, ops, weights.mtp, round_activations)
+
+    def new_layer(
+        self, ops: Ops, weights: LayerWeights, number: int, round_activations: bool
+    ) -> DecoderLayer:
+        return DecoderLayer(
+            self.part, ops, weights, number, round_activations, self.side_streams, self.links
+        )
 
     @property
     def device(self) -> torch.device:
@@ -93,8 +120,8 @@ class DeepseekV4:
 
     @property
     def launch_sizes(self) -> ModelSizes:
-        """The sizes that the launch signatures of kernels depend on."""
-        return launch_sizes(self.config)
+        """The sizes that this rank's launch signatures depend on."""
+        return launch_sizes(self.part)
 
     @property
     def residual_shape(self) -> tuple[int, int]:
@@ -108,6 +135,10 @@ class DeepseekV4:
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run a forward through one layer of each kind only."""
         return self.run_layers(self._one_of_each(), self._embedded(inputs), inputs, cache, segments)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it, the model waits for no other rank, and its results have no meaning."""
+        return self.links.cut()
 
     def limit_positions(self, max_positions: int) -> None:
         """Keep the rotary tables of the first positions only."""
@@ -154,7 +185,7 @@ class DeepseekV4:
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """Logits [M,V] float32 of the residual streams [M,H,D]."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.linear(hidden, self.weights.head).float()
+        return self.links.join(self.linear(hidden, self.weights.head)).float()
 
 
 class MtpLayer:
@@ -169,6 +200,7 @@ class MtpLayer:
     ) -> None:
         config = model.config
         self.weights = weights
+        self.links = model.links
         self.embed = model.weights.embed
         self.head = model.weights.head
         self.run_layers = model.run_layers
@@ -180,7 +212,7 @@ class MtpLayer:
         self.eps = config.rms_norm_eps
         number = config.num_hidden_layers
         self.layers: Sequence[Layer] = [
-            DecoderLayer(config, ops, weights.layer, number, round_activations, model.side_streams)
+            model.new_layer(ops, weights.layer, number, round_activations)
         ]
 
     def __call__(
@@ -211,7 +243,7 @@ class MtpLayer:
         """Logits [M,V] float32 of this layer's residual streams, the same for every draft step."""
         assert draft_step >= 0
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.linear(hidden, self.head).float()
+        return self.links.join(self.linear(hidden, self.head)).float()
 
     def draft(
         self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
@@ -241,7 +273,7 @@ class MtpLayer:
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:
-    """The sizes that the kernels' launch signatures depend on."""
+    """The sizes that launch signatures depend on. config: of a rank's part."""
     values = config.num_attention_heads * config.head_dim
     width, inner = config.hidden_size, config.moe_intermediate_size
     linears = {

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -25,10 +26,22 @@ class MoeWeights:
 
 
 class Moe:
-    """Mixture of experts: maps x [N,D] to [N,D]."""
+    """Mixture of experts: maps x [N,D] to [N,D].
+
+    The result is the partial sum over this rank's part of every expert's width.
+
+    Args:
+        config: the sizes of this rank's part.
+        partial_dtype: dtype of the result; None: that of the activations.
+    """
 
     def __init__(
-        self, config: ModelConfig, ops: Ops, weights: MoeWeights, side_streams: SideStreams
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        weights: MoeWeights,
+        side_streams: SideStreams,
+        partial_dtype: torch.dtype | None = None,
     ) -> None:
         self.route_by_score = ops.route_by_score
         self.route_by_hash = ops.route_by_hash
@@ -42,13 +55,14 @@ class Moe:
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         self.limit = config.swiglu_limit
+        self.partial_dtype = partial_dtype
 
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
-        return self.combine(each, ids, shared)
+        return self.combine(each, ids, shared, self.partial_dtype)
 
     def share(self, x_ND: Tensor) -> Tensor:
         """The output of the shared expert: [N,D]."""

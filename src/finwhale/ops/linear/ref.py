@@ -19,7 +19,9 @@ def prepare_linear(w: LinearWeight) -> LinearWeight:
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     if w.round_input:
         x_NK = round_e4m3(x_NK, ACTIVATION_GROUP)
-    return F.linear(x_NK.to(w.weight.dtype), w.weight)
+    x_NK = x_NK.to(w.weight.dtype)
+    dtype = w.out_dtype or w.weight.dtype
+    return F.linear(x_NK.to(dtype), w.weight.to(dtype))
 
 
 def grouped_form(w: LinearWeight, head_dim: int) -> RoundedInput | None:

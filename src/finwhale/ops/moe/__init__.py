@@ -10,6 +10,7 @@ a token, I the experts' intermediate width, V vocabulary.
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -127,9 +128,15 @@ class ExpertsCompute(Protocol):
 class ExpertsCombine(Protocol):
     """Sum over k of each token's pairs, in order of k, plus the shared expert's output."""
 
-    def __call__(self, each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+    def __call__(
+        self,
+        each_NKD: Tensor,
+        ids_NK: Tensor,
+        shared_ND: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """each [N,K,D] from `compute`, ids [N,K]. A pair with id -1 adds exactly 0. `each` and
-        `shared` may be overwritten. Returns [N,D] in the dtype of `each`.
+        `shared` may be overwritten. Returns [N,D] in out_dtype, or by default that of `each`.
         """
         ...
 

@@ -41,7 +41,7 @@ def _sum_kernel(
         total += tl.load(row, mask=is_d & is_used, other=0.0).to(tl.float32)
     if HAS_SHARED:
         total += tl.load(shared_ptr + token * stride_shared + d, mask=is_d, other=0.0)
-    tl.store(out_ptr + token * D + d, total.to(tl.bfloat16), mask=is_d)
+    tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=is_d)
 
 
 # --- Launch ---------------------------------------------------------------------------------------
@@ -51,12 +51,14 @@ def combine(
     each_NKD: Tensor,
     ids_NK: Tensor,
     shared_ND: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     *,
     early_launch: bool = False,
 ) -> Tensor:
-    """each bfloat16, contiguous; shared bfloat16 rows. Returns bfloat16 [N,D]."""
+    """each bfloat16, contiguous; shared bfloat16 rows. Returns bfloat16 or float32 [N,D]."""
     num_tokens, topk, width = each_NKD.shape
-    out = torch.empty((num_tokens, width), dtype=torch.bfloat16, device=each_NKD.device)
+    dtype = out_dtype or torch.bfloat16
+    out = torch.empty((num_tokens, width), dtype=dtype, device=each_NKD.device)
     if num_tokens == 0:
         return out
     block_d = min(MAX_COLUMNS, triton.next_power_of_2(width))

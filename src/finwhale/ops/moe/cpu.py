@@ -155,7 +155,12 @@ def compute(
     return torch.from_numpy(each.reshape(pairs.ids.shape[1], num_tokens, width)).transpose(0, 1)
 
 
-def combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+def combine(
+    each_NKD: Tensor,
+    ids_NK: Tensor,
+    shared_ND: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     """Whole arrays are added, in order of k: a token's sum does not depend on the other tokens."""
     each: F32 = each_NKD.transpose(0, 1).numpy()
     skipped = ids_NK.numpy().T < 0
@@ -164,4 +169,4 @@ def combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -
     result: F32 = np.add.reduce(each, 0)
     if shared_ND is not None:
         np.add(result, shared_ND.numpy(), result)
-    return torch.from_numpy(result)
+    return torch.from_numpy(result).to(out_dtype or torch.float32)

@@ -92,7 +92,12 @@ def compute(
     return out_NKD
 
 
-def combine(each_NKD: Tensor, ids_NK: Tensor, shared_ND: Tensor | None = None) -> Tensor:
+def combine(
+    each_NKD: Tensor,
+    ids_NK: Tensor,
+    shared_ND: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     used_NKD = each_NKD.masked_fill((ids_NK < 0)[:, :, None], 0.0)
-    result = used_NKD.float().sum(1).to(each_NKD.dtype)
+    result = used_NKD.float().sum(1).to(out_dtype or each_NKD.dtype)
     return result if shared_ND is None else result.add_(shared_ND)

@@ -1,0 +1,286 @@
+"""Several ranks compute what one rank computes."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, settings
+from hypothesis import given as given_examples
+from hypothesis import strategies as st
+
+from finwhale import SamplingParams
+from finwhale.chat.grammar import regex_guide
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.demo import DEMO_PATH
+from finwhale.distributed.collectives import Alone
+from finwhale.distributed.rank import Rank
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.memory import Largest
+from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.registry import architecture_of, parse_config
+from finwhale.ops.launch.sizes import ModelSizes
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.tables.reference import OPS as REFERENCE
+from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+
+from .in_slices import add_in_slices
+from .rank_engines import SCENARIOS, Given, Ran, open_engine
+from .rank_processes import RankProcesses
+
+SIZES = (2, 4)
+ACTIVATIONS = ("exact", "as-trained")
+VOCAB = 400  # as many as the tokenizer of `tiny_path` has
+# Of the difference to one rank, which adds in another order, relative to the values' norm. Where
+# activations are rounded, a difference in the last bit can become a step of E4M3.
+BOUNDS = {"exact": 1e-5, "as-trained": 0.2}
+
+
+def sharded_config() -> dict[str, Any]:
+    """The contents of a config.json: small sizes that 4 ranks divide in whole rounding groups."""
+    return tiny_config(3) | {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "o_groups": 4,
+        "o_lora_rank": 128,
+        "head_dim": 48,
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 512,
+        "compress_ratios": [128, 4, 0, 0],
+        "index_topk": 16,
+        "sliding_window": 13,
+        "max_position_embeddings": 1024,
+    }
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[RankProcesses]:
+    processes = RankProcesses(max(SIZES))
+    yield processes
+    processes.close()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose weights bfloat16 represents, as in the released ones."""
+    path = tmp_path_factory.mktemp("sharded") / "model"
+    config = sharded_config()
+    write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(path: Path, tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint with a tokenizer."""
+    with_tokenizer = tmp_path_factory.mktemp("with tokenizer")
+    for file in (*path.iterdir(), tiny_path / "tokenizer.json"):
+        (with_tokenizer / file.name).symlink_to(file)
+    return with_tokenizer
+
+
+def given(path: Path, activations: str, **options: Any) -> Given:
+    return Given(
+        path,
+        {"activations": activations, "max_num_seqs": 4, "max_num_batched_tokens": 300, **options},
+    )
+
+
+def alone(slices: int, scenario: str, given: Given, *args: Any, **kwargs: Any) -> Any:
+    """The result of one rank that adds its partial sums as `slices` ranks do."""
+    change = None if slices == 1 else partial(add_in_slices, size=slices)
+    one = Given(given.path, given.options, given.collectives, change)
+    return SCENARIOS[scenario](one, *args, **kwargs)
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scenario", ["forward", "mtp"])
+def test_forward(
+    processes: RankProcesses, path: Path, scenario: str, size: int, activations: str
+) -> None:
+    """Residual streams and logits, of the model and of its MTP layer."""
+    case = given(path, activations), 150, 1
+    ranks = processes.run(size, scenario, *case)
+    sliced, one = (alone(slices, scenario, *case) for slices in (size, 1))
+    for rank in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(rank, sliced, strict=True))
+    for a, b in zip(ranks[0], one, strict=True):
+        assert error(a, b) < BOUNDS[activations]
+
+
+def assert_equal(processes: RankProcesses, size: int, case: Given, *args: Any, **more: Any) -> Ran:
+    """Run requests on `size` ranks; every bit on every rank is that of one rank with slices."""
+    wanted: Ran = alone(size, "generate", case, *args, **more)
+    for rank in processes.run(size, "generate", case, *args, **more):
+        assert rank == wanted
+    assert not any(error for _, error, _ in wanted.outputs)
+    return wanted
+
+
+def text(length: int, salt: object) -> list[int]:
+    draw = random.Random(f"{length} {salt}")
+    return [draw.randrange(2, VOCAB) for _ in range(length)]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_greedy(processes: RankProcesses, path: Path, size: int) -> None:
+    prompts = [text(length, 0) for length in (1, 130)]
+    case = given(path, "exact"), prompts, [greedy(64)] * 2
+    ran = assert_equal(processes, size, *case)
+    one: Ran = alone(1, "generate", *case)
+    assert ran.outputs == one.outputs
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sampling(processes: RankProcesses, tokenizer_path: Path, size: int) -> None:
+    """Seeds, filters, penalties, log-probabilities and grammars."""
+    params = [
+        SamplingParams(n=2, seed=1, max_tokens=12),
+        SamplingParams(seed=2, top_k=20, top_p=0.9, min_p=0.01, max_tokens=12, logprobs=3),
+        SamplingParams(seed=3, repetition_penalty=1.2, presence_penalty=0.3, max_tokens=12),
+        SamplingParams(seed=4, guide=regex_guide("[a-z]{2,5}-[0-9]{1,3}"), max_tokens=12),
+        SamplingParams(temperature=0, guide=regex_guide("(yes|no) [0-9]+"), max_tokens=8),
+    ]
+    prompts = [text(20, i) for i in range(len(params))]
+    ran = assert_equal(processes, size, given(tokenizer_path, "exact"), prompts, params)
+    assert (
+        ran.outputs == alone(1, "generate", given(tokenizer_path, "exact"), prompts, params).outputs
+    )
+
+
+@pytest.mark.parametrize(("size", "on_device"), [(2, True), (4, False)])
+def test_drafts(processes: RankProcesses, path: Path, size: int, on_device: bool) -> None:
+    prompts = [text(length, 0) for length in (3, 40, 130)]
+    params = [greedy(12), greedy(20), SamplingParams(seed=5, max_tokens=12, ignore_eos=True)]
+    case = given(path, "exact", draft_tokens=2)
+    ran = assert_equal(processes, size, case, prompts, params, on_device=on_device)
+    assert ran.outputs == alone(1, "generate", given(path, "exact"), prompts, params).outputs
+
+
+def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) -> None:
+    trunk = text(300, "trunk")
+    prompts = [trunk + text(length, length) for length in (1, 9)] + [text(250, i) for i in range(3)]
+    params = [greedy(12)] * len(prompts)
+    case = given(path, "as-trained"), prompts, params
+    ran = assert_equal(processes, 2, *case, rounds=2, blocks=3)
+    assert ran.preemptions > 0
+    assert any(cached for _, _, cached in ran.outputs)
+
+
+@settings(max_examples=4)
+@given_examples(st.integers(0, 2**32), st.sampled_from(SIZES), st.sampled_from(ACTIVATIONS))
+def test_random_schedules(
+    processes: RankProcesses, path: Path, seed: int, size: int, activations: str
+) -> None:
+    """Requests that arrive at random, common beginnings, few pages, drafts."""
+    draw = random.Random(seed)
+    trunk = text(300, seed)
+    prompts = [
+        trunk[: draw.choice((0, 255, 256, 257))] + text(draw.choice((1, 5, 100)), (seed, i))
+        for i in range(draw.randint(3, 6))
+    ]
+    params = [
+        SamplingParams(
+            n=draw.choice((1, 1, 2)),
+            temperature=draw.choice((0.0, 0.8)),
+            seed=i,
+            presence_penalty=draw.choice((0.0, 0.4)),
+            max_tokens=draw.choice((2, 8, 20)),
+            ignore_eos=True,
+        )
+        for i in range(len(prompts))
+    ]
+    case = given(path, activations, draft_tokens=draw.choice((0, 0, 1, 3)))
+    blocks = draw.choice((None, 3))
+    ran = assert_equal(
+        processes, size, case, prompts, params, blocks=blocks, arrivals=draw.choice((None, seed))
+    )
+    event(f"preempted: {ran.preemptions > 0}")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_demo_model(processes: RankProcesses, size: int) -> None:
+    config = parse_config(Checkpoint.open(DEMO_PATH).config)
+    try:
+        architecture_of(config).rank_config(config, size, round_activations=True)
+    except FinwhaleError as refused:
+        pytest.skip(str(refused))
+    case = given(DEMO_PATH, "as-trained", max_model_len=1024), [text(200, 0)], [greedy(16)]
+    assert_equal(processes, size, *case)
+
+
+# --- Parts ----------------------------------------------------------------------------------------
+
+
+class Absent:
+    """Collectives of a rank whose peers never come."""
+
+    rank = Rank(0, 2)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("this rank would wait for ever")
+
+    def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        raise AssertionError("this rank would wait for ever")
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # the contents of the tensors are arbitrary
+@torch.inference_mode()
+def test_building_kernels_waits_for_no_rank(path: Path) -> None:
+    """The ranks build one after the other. Nothing else may skip a collective."""
+    engine = open_engine(path, Absent(), max_num_seqs=2, draft_tokens=1)
+    runner = local_executor(engine.executor).runner
+    largest = Largest(num_tokens=8, num_seqs=2, max_len=300, drafts=(1,))
+    widths: set[int] = set()
+    own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
+    SignatureRun(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
+    assert widths == {VOCAB}
+    with pytest.raises(AssertionError, match="for ever"):
+        runner.model.compute_logits(torch.zeros(1, *runner.model.residual_shape))
+
+
+@torch.inference_mode()
+def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
+    def sizes(rank: Rank) -> ModelSizes:
+        collectives = Absent()
+        collectives.rank = rank
+        engine = open_engine(path, collectives, max_num_seqs=2)
+        return local_executor(engine.executor).runner.model.launch_sizes
+
+    whole, part = sizes(Rank(0, 1)), sizes(Rank(1, 4))
+    assert (part.num_heads, part.vocab_size) == (whole.num_heads // 4, whole.vocab_size)
+    assert (1, 1, 512) in whole.linears - part.linears
+    assert (1, 1, 128) in part.linears - whole.linears
+
+
+def test_partial_sums_in_float32() -> None:
+    """Two ranks of bfloat16 activations: the blocks' outputs are rounded once, after the sum."""
+    links = RankLinks(Alone(), torch.float32)
+    assert links.sum(torch.ones(1, 2), torch.bfloat16).dtype == torch.bfloat16
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(8, 64, generator=generator).bfloat16() for _ in range(2))
+    each = torch.randn(8, 3, 64, generator=generator).bfloat16()
+    ids = torch.zeros(8, 3, dtype=torch.int64)
+    wide = REFERENCE.linear(x, LinearWeight(weight, out_dtype=torch.float32))
+    assert torch.allclose(wide, x.float() @ weight.float().T, atol=1e-5)
+    assert wide.dtype == torch.float32
+    mixed = REFERENCE.experts_combine(each.clone(), ids, x, torch.float32)
+    assert torch.equal(mixed, each.float().sum(1) + x.float())
