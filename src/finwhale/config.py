@@ -26,7 +26,17 @@ class EngineConfig:
     """How one engine runs. An option that is None takes the value that its `unset` describes."""
 
     device: str | None = option(
-        None, '"cpu", "cuda" or "cuda:N"', unset="a GPU if there is one", metavar="DEVICE"
+        None,
+        '"cpu", "cuda", "cuda:N", or "cuda:N,N,..." with one GPU for each rank',
+        unset="the first GPUs if there are any",
+        metavar="DEVICE",
+    )
+    tensor_parallel_size: int | None = option(
+        None,
+        f"number of GPUs that share the model: {', '.join(map(str, RANK_COUNTS[:-1]))} or "
+        f"{RANK_COUNTS[-1]}. On a CPU, number of processes, for tests",
+        unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
+        metavar="N",
     )
     dtype: DtypeName | None = option(
         None,
@@ -129,6 +139,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if self.tensor_parallel_size not in (None, *RANK_COUNTS):
+            raise FinwhaleError(
+                f"tensor_parallel_size must be one of {', '.join(map(str, RANK_COUNTS))}, got "
+                f"{self.tensor_parallel_size}"
+            )
         if self.wo_a_input == "bf16" and self.activations == "exact":
             raise FinwhaleError(
                 'wo_a_input "bf16" means nothing with activations "exact", which round no input: '

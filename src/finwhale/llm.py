@@ -9,8 +9,6 @@ from typing import Any
 
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import (
     Activations,
@@ -23,10 +21,10 @@ from finwhale.config import (
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.startup import choose_device
 from finwhale.errors import RequestError
-from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
+from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -59,6 +57,7 @@ class LLM:
         *,
         progress: Progress | None = None,
         device: str | None = None,
+        tensor_parallel_size: int | None = None,
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
         wo_a_input: WoAInput = "fp8",
@@ -262,30 +261,21 @@ def open_engine(
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
     directory = DEMO_PATH if path is None else Path(path)
-    model_config, weights = _open_weights(config, directory, progress)
+    model_config, weights = _find_weights(config, directory, progress)
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
     return start_engine(config, model_config, weights, tokenizer)
 
 
-def _open_weights(
+def _find_weights(
     config: EngineConfig, directory: Path, progress: Progress | None
-) -> tuple[ModelConfig, WeightStream]:
-    """The configuration of a checkpoint and the source of its weights."""
-    device = choose_device(config.device)[1]
+) -> tuple[ModelConfig, Weights]:
+    """The configuration of a checkpoint and its weights."""
     if config.load_format == "dummy":
         model_config = parse_config(read_config(directory))
-        specs = architecture_of(model_config).weight_specs(model_config)
-        return model_config, DummySource(specs, device, progress=progress)
+        return model_config, DummyWeights(model_config, progress)
     checkpoint = Checkpoint.open(directory)
     model_config = parse_config(checkpoint.config)
-    architecture = architecture_of(model_config)
-    return model_config, WeightSource(
-        checkpoint,
-        architecture.weight_specs(model_config),
-        ignored=architecture.ignored_prefixes(model_config),
-        device=device,
-        progress=progress,
-    )
+    return model_config, CheckpointWeights(model_config, checkpoint, progress)
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from finwhale import LLM
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 
 LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
@@ -29,7 +28,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         return
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(device="cuda", max_num_batched_tokens=4096, **options)
-    yield start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    yield start_engine(config, model, DummyWeights(model), None)
 
 
 def text(seed: int, length: int) -> list[int]:

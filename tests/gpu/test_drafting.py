@@ -4,12 +4,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from finwhale import LLM, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.chat.grammar import regex_guide
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.reader import read_config
 from finwhale.config import DraftTokens, EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -17,7 +15,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 
 from ..models.drafts import STORY, Watch, compare, demo_weights, generate  # noqa: TID252
@@ -107,7 +105,7 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
         cache_memory_bytes=2**31,
         draft_tokens=2,
     )
-    yield start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    yield start_engine(config, model, DummyWeights(model), None)
 
 
 @pytest.mark.parametrize("rate", [0, 0.5, 1])

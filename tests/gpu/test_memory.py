@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import DummyWeights
 
 # Allocator segments are rounded up. A process keeps its cuBLAS workspaces (32 MiB a stream): they
 # count for its first engine alone.
@@ -24,7 +23,7 @@ def held(num_layers: int, **options: Any) -> dict[str, int]:
     """Open an engine on Flash, cut to `num_layers`, and return the bytes that it holds."""
     model = ModelConfig.preset("flash").without_draft_head().with_layers(num_layers)
     config = EngineConfig(device="cuda", max_num_seqs=16, max_model_len=8192, **options)
-    source = DummySource(weight_specs(model), torch.device("cuda"))
+    source = DummyWeights(model)
     memory = start_engine(config, model, source, None).memory
     free, total = torch.cuda.mem_get_info()
     return {"workspace": memory.workspace, "used": total - free, "gpu": total}

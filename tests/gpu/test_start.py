@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from finwhale import LLM, SamplingParams
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import DummyWeights
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -46,7 +45,7 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     }[request.param]
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
     config = EngineConfig(max_num_batched_tokens=1500, max_model_len=40000, **options)
-    return start_engine(config, model, DummySource(weight_specs(model), torch.device("cuda")), None)
+    return start_engine(config, model, DummyWeights(model), None)
 
 
 def test_nothing_is_compiled_after_ready(engine: Engine) -> None:

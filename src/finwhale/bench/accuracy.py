@@ -19,14 +19,12 @@ from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.record import append_record, stamp
-from finwhale.checkpoint.dummy import DummySource
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.startup import choose_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import DummyWeights
 from finwhale.options import add_options
 from finwhale.testing.stepping import Stepper
 
@@ -132,7 +130,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 **options,
             ),
             config,
-            DummySource(weight_specs(config), choose_device(args.device)[1]),
+            DummyWeights(config),
             None,
         )
         computed[name] = compute(

@@ -23,7 +23,7 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
-from finwhale.models.protocol import WeightStream
+from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.request import SamplingParams
 
@@ -71,7 +71,7 @@ class ForcedAcceptance:
 
 def measure(
     config: EngineConfig,
-    model: tuple[ModelConfig, WeightStream],
+    model: tuple[ModelConfig, Weights],
     *,
     batches: Sequence[int],
     context: int,

@@ -31,7 +31,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.startup import choose_device
+from finwhale.engine.rank.devices import choose_device
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights

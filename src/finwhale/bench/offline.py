@@ -29,8 +29,6 @@ from rich.table import Table
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.record import append_record, stamp, summary
-from finwhale.checkpoint.dummy import DummySource
-from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.loop.engine import Engine
@@ -38,12 +36,11 @@ from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.startup import choose_device
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
-from finwhale.models.protocol import WeightStream
+from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
 from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 from finwhale.options import read_options
@@ -332,7 +329,7 @@ def memory(engine: Engine) -> dict[str, float]:
 
 def source(
     args: argparse.Namespace, *, draft_head: bool = False
-) -> tuple[ModelConfig, WeightStream]:
+) -> tuple[ModelConfig, Weights]:
     """The configuration and the weights that the arguments ask for.
 
     Args:
@@ -341,10 +338,7 @@ def source(
     if args.model is not None:
         checkpoint = Checkpoint.open(args.model)
         config = ModelConfig.from_dict(checkpoint.config)
-        specs = weight_specs(config)
-        device = choose_device(args.device)[1]
-        ignored = ignored_prefixes(config)
-        return config, WeightSource(checkpoint, specs, ignored=ignored, device=device)
+        return config, CheckpointWeights(config, checkpoint)
     if not args.dummy:
         raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
     config = ModelConfig.preset(args.config)
@@ -352,7 +346,7 @@ def source(
         config = config.without_draft_head()
     if args.layers is not None:
         config = config.with_layers(args.layers)
-    return config, DummySource(weight_specs(config), choose_device(args.device)[1])
+    return config, DummyWeights(config)
 
 
 def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:

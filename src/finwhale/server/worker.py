@@ -31,6 +31,7 @@ from finwhale.server.wire import (
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.25
+CHECK_INTERVAL_S = 0.5  # an idle engine looks this often whether its ranks are well
 
 
 def main(connection: Connection, load: Callable[[], Engine]) -> None:
@@ -97,12 +98,12 @@ class EngineLoop:
             self._connection.close()
 
     def _take_commands(self) -> bool:
-        """Carries out the commands that have arrived. Waits for one if there is no other work."""
-        timeout = 0.0 if self._engine.has_work else None
-        if timeout is None and self._metrics_due and self._last_metrics != self._engine.metrics():
+        """Carries out the commands that have arrived. Waits a little if there is no other work."""
+        timeout = 0.0 if self._engine.has_work else CHECK_INTERVAL_S
+        if timeout and self._metrics_due and self._last_metrics != self._engine.metrics():
             timeout = METRICS_INTERVAL_S  # the last change has not been sent yet
         if self._grammars is not None and self._grammars.busy:
-            if timeout != 0:
+            if timeout:
                 wait([self._connection, self._grammars.done], timeout)
                 timeout = 0.0
             self._take_compiled(self._grammars)
@@ -152,6 +153,7 @@ class EngineLoop:
         self._send(Accepted(command.request_id))
 
     def _step(self) -> None:
+        self._engine.check()
         touched = self._engine.step() if self._engine.has_work else []
         deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()

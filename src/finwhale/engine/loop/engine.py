@@ -218,6 +218,15 @@ class Engine:
                 "the process that uses it"
             )
 
+    def check(self) -> None:
+        """Raise EngineDeadError if the engine or one of its ranks has failed. Returns at once."""
+        with self._lock:
+            self._check_usable()
+            try:
+                self.executor.check()
+            except EngineDeadError as error:
+                raise self._die(error) from error
+
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
@@ -232,7 +241,7 @@ class Engine:
             try:
                 while len(self._in_flight) <= self.steps_ahead and self._launch():
                     pass
-            except torch.AcceleratorError as error:
+            except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self._die(error) from error
             if not self._in_flight:
                 return []
@@ -244,7 +253,9 @@ class Engine:
     def _die(self, error: Exception) -> EngineDeadError:
         """End every request with an error, regardless of the engine's other state."""
         reason = str(error).strip().partition("\n")[0]
-        self._dead = f"the engine died ({type(error).__name__}: {reason}): start a new one"
+        if not isinstance(error, EngineDeadError):
+            reason = f"{type(error).__name__}: {reason}"
+        self._dead = f"the engine died ({reason}): start a new one"
         for stream in self._streams.values():
             stream.ended = True
             stream.output.finish_reason = "error"

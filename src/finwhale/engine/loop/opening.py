@@ -1,4 +1,4 @@
-"""Opens an engine on the device of this process, warmed up."""
+"""Opens an engine on one or several devices, warmed up."""
 
 import time
 
@@ -6,23 +6,24 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
-from finwhale.engine.rank.startup import open_rank
-from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.engine.rank.ranks import open_executor
+from finwhale.models.protocol import ModelConfig
+from finwhale.models.weight_sources import Weights
 
 
 def start_engine(
     config: EngineConfig,
     model_config: ModelConfig,
-    weights: WeightStream,
+    weights: Weights,
     tokenizer: Tokenizer | None,
 ) -> Engine:
-    """Open a rank, make its engine and warm it up, so that no request waits for a compilation.
+    """Open the ranks, make their engine and warm it up, so that no request waits for a compilation.
 
     Raises:
-        ResourceError: the device does not exist or has too little memory.
+        ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    executor = open_rank(config, model_config, weights)
+    executor = open_executor(config, model_config, weights)
     engine = Engine(config, model_config, executor, tokenizer)
     if executor.description.needs_warm_up:
         began = time.monotonic()

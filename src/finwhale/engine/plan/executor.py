@@ -1,7 +1,7 @@
 """The executor: the engine's interface to the ranks that execute its step plans. No torch.
 
-The executor in rank/executor.py runs plans in this process. Results and descriptions are plain
-data, so that another executor can run the same plans in other processes.
+An executor runs plans in this process (rank/executor.py), or in this process and others
+(rank/ranks.py). Plans, results and descriptions are plain data.
 """
 
 from collections.abc import Mapping
@@ -140,12 +140,16 @@ class Executor(Protocol):
         """Launch a step. Returns None if the plan has no sampling; the caller then calls `sample`.
 
         If this raises, the ranks may have received any part of the plan, so the next plan must
-        repeat all settings and page tables (StepPlanner.resend_all).
-        """
+        repeat all settings and page tables (StepPlanner.resend_all). After an
+        EngineDeadError no further call is possible.        """
         ...
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
+        ...
+
+    def check(self) -> None:
+        """Raise EngineDeadError if a rank has failed. Returns at once."""
         ...
 
     def ready(self) -> None:

@@ -15,7 +15,7 @@ from finwhale.engine.plan.executor import (
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.draft_decode import Verifications
 from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.host_transfer import Arrival, Instant, Receiver
+from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.ops.builds import Builds
@@ -47,7 +47,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, builds: Builds, description: RankDescription) -> None:
         self.runner, self.builds, self.description = runner, builds, description
         self.sampler = Sampler(runner.ops.sample)
-        self.receiver = Receiver(runner.device)
+        self.receiver: Receiver | NoReceiver = Receiver(runner.device)
         self._open: _OpenStep | None = None
 
     def execute(self, plan: StepPlan) -> "LocalResult | None":
@@ -104,6 +104,9 @@ class LocalExecutor:
         found = self.runner.drafter.propose(step.forward, step.plan, ids)
         return None if found is None else found.T
 
+    def check(self) -> None:
+        pass
+
     def ready(self) -> None:
         self.builds.ready()
 
@@ -124,6 +127,11 @@ class LocalResult:
         self, tokens: Arrival, proposed: Arrival | None = None, instants: Sequence[Instant] = ()
     ) -> None:
         self._tokens, self._proposed, self._instants = tokens, proposed, instants
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once."""
+        arrivals = (self._tokens, self._proposed, *self._instants[-1:])
+        return all(arrival is None or arrival.done() for arrival in arrivals)
 
     def wait(self) -> StepResult:
         parts = self._tokens.wait()
@@ -150,7 +158,7 @@ class LocalResult:
         )
 
 
-def bring(receiver: Receiver, sampled: SampledTokens | None) -> Arrival:
+def bring(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Arrival:
     """Begin the transfer of a step's sampled tokens; None: the step sampled none."""
     if sampled is None:
         return receiver.begin(())

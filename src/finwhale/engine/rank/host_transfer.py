@@ -64,6 +64,10 @@ class Instant:
         milliseconds: float = self._event.elapsed_time(later._event)
         return milliseconds / 1000
 
+    def done(self) -> bool:
+        """Whether the device has reached this point."""
+        return self._event is None or self._event.query()
+
 
 class Receiver:
     """Transfers tensors to the host on its own CUDA stream, in parallel with later work."""
@@ -74,6 +78,13 @@ class Receiver:
     def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
         """Begin the transfer of tensors that the current CUDA stream has computed so far."""
         return Arrival(tensors, self._stream)
+
+
+class NoReceiver:
+    """Transfers nothing: for a rank whose results nobody reads."""
+
+    def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
+        return Arrival((), None)
 
 
 class Arrival:
@@ -90,6 +101,10 @@ class Arrival:
                 # torch allocates pinned memory for this transfer.
                 self._host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
                 self._event = stream.record_event()
+
+    def done(self) -> bool:
+        """Whether the transfer is done."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> Sequence[Tensor]:
         """Wait for the transfer, and return the tensors on the host."""

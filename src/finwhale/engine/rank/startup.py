@@ -11,7 +11,9 @@ from torch import Tensor
 from finwhale.artefacts import default_directory
 from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
+from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
+from finwhale.engine.rank.devices import choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor, device_drafts
@@ -26,6 +28,7 @@ from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
 from finwhale.models.registry import architecture_of
+from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
 from finwhale.ops.builds import Built, load_builds
 from finwhale.ops.paging import BLOCK_TOKENS
@@ -37,20 +40,21 @@ CPU_CACHE_BYTES = 2**30
 
 
 def open_rank(
-    config: EngineConfig, model_config: ModelConfig, stream: WeightStream
+    config: EngineConfig, model_config: ModelConfig, weights: Weights, peers: Peers
 ) -> LocalExecutor:
     """Open the rank of this process.
 
     Args:
-        stream: iterates over the weights, in any order.
+        config: with the device of this rank.
+        peers: all ranks of the model. They open at the same time.
 
     Raises:
         ResourceError: the device does not exist, or model and cache do not fit its memory.
         CheckpointError: the weights do not match the configuration.
     """
-    start = _Start(config, model_config, stream)
+    start = _Start(config, model_config, weights, peers)
     try:
-        return start.open(stream)
+        return start.open()
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -63,9 +67,9 @@ class _Start:
     """Starts one rank. The constructor checks the options and allocates no memory."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, stream: WeightStream
+        self, config: EngineConfig, model_config: ModelConfig, weights: Weights, peers: Peers
     ) -> None:
-        self.config, self.model_config = config, model_config
+        self.config, self.model_config, self.peers = config, model_config, peers
         self.platform, self.device = choose_device(config.device)
         if self.device.index:
             torch.cuda.set_device(self.device)
@@ -74,12 +78,15 @@ class _Start:
         self.architecture = architecture_of(model_config)
         if self.round_activations:
             self.architecture.check_rounding(model_config)
-        serves = _table_serves(self.platform, self.dtype, config, model_config, stream)
+        self.stream = weights.open(self.device, peers.rank)
+        serves = _table_serves(self.platform, self.dtype, config, model_config, self.stream)
         self.ops = load_ops(
             self.platform, reference=not serves, batch_invariant=config.batch_invariant
         )
         self.compiled_mode: CompiledMode | None = None
         if config.compile:
+            if peers.rank.size > 1:
+                raise FinwhaleError("the compiled mode runs on one rank: leave out compile")
             if self.ops.capabilities.compiled_layers is None:
                 raise FinwhaleError(
                     "the compiled mode is for the platform's own operators, and here the plain "
@@ -93,9 +100,10 @@ class _Start:
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
-        self.builds.expect(self._launches(self.longest))
+        if not peers.rank.index:  # rank 0 builds for all
+            self.builds.expect(self._launches(self.longest))
 
-    def open(self, stream: WeightStream) -> LocalExecutor:
+    def open(self) -> LocalExecutor:
         config, longest = self.config, self.longest
         on_gpu = self.device.type == "cuda"
         allocated = reserved = 0
@@ -103,7 +111,8 @@ class _Start:
             torch.cuda.empty_cache()
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
-        weights = self._load(stream)
+        self.peers.meet()  # here every rank has checked its options
+        weights = self._load()
         if on_gpu:
             weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
         else:
@@ -112,7 +121,7 @@ class _Start:
         model, built = None, Built()
         if on_gpu and self.capabilities.builds_kernels:
             model = self._build(weights, longest)
-            built = self._prepare(model, longest)
+            built = self._prepare_in_turn(model, longest)
         self.phases.end("kernels")
         cache_plan = self._plan_cache(model)
         max_model_len = self._max_model_len(cache_plan)
@@ -123,7 +132,7 @@ class _Start:
         )
         self.phases.end("memory")
         if model is not None and max_model_len != longest:
-            self._prepare(model, max_model_len)
+            self._prepare_in_turn(model, max_model_len)
             self.phases.end("kernels")
         compiled = self._compile(runner)
         head = runner.model.draft_head
@@ -155,10 +164,10 @@ class _Start:
             ),
         )
 
-    def _load(self, stream: WeightStream) -> Any:
+    def _load(self) -> Any:
         return self.architecture.load_weights(
             self.model_config,
-            stream,
+            self.stream,
             dtype=self.dtype,
             device=self.device,
             round_activations=self.round_activations,
@@ -182,6 +191,15 @@ class _Start:
 
     def _launches(self, max_len: int) -> object:
         return launches(self.config, self.model_config, self.capabilities.captures_steps, max_len)
+
+    def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
+        """Build the kernels on rank 0. The other ranks then find them in the cache."""
+        if self.peers.rank.index:
+            self.peers.meet()
+        built = self._prepare(model, max_len)
+        if not self.peers.rank.index:
+            self.peers.meet()
+        return built
 
     def _prepare(self, model: Model, max_len: int) -> Built:
         """Build every kernel that a request may use."""
@@ -210,6 +228,7 @@ class _Start:
         elif budget is None:
             # The reference operators serve comparisons; nothing bounds their temporaries.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
+        budget = self.peers.least(budget)  # from it, every rank plans the same pages
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)
@@ -396,6 +415,7 @@ def launches(
         "wo_a_input": config.wo_a_input,
         "eager": config.enforce_eager,
         "compile": config.compile,
+        "ranks": config.tensor_parallel_size,
     }
 
 
@@ -442,28 +462,6 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
 def _is_out_of_memory(error: Exception) -> bool:
     """If a CPU allocation fails, torch raises a plain RuntimeError and numpy a MemoryError."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
-
-
-def choose_device(name: str | None) -> tuple[Platform, torch.device]:
-    """The requested device, or by default a GPU if one exists, else the CPU.
-
-    Raises FinwhaleError or ResourceError.
-    """
-    if name is None:
-        platform = Platform.detect()
-        return platform, torch.device(platform.device_type)
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from error
-    if device.type == "cpu" and device.index is None:
-        return Platform.cpu(), device
-    if device.type != "cuda":
-        raise FinwhaleError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}')
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
-    return Platform.detect(device.index or 0), device
 
 
 def _choose_dtype(name: str | None, platform: Platform) -> torch.dtype:

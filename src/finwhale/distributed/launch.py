@@ -1,0 +1,431 @@
+"""Worker processes of one host: started, watched and ended by the process that owns them.
+
+Rank 0 runs in the owner's process; rank i in worker i - 1. Each worker has a socket to its owner
+for what is rare (errors, log records, counts), and reads messages from a ring (ring.py).
+
+A worker ends when its owner ends, however that happens: the kernel kills it (PR_SET_PDEATHSIG), and
+a thread of the worker sees the socket close.
+"""
+
+import contextlib
+import ctypes
+import faulthandler
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+
+from finwhale.distributed.rank import Rank
+from finwhale.distributed.ring import CAPACITY, Ring
+from finwhale.errors import EngineDeadError, FinwhaleError
+
+logger = logging.getLogger(__name__)
+
+# Before any communication library is loaded: multicast over NVLink has hung machines.
+ENVIRONMENT = {
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+
+BEAT_S = 0.2
+TICK_S = 0.25
+# A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
+# if it is ready, and after SILENT_AT_START_S if it is not. Imports and compilers can keep a
+# heartbeat waiting for the interpreter's lock.
+STOPPED_S, SILENT_S, SILENT_AT_START_S = 1.0, 6.0, 300.0
+CONNECT_S = 60.0  # for the first message of a worker
+STOP_S = 2.0  # for a worker that was told to stop
+STUCK_S = 4.0  # for the owner to notice a failure, before `on_stuck`
+
+_MAIN = (
+    "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); sys.path[:] = json.loads(sys.argv[1]); "
+    "from finwhale.distributed.launch import worker_main; "
+    "worker_main(*map(int, sys.argv[2:6]))"
+)
+_PR_SET_PDEATHSIG = 1
+
+
+# --- Messages of a worker -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the worker begins to do. The first one says that its process runs."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The worker is ready to read messages from the ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker cannot go on.
+
+    Attributes:
+        kind: raised in the owner's process while it starts.
+    """
+
+    kind: type[FinwhaleError]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counters of the worker that have changed."""
+
+    counts: Mapping[str, int]
+
+
+Report = Phase | Opened | Failed | Counts | logging.LogRecord
+
+
+# --- The owner's side -----------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker, as the watching thread knows it.
+
+    Attributes:
+        silent_s: time without a heartbeat.
+        age_s: time since the start.
+    """
+
+    rank: Rank
+    label: str
+    control: Connection
+    process: "subprocess.Popen[bytes]"
+    phase: str = ""
+    opened: bool = False
+    beats: int = 0
+    silent_s: float = 0.0
+    age_s: float = 0.0
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class Workers:
+    """The worker processes of ranks 1 to `len(labels)`, and the thread that watches them.
+
+    Once a worker has failed, all of them are killed, and `check` raises. A worker never decides
+    anything; so without one of them the others are of no use.
+
+    Args:
+        work: called in every worker with its Seat; picklable.
+        labels: the device of each worker, for messages.
+
+    Attributes:
+        on_stuck: called with the cause of a failure if the owner is inside `guard` STUCK_S after
+            it, as if its GPU waits for a rank that is gone. Ends the process.
+    """
+
+    def __init__(
+        self, work: Callable[["Seat"], None], labels: Sequence[str], capacity: int = CAPACITY
+    ) -> None:
+        self.size = 1 + len(labels)
+        self.on_stuck: Callable[[str], None] = end_process
+        self.ring = Ring.create(len(labels), capacity)
+        self._payload = pickle.dumps(work)
+        self._labels = labels
+        self._workers: list[_Worker] = []
+        self._owner = os.getpid()
+        self._failure: FinwhaleError | None = None
+        self._opened = threading.Event()
+        self._closing = False
+        self._inside = False
+        # This thread starts the processes too: the kernel kills a worker when the thread that
+        # started it ends.
+        self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise if a worker has failed: at the start the worker's error, later EngineDeadError."""
+        if self._failure is not None:
+            raise type(self._failure)(str(self._failure))
+
+    def wait_opened(self) -> None:
+        """Wait until every worker is ready. Raises the error of one that fails."""
+        while not self._opened.wait(TICK_S):
+            self.check()
+        self.check()
+
+    def send(self, message: bytes) -> None:
+        """Write a message for all workers. Raises if one has failed."""
+        self.check()
+        self.ring.write(message, self._wait_for_room)
+
+    def _wait_for_room(self) -> None:
+        self.check()
+        time.sleep(20e-6)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around what may block for ever without a worker (see `on_stuck`)."""
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def counts(self) -> list[Mapping[str, int]]:
+        """The latest counters of each worker."""
+        return [worker.counts for worker in self._workers]
+
+    def fail(self, error: FinwhaleError) -> None:
+        """Record a failure of the owner's own rank, and kill the workers."""
+        if self._failure is None and not self._closing:
+            self._failure = error
+        for worker in self._workers:
+            worker.process.kill()
+
+    def cause(self, wait_s: float = 1.0) -> FinwhaleError | None:
+        """The failure of a worker that may be about to be noticed; None: there is none."""
+        end = time.monotonic() + wait_s
+        while self._failure is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self._failure
+
+    def close(self) -> None:
+        """End the workers, and wait for their ends. A forked process ends nobody."""
+        if os.getpid() != self._owner or self._closing:
+            return
+        self._closing = True
+        if threading.current_thread() is not self._thread:  # as where it collects garbage
+            self._thread.join()
+
+    # The rest runs on the watching thread.
+
+    def _watch(self) -> None:
+        try:
+            self._start()
+            last = time.monotonic()
+            while self._failure is None and not self._closing:
+                ready = wait([w.control for w in self._workers], TICK_S)
+                now = time.monotonic()
+                # Where this thread itself had to wait, its workers may have waited too.
+                spent, last = min(now - last, 2 * TICK_S), now
+                for worker in self._workers:
+                    if worker.control in ready:
+                        self._receive(worker)
+                    self._check_heartbeat(worker, spent)
+                if all(worker.opened for worker in self._workers):
+                    self._opened.set()
+        except Exception as error:  # of this thread: nobody else would tell
+            logger.exception("the thread that watches the ranks has failed")
+            self._fail(FinwhaleError, f"cannot watch the ranks: {error}")
+        finally:
+            self._end()
+
+    def _start(self) -> None:
+        environment = os.environ | ENVIRONMENT
+        for index, label in enumerate(self._labels, 1):
+            rank = Rank(index, self.size)
+            ours, theirs = Pipe()
+            numbers = [theirs.fileno(), self.ring.file, index, self.size]
+            process = subprocess.Popen(
+                # Not multiprocessing: that would run the user's own main module again.
+                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                pass_fds=numbers[:2],
+                # A terminal's Ctrl-C and Ctrl-Z are for the owner.
+                start_new_session=True,
+            )
+            theirs.close()
+            self._workers.append(_Worker(rank, label, ours, process))
+        level = logging.getLogger("finwhale").getEffectiveLevel()
+        for worker in self._workers:
+            with contextlib.suppress(OSError):
+                worker.control.send((os.getpid(), level))
+                worker.control.send_bytes(self._payload)
+        os.close(self.ring.file)  # the mapping stays
+
+    def _receive(self, worker: _Worker) -> None:
+        while self._failure is None and worker.control.poll():
+            try:
+                report: Report = worker.control.recv()
+            except (EOFError, OSError):
+                if not self._closing:
+                    self._fail(None, f"{name(worker)} {_ending(worker.process)}")
+                return
+            if isinstance(report, logging.LogRecord):
+                report.msg = f"{name(worker)}: {report.msg}"
+                logging.getLogger(report.name).handle(report)
+            elif isinstance(report, Failed):
+                self._fail(report.kind, f"{name(worker)}: {report.message}")
+            elif isinstance(report, Counts):
+                worker.counts = report.counts
+            elif isinstance(report, Phase):
+                worker.phase = report.name
+            else:
+                worker.opened = True
+
+    def _check_heartbeat(self, worker: _Worker, spent: float) -> None:
+        beats = self.ring.beats(worker.rank.index - 1)
+        worker.age_s += spent
+        worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0
+        worker.beats = beats
+        if worker.silent_s >= STOPPED_S and is_stopped(worker.process.pid):
+            self._fail(None, f"{name(worker)} was stopped by a signal")
+        elif worker.silent_s >= (SILENT_S if worker.opened else SILENT_AT_START_S):
+            self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
+        elif not worker.phase and worker.age_s > CONNECT_S:
+            self._fail(
+                None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: no first message"
+            )
+
+    def _fail(self, kind: type[FinwhaleError] | None, message: str) -> None:
+        """Record a failure. `kind`: the error of a start; None: FinwhaleError."""
+        opened = self._opened.is_set()
+        if self._failure is None:
+            self._failure = (EngineDeadError if opened else kind or FinwhaleError)(message)
+            logger.error("%s", message)
+
+    def _end(self) -> None:
+        """End all workers: in good order, or at once after a failure. Leaves no zombie."""
+        began = time.monotonic()
+        if self._failure is None:
+            # A worker that is not in its loop yet is killed.
+            for worker in self._workers:
+                with contextlib.suppress(OSError):
+                    worker.control.close()
+            patience = STOP_S
+        else:
+            patience = 0.0
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, began + patience - time.monotonic()))
+            if worker.process.poll() is None:
+                worker.process.kill()
+            worker.process.wait()
+        for worker in self._workers:
+            worker.control.close()
+        while self._failure is not None and self._inside and not self._closing:
+            if time.monotonic() - began > STUCK_S:
+                self.on_stuck(str(self._failure))
+                return
+            time.sleep(TICK_S)
+
+
+def name(worker: _Worker) -> str:
+    return f"rank {worker.rank.index} ({worker.label})"
+
+
+def end_process(cause: str) -> None:
+    """End this process at once: its device waits for ever."""
+    text = f"finwhale: the device waits for a rank that is gone, so this process ends: {cause}\n"
+    os.write(2, text.encode())
+    os._exit(1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped a process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state == "T"
+
+
+def _ending(process: "subprocess.Popen[bytes]") -> str:
+    try:
+        code = process.wait(2)
+    except subprocess.TimeoutExpired:
+        return "has closed its connection"
+    return f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+
+
+# --- A worker's side ------------------------------------------------------------------------------
+
+
+class Seat:
+    """What a worker has of its owner.
+
+    Attributes:
+        counters: read at every heartbeat; a change is reported. None: nothing to report.
+    """
+
+    def __init__(self, rank: Rank, control: Connection, ring: Ring) -> None:
+        self.rank = rank
+        self.counters: Callable[[], Mapping[str, int]] | None = None
+        self._control, self._ring = control, ring
+        self._lock = threading.Lock()
+
+    def report(self, report: Report) -> None:
+        """Send a report to the owner; nothing happens if it is gone."""
+        with self._lock, contextlib.suppress(OSError):
+            self._control.send(report)
+
+    def read(self) -> bytes:
+        """The next message from the owner."""
+        return self._ring.read(self.rank.index - 1)
+
+    def _beat(self) -> None:
+        told: dict[str, int] = {}
+        while True:
+            self._ring.beat(self.rank.index - 1)
+            if self.counters is not None and (counts := dict(self.counters())) != told:
+                told = counts
+                self.report(Counts(counts))
+            time.sleep(BEAT_S)
+
+    def _end_with_owner(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            self._control.recv_bytes()
+        os._exit(0)  # at once: a device that waits for another rank would hold the process
+
+
+class _Forwarding(logging.Handler):
+    """Sends log records to the owner, which formats and writes them."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__()
+        self._seat = seat
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.msg += "\n" + logging.Formatter().formatException(record.exc_info)
+            record.exc_info = record.exc_text = None
+        vars(record).update(rank=self._seat.rank.index)
+        self._seat.report(record)
+
+
+def worker_main(control: int, ring: int, index: int, size: int) -> None:
+    """Run a worker until its owner ends it (Workers._start has the arguments)."""
+    connection = Connection(control)
+    owner, level = connection.recv()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(1)  # the owner ended before it could be asked to take this process along
+    faulthandler.enable()
+    seat = Seat(Rank(index, size), connection, Ring(ring, size - 1))
+    seat.report(Phase("import"))
+    payload = connection.recv_bytes()
+    for target in (seat._beat, seat._end_with_owner):
+        threading.Thread(target=target, name=target.__name__, daemon=True).start()
+    root = logging.getLogger()
+    root.handlers[:] = [_Forwarding(seat)]
+    root.setLevel(level)
+    try:
+        pickle.loads(payload)(seat)
+    except FinwhaleError as error:
+        seat.report(Failed(type(error), str(error)))
+    except BaseException as error:
+        logger.exception("the rank has failed")
+        reason = str(error).strip().partition("\n")[0]
+        seat.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
+    os._exit(1)

@@ -1,0 +1,104 @@
+"""Chooses how many ranks share a model, and the device of each."""
+
+import re
+from collections.abc import Callable
+
+import torch
+
+from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.platform import Platform
+
+_FORMS = 'device must be "cpu", "cuda", "cuda:N" or "cuda:N,N,..."'
+
+
+def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[str, ...]:
+    """The device of each rank, as torch names it.
+
+    Args:
+        fewest: how many ranks the model needs, if that many GPUs are there; called if the options
+            leave it open.
+
+    Raises:
+        FinwhaleError: the options contradict each other.
+        ResourceError: a GPU does not exist.
+    """
+    size, given = config.tensor_parallel_size, config.device
+    kind, indices = parse_device(given)
+    if kind is None:
+        kind = Platform.detect().device_type
+    if kind == "cpu":
+        return ("cpu",) * (size or 1)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for index in indices:
+        if index >= count:
+            raise ResourceError(f"device {given!r} asked for, but torch sees {count} GPUs")
+    if indices:
+        if size not in (None, len(indices)):
+            raise FinwhaleError(
+                f"tensor_parallel_size is {size}, but device {given!r} names "
+                f"{_gpus(len(indices))}: name one GPU for each rank"
+            )
+        if len(indices) not in RANK_COUNTS:
+            raise FinwhaleError(
+                f"a model runs on {_either(RANK_COUNTS)} GPUs, but device {given!r} names "
+                f"{len(indices)}"
+            )
+        return tuple(f"cuda:{index}" for index in indices)
+    if not count:
+        raise ResourceError(f"device {given!r} asked for, but torch sees 0 GPUs")
+    size = size or fewest(count)
+    if size > count:
+        raise ResourceError(f"tensor_parallel_size is {size}, but torch sees {_gpus(count)}")
+    if size == 1:
+        return (given or kind,)
+    return tuple(f"cuda:{index}" for index in range(size))
+
+
+def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
+    """The kind of device, None if it is left open, and the GPUs that are named.
+
+    Raises:
+        FinwhaleError: the name has none of the known forms, or names a GPU twice.
+    """
+    if name is None:
+        return None, ()
+    found = re.fullmatch(r"cpu|cuda(?::(\d+(?:,\d+)*))?", name)
+    if found is None:
+        raise FinwhaleError(f"{_FORMS}, got {name!r}")
+    indices = tuple(int(part) for part in (found[1] or "").split(",") if part)
+    for index in indices:
+        if indices.count(index) > 1:
+            raise FinwhaleError(f"device {name!r} names GPU {index} twice")
+    return name.partition(":")[0], indices
+
+
+def choose_device(name: str | None) -> tuple[Platform, torch.device]:
+    """The one device that is named, or by default a GPU if one exists, else the CPU.
+
+    Raises:
+        FinwhaleError: the name is not that of one device.
+        ResourceError: the GPU does not exist.
+    """
+    kind, indices = parse_device(name)
+    if len(indices) > 1:
+        raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs, and one is wanted")
+    if kind is None:
+        platform = Platform.detect()
+        return platform, torch.device(platform.device_type)
+    if kind == "cpu":
+        return Platform.cpu(), torch.device(kind)
+    index = indices[0] if indices else 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
+    return Platform.detect(index), torch.device(name or kind)
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _either(numbers: tuple[int, ...]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}"

@@ -1,0 +1,223 @@
+"""The executor of several ranks: one in this process, the others in worker processes.
+
+Every rank opens the same model with its own share of the weights, and executes every plan. Only
+rank 0 brings results to the host. The ranks wait for each other inside the model, so that none can
+go on without the others: if one fails, in whatever way, the engine dies.
+"""
+
+import atexit
+import logging
+import os
+import pickle
+import signal
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from finwhale.config import EngineConfig
+from finwhale.distributed.launch import ENVIRONMENT, Opened, Phase, Seat, Workers
+from finwhale.distributed.peers import Peers, connect, host_store
+from finwhale.distributed.rank import Rank
+from finwhale.engine.plan.executor import RankDescription, StepResult
+from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.rank.devices import choose_devices
+from finwhale.engine.rank.executor import LocalExecutor, LocalResult
+from finwhale.engine.rank.host_transfer import NoReceiver
+from finwhale.engine.rank.start_times import freeze_heap
+from finwhale.engine.rank.startup import open_rank
+from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.models.protocol import ModelConfig
+from finwhale.models.weight_sources import Weights
+
+logger = logging.getLogger(__name__)
+
+OpenRank = Callable[[Peers], LocalExecutor]
+
+# What follows the first byte of a message to the workers.
+_EXECUTE, _SAMPLE, _READY = b"e", b"s", b"r"
+EXIT_S = 5  # for the exit of a process whose device waits for a rank that is gone
+
+
+def open_executor(
+    config: EngineConfig, model_config: ModelConfig, weights: Weights
+) -> "LocalExecutor | Ranks":
+    """Open the ranks of a model: the one of this process, and worker processes for others.
+
+    Raises:
+        ResourceError: a device does not exist or has too little memory.
+        CheckpointError: the weights do not match the configuration.
+    """
+    devices = choose_devices(config, lambda count: 1)
+    if len(devices) == 1:
+        return open_one(config, model_config, weights, devices, Peers())
+    return open_ranks(
+        partial(open_one, config, model_config, weights, devices),
+        partial(open_one, config, model_config, weights.without_progress(), devices),
+        devices,
+    )
+
+
+def open_one(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    weights: Weights,
+    devices: Sequence[str],
+    peers: Peers,
+) -> LocalExecutor:
+    """Open the rank of this process on its device."""
+    mine = replace(config, device=devices[peers.rank.index], tensor_parallel_size=len(devices))
+    return open_rank(mine, model_config, weights, peers)
+
+
+def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[str]) -> "Ranks":
+    """Start a process for each rank but the first, and open all ranks.
+
+    Args:
+        open_first: opens rank 0, in this process.
+        open_worker: opens each of the other ranks in its process; picklable.
+        devices: of each rank, for messages.
+
+    Raises:
+        FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
+    """
+    os.environ.update(ENVIRONMENT)
+    store = host_store()
+    workers = Workers(partial(run_worker, open_worker, store.port), devices[1:])
+    try:
+        local = open_first(Peers(Rank(0, len(devices)), store, workers.check))
+        workers.wait_opened()
+    except BaseException as error:
+        # Without a rank, its connections break.
+        failure = workers.cause() if isinstance(error, RuntimeError) else None
+        workers.close()
+        if failure is not None:
+            raise failure from error
+        raise
+    return Ranks(local, workers, store)
+
+
+class Ranks:
+    """Runs plans on all ranks (plan/executor.py has the contract).
+
+    A plan that fails on one rank may have succeeded on another. So every error in `execute` or
+    `sample`, on any rank, is an EngineDeadError.
+    """
+
+    def __init__(self, local: LocalExecutor, workers: Workers, store: object) -> None:
+        self.local, self.workers = local, workers
+        self.description: RankDescription = local.description
+        self._store = store  # later connections need it
+        self._close = weakref.finalize(self, workers.close)
+
+    def execute(self, plan: StepPlan) -> "RanksResult | None":
+        try:
+            with self.workers.guard():
+                self.workers.send(_EXECUTE + pickle.dumps(plan, 5))
+                result = self.local.execute(plan)
+        except BaseException as error:
+            raise self._died(error) from error
+        return None if result is None else RanksResult(self, result)
+
+    def sample(self, plan: SamplingPlan) -> "RanksResult":
+        try:
+            with self.workers.guard():
+                self.workers.send(_SAMPLE + pickle.dumps(plan, 5))
+                return RanksResult(self, self.local.sample(plan))
+        except BaseException as error:
+            raise self._died(error) from error
+
+    def _died(self, error: BaseException) -> BaseException:
+        """What to raise for an error of rank 0; the ranks cannot go on after it."""
+        failure: FinwhaleError | None = None
+        if isinstance(error, EngineDeadError):
+            failure = error
+        elif isinstance(error, RuntimeError):
+            failure = self.workers.cause()  # without a rank, its connections break
+        if failure is None:
+            reason = str(error).strip().partition("\n")[0]
+            device = self.description.device
+            failure = EngineDeadError(f"rank 0 ({device}): {type(error).__name__}: {reason}")
+        self.workers.fail(failure)
+        self._hurry_exit()
+        return failure if isinstance(error, Exception) else error
+
+    def _hurry_exit(self) -> None:
+        if self.description.asynchronous:
+            atexit.register(_limit_exit)
+
+    def wait(self, result: LocalResult) -> StepResult:
+        """Wait for a result, unless a rank fails."""
+        with self.workers.guard():
+            while not result.done():
+                try:
+                    self.workers.check()
+                except EngineDeadError:
+                    self._hurry_exit()
+                    raise
+                time.sleep(0)
+        return result.wait()
+
+    def check(self) -> None:
+        self.workers.check()
+
+    def ready(self) -> None:
+        self.workers.send(_READY)
+        self.local.ready()
+
+    def late_compilations(self) -> Mapping[str, int]:
+        total = Counter(self.local.late_compilations())
+        for counts in self.workers.counts():
+            total.update(counts)
+        return total
+
+    def close(self) -> None:
+        """End the workers. No call may follow."""
+        self._close()
+
+
+class RanksResult:
+    """The result of rank 0, which all ranks have computed."""
+
+    def __init__(self, ranks: Ranks, result: LocalResult) -> None:
+        self._ranks, self._result = ranks, result
+
+    def wait(self) -> StepResult:
+        return self._ranks.wait(self._result)
+
+
+def _limit_exit() -> None:
+    """End the process by a signal if its exit takes longer than EXIT_S: the driver may wait for a
+    device that never finishes.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(EXIT_S)
+
+
+def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    """Open one rank in its process, and execute the plans that arrive."""
+    seat.report(Phase("connect"))
+    try:
+        store = connect(port)
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise FinwhaleError(f"cannot connect to rank 0 on port {port}: {reason}") from error
+    seat.report(Phase("open"))
+    executor = open_worker(Peers(seat.rank, store))
+    executor.receiver = NoReceiver()
+    logger.info("%s holds %s", executor.description.device, executor.description.memory)
+    seat.report(Opened())
+    while True:
+        message = seat.read()
+        kind, plan = message[:1], memoryview(message)[1:]
+        if kind == _EXECUTE:
+            executor.execute(pickle.loads(plan))
+        elif kind == _SAMPLE:
+            executor.sample(pickle.loads(plan))
+        else:
+            assert kind == _READY, kind
+            executor.ready()
+            freeze_heap()
+            seat.counters = executor.late_compilations

@@ -1,0 +1,74 @@
+"""Where a model's weights come from. Each rank opens its own stream of them.
+
+A source is plain data without its `progress`, so that it can be sent to the ranks' processes.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.spec import Progress
+from finwhale.distributed.rank import Rank
+from finwhale.models.protocol import ModelConfig, WeightStream
+from finwhale.models.registry import architecture_of
+
+
+class Weights(Protocol):
+    """The weights of a model, not opened yet."""
+
+    def open(self, device: torch.device, rank: Rank) -> WeightStream:
+        """The stream of one rank's weights. Raises CheckpointError."""
+        ...
+
+    def without_progress(self) -> "Weights":
+        """The same weights for another process, which reports no progress."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointWeights:
+    """The weights of a checkpoint.
+
+    Attributes:
+        progress: called with (bytes read, bytes in all) while the weights load.
+    """
+
+    config: ModelConfig
+    checkpoint: Checkpoint
+    progress: Progress | None = None
+
+    def open(self, device: torch.device, rank: Rank) -> WeightStream:
+        architecture = architecture_of(self.config)
+        return WeightSource(
+            self.checkpoint,
+            architecture.weight_specs(self.config),
+            ignored=architecture.ignored_prefixes(self.config),
+            device=device,
+            progress=self.progress,
+        )
+
+    def without_progress(self) -> "CheckpointWeights":
+        return replace(self, progress=None)
+
+
+@dataclass(frozen=True, slots=True)
+class DummyWeights:
+    """Random weights, made on the device.
+
+    Attributes:
+        progress: called with (values made, values in all).
+    """
+
+    config: ModelConfig
+    progress: Progress | None = None
+
+    def open(self, device: torch.device, rank: Rank) -> WeightStream:
+        specs = architecture_of(self.config).weight_specs(self.config)
+        return DummySource(specs, device, progress=self.progress)
+
+    def without_progress(self) -> "DummyWeights":
+        return replace(self, progress=None)
