@@ -45,7 +45,7 @@ class CheckpointWeights:
         architecture = architecture_of(self.config)
         return WeightSource(
             self.checkpoint,
-            architecture.weight_specs(self.config),
+            architecture.weight_specs(self.config, rank),
             ignored=architecture.ignored_prefixes(self.config),
             device=device,
             progress=self.progress,
@@ -67,7 +67,7 @@ class DummyWeights:
     progress: Progress | None = None
 
     def open(self, device: torch.device, rank: Rank) -> WeightStream:
-        specs = architecture_of(self.config).weight_specs(self.config)
+        specs = architecture_of(self.config).weight_specs(self.config, rank)
         return DummySource(specs, device, progress=self.progress)
 
     def without_progress(self) -> "DummyWeights":

@@ -17,20 +17,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from finwhale.config import EngineConfig
+import torch
+
+from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.distributed.launch import ENVIRONMENT, Opened, Phase, Seat, Workers
 from finwhale.distributed.peers import Peers, connect, host_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import RankDescription, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
-from finwhale.engine.rank.devices import choose_devices
+from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.engine.rank.executor import LocalExecutor, LocalResult
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.engine.rank.startup import open_rank
+from finwhale.engine.rank.startup import choose_dtype, open_rank
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.protocol import ModelConfig
+from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
+from finwhale.ops import load_ops
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ def open_executor(
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    devices = choose_devices(config, lambda count: 1)
+    devices = choose_devices(config, partial(fewest_ranks, config, model_config))
     if len(devices) == 1:
         return open_one(config, model_config, weights, devices, Peers())
     return open_ranks(
@@ -58,6 +62,36 @@ def open_executor(
         partial(open_one, config, model_config, weights.without_progress(), devices),
         devices,
     )
+
+
+def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int) -> int:
+    """The fewest GPUs that hold the model, with a tenth of the allowed memory left for the rest.
+
+    The first GPUs of the machine count, all as large as the first one. If all of them are too
+    small, the result is the most that can divide the model.
+    """
+    if num_gpus == 1:
+        return 1
+    platform, device = choose_device("cuda:0")
+    ops = load_ops(
+        platform, reference=config.reference, batch_invariant=config.batch_invariant
+    )
+    total = torch.cuda.get_device_properties(device).total_memory
+    room = 0.9 * config.gpu_memory_utilization * total
+    architecture, dtype = architecture_of(model_config), choose_dtype(config.dtype, platform)
+    rounds = config.activations == "as-trained"
+    most = 1
+    for size in RANK_COUNTS:
+        if size > num_gpus:
+            break
+        try:
+            architecture.rank_config(model_config, size, round_activations=rounds)
+        except FinwhaleError:
+            continue
+        most = size
+        if architecture.weight_bytes(model_config, dtype, ops, size) <= room:
+            break
+    return most
 
 
 def open_one(

@@ -11,6 +11,8 @@ from torch import Tensor
 from finwhale.artefacts import default_directory
 from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
+from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.distributed.gloo import Gloo
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.rank.devices import choose_device
@@ -73,11 +75,14 @@ class _Start:
         self.platform, self.device = choose_device(config.device)
         if self.device.index:
             torch.cuda.set_device(self.device)
-        self.dtype = _choose_dtype(config.dtype, self.platform)
+        self.dtype = choose_dtype(config.dtype, self.platform)
         self.round_activations = config.activations == "as-trained"
         self.architecture = architecture_of(model_config)
         if self.round_activations:
             self.architecture.check_rounding(model_config)
+        self.architecture.rank_config(
+            model_config, peers.rank.size, round_activations=self.round_activations
+        )  # refuses sizes that do not divide
         self.stream = weights.open(self.device, peers.rank)
         serves = _table_serves(self.platform, self.dtype, config, model_config, self.stream)
         self.ops = load_ops(
@@ -112,6 +117,7 @@ class _Start:
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
         self.peers.meet()  # here every rank has checked its options
+        self.collectives = self._connect()
         weights = self._load()
         if on_gpu:
             weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
@@ -164,6 +170,16 @@ class _Start:
             ),
         )
 
+    def _connect(self) -> Collectives:
+        rank, store = self.peers.rank, self.peers.store
+        if store is None:
+            return Alone()
+        if self.device.type == "cpu":
+            collectives = Gloo(rank, store)
+            self.phases.end("connect")
+            return collectives
+        raise FinwhaleError("several ranks run on CPUs only: set tensor_parallel_size to 1")
+
     def _load(self) -> Any:
         return self.architecture.load_weights(
             self.model_config,
@@ -173,6 +189,7 @@ class _Start:
             round_activations=self.round_activations,
             round_wo_a=self.config.wo_a_input == "fp8",
             ops=self.ops,
+            rank=self.peers.rank,
         )
 
     def _build(self, weights: Any, max_positions: int) -> Model:
@@ -182,6 +199,7 @@ class _Start:
             weights,
             round_activations=self.round_activations,
             max_positions=max_positions,
+            collectives=self.collectives,
         )
 
     def _largest(self, max_len: int) -> Largest:
@@ -464,7 +482,7 @@ def _is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate" in str(error)
 
 
-def _choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
+def choose_dtype(name: str | None, platform: Platform) -> torch.dtype:
     if name is None:
         return torch.float32 if platform.vendor == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
