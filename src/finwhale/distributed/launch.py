@@ -43,7 +43,7 @@ TICK_S = 0.25
 # if it is ready, and after SILENT_AT_START_S if it is not. Imports and compilers can keep a
 # heartbeat waiting for the interpreter's lock.
 STOPPED_S, SILENT_S, SILENT_AT_START_S = 1.0, 6.0, 300.0
-CONNECT_S = 60.0  # for the first message of a worker
+CONNECT_S = 60.0  # for a worker's process to begin, and for its connection to rank 0
 STOP_S = 2.0  # for a worker that was told to stop
 STUCK_S = 4.0  # for the owner to notice a failure, before `on_stuck`
 
@@ -61,9 +61,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What the worker begins to do. The first one says that its process runs."""
+    """What a worker begins to do. The first one says that its process runs."""
 
     name: str
+
+
+CONNECTING = Phase("connecting")
+OPENING = Phase("opening the model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +105,20 @@ class _Worker:
     """One worker, as the watching thread knows it.
 
     Attributes:
+        phase: what the worker does; None: its process has not begun.
+        phase_s: time since the phase began.
         silent_s: time without a heartbeat.
-        age_s: time since the start.
     """
 
     rank: Rank
     label: str
     control: Connection
     process: "subprocess.Popen[bytes]"
-    phase: str = ""
+    phase: Phase | None = None
+    phase_s: float = 0.0
     opened: bool = False
     beats: int = 0
     silent_s: float = 0.0
-    age_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -179,6 +184,11 @@ class Workers:
             yield
         finally:
             self._inside = False
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each worker."""
+        return [worker.process.pid for worker in self._workers]
 
     def counts(self) -> list[Mapping[str, int]]:
         """The latest counters of each worker."""
@@ -269,23 +279,24 @@ class Workers:
             elif isinstance(report, Counts):
                 worker.counts = report.counts
             elif isinstance(report, Phase):
-                worker.phase = report.name
+                worker.phase, worker.phase_s = report, 0.0
             else:
                 worker.opened = True
 
     def _check_heartbeat(self, worker: _Worker, spent: float) -> None:
         beats = self.ring.beats(worker.rank.index - 1)
-        worker.age_s += spent
+        worker.phase_s += spent
         worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0
         worker.beats = beats
         if worker.silent_s >= STOPPED_S and is_stopped(worker.process.pid):
             self._fail(None, f"{name(worker)} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if worker.opened else SILENT_AT_START_S):
             self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
-        elif not worker.phase and worker.age_s > CONNECT_S:
-            self._fail(
-                None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: no first message"
+        elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
+            cause = (
+                "its process does not begin" if worker.phase is None else "rank 0 is not reached"
             )
+            self._fail(None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: {cause}")
 
     def _fail(self, kind: type[FinwhaleError] | None, message: str) -> None:
         """Record a failure. `kind`: the error of a start; None: FinwhaleError."""
@@ -413,7 +424,7 @@ def worker_main(control: int, ring: int, index: int, size: int) -> None:
         os._exit(1)  # the owner ended before it could be asked to take this process along
     faulthandler.enable()
     seat = Seat(Rank(index, size), connection, Ring(ring, size - 1))
-    seat.report(Phase("import"))
+    seat.report(Phase("importing"))
     payload = connection.recv_bytes()
     for target in (seat._beat, seat._end_with_owner):
         threading.Thread(target=target, name=target.__name__, daemon=True).start()

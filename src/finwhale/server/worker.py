@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
+from finwhale.distributed.launch import end_process
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
@@ -59,6 +61,8 @@ class EngineLoop:
         self._engine = engine
         self._phases = phases or {}
         self._connection = connection
+        if isinstance(engine.executor, Ranks):
+            engine.executor.workers.on_stuck = self._end_stuck
         tokenizer = engine.tokenizer
         self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer)
         self._sent: dict[str, list[_Sent]] = {}
@@ -96,6 +100,12 @@ class EngineLoop:
             if self._grammars is not None:
                 self._grammars.close()
             self._connection.close()
+
+    def _end_stuck(self, cause: str) -> None:
+        """End this process, whose device waits for a rank that is gone."""
+        with contextlib.suppress(OSError):
+            self._send(Failed(cause))
+        end_process(cause)
 
     def _take_commands(self) -> bool:
         """Carries out the commands that have arrived. Waits a little if there is no other work."""

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
-from finwhale.distributed.launch import ENVIRONMENT, Opened, Phase, Seat, Workers
+from finwhale.distributed.launch import CONNECTING, ENVIRONMENT, OPENING, Opened, Seat, Workers
 from finwhale.distributed.peers import Peers, connect, host_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import RankDescription, StepResult
@@ -73,9 +73,7 @@ def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int)
     if num_gpus == 1:
         return 1
     platform, device = choose_device("cuda:0")
-    ops = load_ops(
-        platform, reference=config.reference, batch_invariant=config.batch_invariant
-    )
+    ops = load_ops(platform, reference=config.reference, batch_invariant=config.batch_invariant)
     total = torch.cuda.get_device_properties(device).total_memory
     room = 0.9 * config.gpu_memory_utilization * total
     architecture, dtype = architecture_of(model_config), choose_dtype(config.dtype, platform)
@@ -232,13 +230,13 @@ def _limit_exit() -> None:
 
 def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
-    seat.report(Phase("connect"))
+    seat.report(CONNECTING)
     try:
         store = connect(port)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise FinwhaleError(f"cannot connect to rank 0 on port {port}: {reason}") from error
-    seat.report(Phase("open"))
+    seat.report(OPENING)
     executor = open_worker(Peers(seat.rank, store))
     executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)

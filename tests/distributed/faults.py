@@ -1,0 +1,60 @@
+"""Workers with faults: each function stands in for ranks.run_worker in a worker's process."""
+
+import random
+import time
+from typing import Any
+
+from finwhale.distributed.launch import CONNECTING, Seat
+from finwhale.engine.rank import startup
+from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.ranks import OpenRank, run_worker
+from finwhale.errors import CheckpointError
+
+
+def wrong_clock(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    """The clocks jump, forwards and backwards, and the rank is slow."""
+    draw = random.Random(0)
+    time.time = time.monotonic = time.perf_counter = lambda: draw.uniform(-1e9, 1e9)
+    read = seat.read
+
+    def slow() -> bytes:
+        message = read()
+        time.sleep(draw.uniform(0, 0.01))
+        return message
+
+    seat.read = slow  # type: ignore[method-assign]
+    run_worker(open_worker, port, seat)
+
+
+def no_memory(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    def load(start: Any) -> None:
+        raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
+
+    startup._Start._load = load  # type: ignore[method-assign]
+    run_worker(open_worker, port, seat)
+
+
+def bad_checkpoint(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    def load(start: Any) -> None:
+        raise CheckpointError("layers.0.ffn is damaged")
+
+    startup._Start._load = load  # type: ignore[method-assign]
+    run_worker(open_worker, port, seat)
+
+
+def not_connecting(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    seat.report(CONNECTING)
+    time.sleep(1000)
+
+
+def no_memory_in_a_step(open_worker: OpenRank, port: int, seat: Seat) -> None:
+    execute, steps = LocalExecutor.execute, []
+
+    def failing(executor: LocalExecutor, plan: Any) -> Any:
+        steps.append(plan)
+        if len(steps) == 3:
+            raise MemoryError("no memory for the third step")
+        return execute(executor, plan)
+
+    LocalExecutor.execute = failing  # type: ignore[method-assign]
+    run_worker(open_worker, port, seat)

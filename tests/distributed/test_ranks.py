@@ -1,0 +1,227 @@
+"""Two ranks as processes: their results, and every way in which a rank or its engine can fail."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finwhale import (
+    LLM,
+    CheckpointError,
+    EngineDeadError,
+    FinwhaleError,
+    ResourceError,
+    SamplingParams,
+)
+from finwhale.distributed import launch
+from finwhale.engine.rank import ranks
+
+from . import faults
+from .tiny import write_tiny
+
+ROOT = Path(__file__).parents[2]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+KINDS = [
+    GREEDY,
+    SamplingParams(seed=1, max_tokens=24, ignore_eos=True, n=2),
+    SamplingParams(seed=2, max_tokens=24, ignore_eos=True, top_p=0.9, frequency_penalty=0.3),
+    SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3),
+]
+PROMPTS = [[5, 6, 7], [9] * 140, list(range(2, 40)), [5, 6, 7, 8]]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("ranks") / "model")
+
+
+def open_llm(path: Path, size: int = 2, **options: Any) -> LLM:
+    return LLM(
+        path,
+        **{
+            "device": "cpu",
+            "activations": "exact",
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 64,
+            "tensor_parallel_size": size,
+            **options,
+        },
+    )
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [o.token_ids for result in llm.generate(PROMPTS, KINDS) for o in result.outputs]
+
+
+def pids(llm: LLM) -> list[int]:
+    executor = llm.engine.executor
+    assert isinstance(executor, ranks.Ranks)
+    return executor.workers.pids
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process exists, be it a zombie."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Makes workers run a function of faults.py."""
+
+    def use(function: Any) -> None:
+        monkeypatch.syspath_prepend(ROOT)
+        monkeypatch.setattr(ranks, "run_worker", function)
+
+    return use
+
+
+@pytest.fixture(scope="module")
+def alone(path: Path) -> list[list[int]]:
+    return tokens(open_llm(path, 1))
+
+
+@pytest.fixture
+def two(path: Path) -> Iterator[LLM]:
+    llm = open_llm(path)
+    yield llm
+    workers = pids(llm)
+    del llm
+    gc.collect()
+    assert not any(map(is_there, workers))
+
+
+def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
+    path: Path, alone: list[list[int]]
+) -> None:
+    llm = open_llm(path)
+    (worker,) = pids(llm)
+    assert tokens(llm) == alone
+    assert set(llm.engine.executor.late_compilations().values()) <= {0}
+    del llm
+    gc.collect()
+    assert not is_there(worker)
+
+
+def test_a_wrong_clock_on_one_rank_changes_nothing(
+    path: Path, alone: list[list[int]], fault: Callable[[Any], None]
+) -> None:
+    fault(faults.wrong_clock)
+    assert tokens(open_llm(path)) == alone
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_a_signal_ends_or_stops(two: LLM, number: signal.Signals) -> None:
+    """Every request gets the error, and the worker is gone, though it was stopped."""
+    requests = [two.engine.add_request(str(i), p, GREEDY) for i, p in enumerate(PROMPTS)]
+    two.engine.step()
+    (worker,) = pids(two)
+    os.kill(worker, number)
+    wanted = "killed by signal 9" if number == signal.SIGKILL else "stopped by a signal"
+    with pytest.raises(EngineDeadError, match=rf"rank 1 \(cpu\) was {wanted}"):
+        while True:
+            two.engine.step()
+    assert all(r.finished and "rank 1 (cpu)" in (r.error or "") for r in requests)
+    with pytest.raises(EngineDeadError, match="rank 1"):
+        two.generate([1, 2])
+    wait_for(lambda: not is_there(worker))
+
+
+def test_a_rank_without_memory_for_a_step(path: Path, fault: Callable[[Any], None]) -> None:
+    fault(faults.no_memory_in_a_step)
+    llm = open_llm(path)
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): MemoryError: no memory for the"):
+        llm.generate(PROMPTS, GREEDY)
+    wait_for(lambda: not any(map(is_there, pids(llm))))
+
+
+def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = two.engine.executor
+    assert isinstance(executor, ranks.Ranks)
+
+    def failing(plan: object) -> None:
+        raise ValueError("rank 0 has a fault")
+
+    monkeypatch.setattr(executor.local, "execute", failing)
+    with pytest.raises(EngineDeadError, match=r"rank 0 \(cpu\): ValueError: rank 0 has a fault"):
+        two.generate([1, 2], GREEDY)
+    wait_for(lambda: not any(map(is_there, pids(two))))
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "message"),
+    [
+        (faults.no_memory, ResourceError, r"^rank 1 \(cpu\): the model does not fit cpu: cannot"),
+        (faults.bad_checkpoint, CheckpointError, r"^rank 1 \(cpu\): layers.0.ffn is damaged$"),
+        (faults.not_connecting, FinwhaleError, r"^rank 1 \(cpu\) has not connected for 1 s: rank"),
+    ],
+)
+def test_a_rank_that_cannot_start(
+    path: Path,
+    fault: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    monkeypatch.setattr(launch, "CONNECT_S", 60 if kind is not FinwhaleError else 1)
+    fault(function)
+    with pytest.raises(kind, match=message) as caught:
+        open_llm(path)
+    assert type(caught.value) is kind
+
+
+SCRIPT = """
+import sys, threading
+from finwhale import LLM, SamplingParams
+llm = LLM(sys.argv[1], device="cpu", activations="exact", tensor_parallel_size=2)
+print(*llm.engine.executor.workers.pids, flush=True)
+if sys.argv[2] == "hang":
+    llm.engine.executor.local.execute = lambda plan: threading.Event().wait()
+if sys.argv[2] != "exit":
+    llm.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "interrupt", "exit", "hang"])
+def test_the_end_of_the_engine_s_process_ends_the_ranks(path: Path, how: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(path), how],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    if how == "kill":
+        process.kill()
+    elif how == "interrupt":
+        process.send_signal(signal.SIGINT)
+    elif how == "hang":
+        # As a GPU does that waits for the other rank: only another thread can end the process.
+        os.kill(worker, signal.SIGKILL)
+    _, errors = process.communicate(timeout=30)
+    wait_for(lambda: not is_there(worker))
+    assert process.returncode == {"kill": -9, "interrupt": -2, "exit": 0, "hang": 1}[how]
+    assert "leaked" not in errors
+    if how == "hang":
+        assert "rank 1 (cpu) was killed by signal 9" in errors

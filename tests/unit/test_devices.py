@@ -1,0 +1,111 @@
+"""Which device each rank gets, and the errors of options that do not fit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from finwhale.config import EngineConfig
+from finwhale.engine.rank.devices import choose_device, choose_devices
+from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.platform import Platform
+
+
+def never(num_gpus: int) -> int:
+    raise AssertionError("the options say how many")
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets torch see some GPUs."""
+
+    def see(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        platform = Platform("nvidia", "sm90") if count else Platform.cpu()
+        monkeypatch.setattr(Platform, "detect", lambda index=0: platform)
+
+    return see
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "wanted"),
+    [
+        (None, 1, ("cuda",)),
+        ("cuda", 1, ("cuda",)),
+        ("cuda:3", None, ("cuda:3",)),
+        ("cuda:3", 1, ("cuda:3",)),
+        (None, 2, ("cuda:0", "cuda:1")),
+        ("cuda", 4, ("cuda:0", "cuda:1", "cuda:2", "cuda:3")),
+        ("cuda:3,1", None, ("cuda:3", "cuda:1")),
+        ("cuda:2,3", 2, ("cuda:2", "cuda:3")),
+        ("cpu", None, ("cpu",)),
+        ("cpu", 4, ("cpu",) * 4),
+    ],
+)
+def test_devices_of_four_gpus(
+    gpus: Callable[[int], None], device: str | None, size: int | None, wanted: tuple[str, ...]
+) -> None:
+    gpus(4)
+    config = EngineConfig(device=device, tensor_parallel_size=size)
+    assert choose_devices(config, never) == wanted
+
+
+def test_the_model_decides_where_the_options_do_not(gpus: Callable[[int], None]) -> None:
+    gpus(4)
+    assert choose_devices(EngineConfig(), lambda count: 2) == ("cuda:0", "cuda:1")
+    assert choose_devices(EngineConfig(), lambda count: 1) == ("cuda",)
+    gpus(0)
+    assert choose_devices(EngineConfig(), never) == ("cpu",)
+    assert choose_devices(EngineConfig(tensor_parallel_size=2), never) == ("cpu", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "kind", "wanted"),
+    [
+        (None, 4, ResourceError, "tensor_parallel_size is 4, but torch sees 2 GPUs"),
+        ("cuda:0,2", None, ResourceError, "device 'cuda:0,2' asked for, but torch sees 2 GPUs"),
+        ("cuda:1,1", None, FinwhaleError, "device 'cuda:1,1' names GPU 1 twice"),
+        (
+            "cuda:0,1",
+            4,
+            FinwhaleError,
+            "tensor_parallel_size is 4, but device 'cuda:0,1' names 2 GPUs: name one GPU for each "
+            "rank",
+        ),
+        (
+            "cuda:1",
+            2,
+            FinwhaleError,
+            "tensor_parallel_size is 2, but device 'cuda:1' names 1 GPU: name one GPU for each "
+            "rank",
+        ),
+        (
+            "cuda:0,x",
+            None,
+            FinwhaleError,
+            'device must be "cpu", "cuda", "cuda:N" or "cuda:N,N,...", got \'cuda:0,x\'',
+        ),
+    ],
+)
+def test_errors_on_two_gpus(
+    gpus: Callable[[int], None],
+    device: str | None,
+    size: int | None,
+    kind: type[FinwhaleError],
+    wanted: str,
+) -> None:
+    gpus(2)
+    with pytest.raises(kind) as caught:
+        choose_devices(EngineConfig(device=device, tensor_parallel_size=size), never)
+    assert str(caught.value) == wanted
+
+
+def test_other_errors(gpus: Callable[[int], None]) -> None:
+    gpus(8)
+    with pytest.raises(FinwhaleError, match="1, 2, 4 or 8 GPUs, but device 'cuda:0,1,2' names 3"):
+        choose_devices(EngineConfig(device="cuda:0,1,2"), never)
+    with pytest.raises(FinwhaleError, match="must be one of 1, 2, 4, 8, got 3"):
+        EngineConfig(tensor_parallel_size=3)
+    with pytest.raises(FinwhaleError, match="names 2 GPUs, and one is wanted"):
+        choose_device("cuda:0,1")
