@@ -8,7 +8,6 @@ from finwhale.distributed.launch import CONNECTING, Seat
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker
-from finwhale.errors import CheckpointError
 
 
 def wrong_clock(open_worker: OpenRank, port: int, seat: Seat) -> None:
@@ -29,14 +28,6 @@ def wrong_clock(open_worker: OpenRank, port: int, seat: Seat) -> None:
 def no_memory(open_worker: OpenRank, port: int, seat: Seat) -> None:
     def load(start: Any) -> None:
         raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
-
-    startup._Start._load = load  # type: ignore[method-assign]
-    run_worker(open_worker, port, seat)
-
-
-def bad_checkpoint(open_worker: OpenRank, port: int, seat: Seat) -> None:
-    def load(start: Any) -> None:
-        raise CheckpointError("layers.0.ffn is damaged")
 
     startup._Start._load = load  # type: ignore[method-assign]
     run_worker(open_worker, port, seat)

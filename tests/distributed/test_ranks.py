@@ -15,7 +15,6 @@ import pytest
 
 from finwhale import (
     LLM,
-    CheckpointError,
     EngineDeadError,
     FinwhaleError,
     ResourceError,
@@ -109,8 +108,10 @@ def two(path: Path) -> Iterator[LLM]:
 
 
 def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
-    path: Path, alone: list[list[int]]
+    path: Path, alone: list[list[int]], fault: Callable[[Any], None]
 ) -> None:
+    """Though one rank is slow and its clocks are wrong."""
+    fault(faults.wrong_clock)
     llm = open_llm(path)
     (worker,) = pids(llm)
     assert tokens(llm) == alone
@@ -118,13 +119,6 @@ def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
     del llm
     gc.collect()
     assert not is_there(worker)
-
-
-def test_a_wrong_clock_on_one_rank_changes_nothing(
-    path: Path, alone: list[list[int]], fault: Callable[[Any], None]
-) -> None:
-    fault(faults.wrong_clock)
-    assert tokens(open_llm(path)) == alone
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -169,7 +163,6 @@ def test_an_error_on_rank_0_ends_the_others(two: LLM, monkeypatch: pytest.Monkey
     ("function", "kind", "message"),
     [
         (faults.no_memory, ResourceError, r"^rank 1 \(cpu\): the model does not fit cpu: cannot"),
-        (faults.bad_checkpoint, CheckpointError, r"^rank 1 \(cpu\): layers.0.ffn is damaged$"),
         (faults.not_connecting, FinwhaleError, r"^rank 1 \(cpu\) has not connected for 1 s: rank"),
     ],
 )
@@ -195,13 +188,12 @@ llm = LLM(sys.argv[1], device="cpu", activations="exact", tensor_parallel_size=2
 print(*llm.engine.executor.workers.pids, flush=True)
 if sys.argv[2] == "hang":
     llm.engine.executor.local.execute = lambda plan: threading.Event().wait()
-if sys.argv[2] != "exit":
-    llm.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))
-    sys.stdin.read()
+llm.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))
+sys.stdin.read()
 """
 
 
-@pytest.mark.parametrize("how", ["kill", "interrupt", "exit", "hang"])
+@pytest.mark.parametrize("how", ["kill", "interrupt", "hang"])
 def test_the_end_of_the_engine_s_process_ends_the_ranks(path: Path, how: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, str(path), how],
@@ -221,7 +213,7 @@ def test_the_end_of_the_engine_s_process_ends_the_ranks(path: Path, how: str) ->
         os.kill(worker, signal.SIGKILL)
     _, errors = process.communicate(timeout=30)
     wait_for(lambda: not is_there(worker))
-    assert process.returncode == {"kill": -9, "interrupt": -2, "exit": 0, "hang": 1}[how]
+    assert process.returncode == {"kill": -9, "interrupt": -2, "hang": 1}[how]
     assert "leaked" not in errors
     if how == "hang":
         assert "rank 1 (cpu) was killed by signal 9" in errors

@@ -293,9 +293,7 @@ class Workers:
         elif worker.silent_s >= (SILENT_S if worker.opened else SILENT_AT_START_S):
             self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
         elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
-            cause = (
-                "its process does not begin" if worker.phase is None else "rank 0 is not reached"
-            )
+            cause = "rank 0 does not answer" if worker.phase else "its process does not begin"
             self._fail(None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: {cause}")
 
     def _fail(self, kind: type[FinwhaleError] | None, message: str) -> None:
