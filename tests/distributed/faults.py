@@ -29,7 +29,7 @@ def no_memory(open_worker: OpenRank, port: int, seat: Seat) -> None:
     def load(start: Any) -> None:
         raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
 
-    startup._Start._load = load  # type: ignore[method-assign]
+    startup._Start._load = load  # type: ignore[assignment, method-assign]
     run_worker(open_worker, port, seat)
 
 
@@ -47,5 +47,5 @@ def no_memory_in_a_step(open_worker: OpenRank, port: int, seat: Seat) -> None:
             raise MemoryError("no memory for the third step")
         return execute(executor, plan)
 
-    LocalExecutor.execute = failing  # type: ignore[method-assign]
+    LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
     run_worker(open_worker, port, seat)

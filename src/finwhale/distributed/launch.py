@@ -30,13 +30,6 @@ from finwhale.errors import EngineDeadError, FinwhaleError
 
 logger = logging.getLogger(__name__)
 
-# Before any communication library is loaded: multicast over NVLink has hung machines.
-ENVIRONMENT = {
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-
 BEAT_S = 0.2
 TICK_S = 0.25
 # A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
@@ -240,7 +233,6 @@ class Workers:
             self._end()
 
     def _start(self) -> None:
-        environment = os.environ | ENVIRONMENT
         for index, label in enumerate(self._labels, 1):
             rank = Rank(index, self.size)
             ours, theirs = Pipe()
@@ -248,7 +240,6 @@ class Workers:
             process = subprocess.Popen(
                 # Not multiprocessing: that would run the user's own main module again.
                 [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
-                env=environment,
                 stdin=subprocess.DEVNULL,
                 pass_fds=numbers[:2],
                 # A terminal's Ctrl-C and Ctrl-Z are for the owner.

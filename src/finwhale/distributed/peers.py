@@ -66,7 +66,7 @@ def host_store() -> TCPStore:
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
 
 
-def connect(port: int) -> TCPStore:
+def join_store(port: int) -> TCPStore:
     """The store that another process of this host serves.
 
     Raises:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.engine.plan.executor import (
     DeviceDrafts,
     Executor,
@@ -20,6 +21,8 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
+
+ALONE = Alone()
 
 
 @dataclass(slots=True)
@@ -44,8 +47,15 @@ class LocalExecutor:
         receiver: transfers results to the host.
     """
 
-    def __init__(self, runner: ModelRunner, builds: Builds, description: RankDescription) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        builds: Builds,
+        description: RankDescription,
+        collectives: Collectives = ALONE,
+    ) -> None:
         self.runner, self.builds, self.description = runner, builds, description
+        self.collectives = collectives
         self.sampler = Sampler(runner.ops.sample)
         self.receiver: Receiver | NoReceiver = Receiver(runner.device)
         self._open: _OpenStep | None = None
@@ -105,7 +115,7 @@ class LocalExecutor:
         return None if found is None else found.T
 
     def check(self) -> None:
-        pass
+        self.collectives.check()
 
     def ready(self) -> None:
         self.builds.ready()

@@ -7,7 +7,6 @@ go on without the others: if one fails, in whatever way, the engine dies.
 
 import atexit
 import logging
-import os
 import pickle
 import signal
 import time
@@ -20,8 +19,8 @@ from functools import partial
 import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
-from finwhale.distributed.launch import CONNECTING, ENVIRONMENT, OPENING, Opened, Seat, Workers
-from finwhale.distributed.peers import Peers, connect, host_store
+from finwhale.distributed.launch import CONNECTING, OPENING, Opened, Seat, Workers
+from finwhale.distributed.peers import Peers, host_store, join_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import RankDescription, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
@@ -115,7 +114,6 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[st
     Raises:
         FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
     """
-    os.environ.update(ENVIRONMENT)
     store = host_store()
     workers = Workers(partial(run_worker, open_worker, store.port), devices[1:])
     try:
@@ -182,18 +180,21 @@ class Ranks:
 
     def wait(self, result: LocalResult) -> StepResult:
         """Wait for a result, unless a rank fails."""
-        with self.workers.guard():
-            while not result.done():
-                try:
+        try:
+            with self.workers.guard():
+                while not result.done():
                     self.workers.check()
-                except EngineDeadError:
-                    self._hurry_exit()
-                    raise
-                time.sleep(0)
-        return result.wait()
+                    time.sleep(0)
+                found = result.wait()
+            self.local.check()  # a collective that gave up has computed nothing
+        except EngineDeadError:
+            self._hurry_exit()
+            raise
+        return found
 
     def check(self) -> None:
         self.workers.check()
+        self.local.check()
 
     def ready(self) -> None:
         self.workers.send(_READY)
@@ -232,7 +233,7 @@ def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
     seat.report(CONNECTING)
     try:
-        store = connect(port)
+        store = join_store(port)
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
         raise FinwhaleError(f"cannot connect to rank 0 on port {port}: {reason}") from error
@@ -243,6 +244,7 @@ def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
     seat.report(Opened())
     while True:
         message = seat.read()
+        executor.check()
         kind, plan = message[:1], memoryview(message)[1:]
         if kind == _EXECUTE:
             executor.execute(pickle.loads(plan))

@@ -12,7 +12,7 @@ from finwhale.artefacts import default_directory
 from finwhale.compiled import CompiledMode
 from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
-from finwhale.distributed.gloo import Gloo
+from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.rank.devices import choose_device
@@ -168,17 +168,16 @@ class _Start:
                 compiled_layers=compiled,
                 start_seconds=dict(self.phases.seconds),
             ),
+            self.collectives,
         )
 
     def _connect(self) -> Collectives:
-        rank, store = self.peers.rank, self.peers.store
-        if store is None:
+        if self.peers.store is None:
             return Alone()
-        if self.device.type == "cpu":
-            collectives = Gloo(rank, store)
-            self.phases.end("connect")
-            return collectives
-        raise FinwhaleError("several ranks run on CPUs only: set tensor_parallel_size to 1")
+        ordered = self.config.batch_invariant
+        collectives = connect(self.peers.rank, self.device, self.peers.store, ordered=ordered)
+        self.phases.end("connect")
+        return collectives
 
     def _load(self) -> Any:
         return self.architecture.load_weights(
