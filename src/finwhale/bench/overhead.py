@@ -11,6 +11,7 @@ import argparse
 import gc
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ from finwhale.bench.record import append_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
+from finwhale.distributed.peers import Peers
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
@@ -36,11 +39,13 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup
 from finwhale.ops.builds import NothingToBuild
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
+from finwhale.options import add_options
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 64, 256)
 # The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request.
 STEP_US, REQUEST_US = 200.0, 2.0
+RANKS_US = 100.0  # and this much more with several ranks
 WARM_UP = 40
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
@@ -88,7 +93,16 @@ class StubRunner:
 
 
 def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
-    """Create an engine that runs one step ahead over a StubRunner."""
+    """An engine over StubRunners, one step ahead. Every rank has a runner in its own process."""
+    open_stub = partial(stub_executor, config, model_config)
+    executor: LocalExecutor | Ranks = open_stub(Peers())
+    if config.tensor_parallel_size not in (None, 1):
+        executor = open_ranks(open_stub, open_stub, ["cpu"] * config.tensor_parallel_size)
+    return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
+
+
+def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers) -> LocalExecutor:
+    """An executor of a StubRunner."""
     groups = cache_spec(model_config)
     max_len = config.max_model_len or model_config.max_position_embeddings
     plan = plan_cache(
@@ -117,8 +131,7 @@ def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
         start_seconds={},
     )
     runner: Any = StubRunner(config, groups, max_len)
-    executor = LocalExecutor(runner, NothingToBuild(), description)
-    return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
+    return LocalExecutor(runner, NothingToBuild(), description)
 
 
 def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
@@ -128,6 +141,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         max_num_seqs=batch,
         max_num_batched_tokens=8192,
         max_model_len=args.context + 2 * (args.steps + WARM_UP) + 64,
+        tensor_parallel_size=args.tensor_parallel_size,
     )
     engine = stub_engine(config, model_config)
     for number in range(batch):
@@ -149,6 +163,8 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
     assert len(engine.scheduler.running) == batch, "a request has ended"
     for number in range(batch):
         engine.abort(str(number))
+    if isinstance(engine.executor, Ranks):
+        engine.executor.close()
     return {"us": summary(times), "clock_us": summary(clock)}
 
 
@@ -158,6 +174,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
     parser.add_argument("--context", type=int, default=1024, help="length of a prompt")
     parser.add_argument("--steps", type=int, default=400, help="number of steps to time")
+    add_options(parser, EngineConfig, ["tensor_parallel_size"])
     args = parser.parse_args(argv)
     console = Console()
     table = Table(title="host time of a decode step, microseconds", title_justify="left")
@@ -166,11 +183,14 @@ def main(argv: Sequence[str]) -> int:
         table.add_column(column, justify="right")
     record = stamp("overhead", argv, ("torch",))
     record |= {"benchmark": "overhead", "context": args.context, "results": []}
+    record["tensor_parallel_size"] = args.tensor_parallel_size or 1
     too_slow = False
     for name, params in PARAMS.items():
         for batch in args.batches:
             result = measure(batch, params, args)
             micros, allowed = result["us"], STEP_US + REQUEST_US * batch
+            if args.tensor_parallel_size not in (None, 1):
+                allowed += RANKS_US
             too_slow |= micros["median"] > allowed
             record["results"].append(
                 {"what": name, "running": batch, **result, "allowed_us": allowed}
