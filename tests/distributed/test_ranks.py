@@ -22,9 +22,9 @@ from finwhale import (
 )
 from finwhale.distributed import launch
 from finwhale.engine.rank import ranks
+from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
 from . import faults
-from .tiny import write_tiny
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -39,7 +39,9 @@ PROMPTS = [[5, 6, 7], [9] * 140, list(range(2, 40)), [5, 6, 7, 8]]
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("ranks") / "model")
+    path, config = tmp_path_factory.mktemp("ranks") / "model", divisible_config()
+    write_plain_checkpoint(path, config, random_weights(config, 3))
+    return path
 
 
 def open_llm(path: Path, size: int = 2, **options: Any) -> LLM:

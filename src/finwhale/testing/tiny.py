@@ -93,6 +93,26 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     return config
 
 
+def divisible_config() -> dict[str, Any]:
+    """The contents of a config.json with sizes that two ranks can divide."""
+    return tiny_config(3) | {
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "o_groups": 2,
+        "head_dim": 48,
+        "num_hidden_layers": 3,
+        "num_hash_layers": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "compress_ratios": [128, 4, 4, 0],
+        "index_topk": 16,
+        "sliding_window": 13,
+        "max_position_embeddings": 512,
+    }
+
+
 def random_weights(
     config: Mapping[str, Any], seed: int, values: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:

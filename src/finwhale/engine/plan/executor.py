@@ -141,7 +141,8 @@ class Executor(Protocol):
 
         If this raises, the ranks may have received any part of the plan, so the next plan must
         repeat all settings and page tables (StepPlanner.resend_all). After an
-        EngineDeadError no further call is possible.        """
+        EngineDeadError no further call is possible.
+        """
         ...
 
     def sample(self, plan: SamplingPlan) -> PendingResult:

@@ -1,0 +1,69 @@
+"""`finwhale serve` on two ranks: draining, and the loss of a rank while nothing runs."""
+
+import json
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+
+from .test_limits import wait_until
+from .test_process import Served
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, config = tmp_path_factory.mktemp("ranks") / "model", divisible_config()
+    write_plain_checkpoint(path, config, random_weights(config, 3))
+    return path
+
+
+def serve(path: Path) -> tuple[Served, list[int]]:
+    """A server, and the processes of its engine and of rank 1."""
+    options = ("--device", "cpu", "--activations", "exact", "--tensor-parallel-size", "2")
+    served = Served(str(path), *options)
+    engine = served.engine_pid()
+    # A child of the thread that watches the ranks.
+    children = [(task / "children").read_text() for task in Path(f"/proc/{engine}/task").iterdir()]
+    (rank,) = map(int, " ".join(children).split())
+    return served, [engine, rank]
+
+
+def are_gone(processes: list[int]) -> bool:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.kill(process, 0)
+            return False
+    return True
+
+
+def test_a_signal_drains_and_ends_all_processes(path: Path) -> None:
+    served, processes = serve(path)
+    stream = served.client.completions.create(
+        model="model",
+        prompt=[5, 6, 7],
+        max_tokens=100,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    next(stream)
+    served.process.send_signal(signal.SIGTERM)
+    usage = [chunk.usage for chunk in stream if chunk.usage is not None]
+    assert usage[-1].completion_tokens == 100
+    assert served.process.wait(30) == 0
+    wait_until(lambda: are_gone(processes))
+    assert any(entry.get("rank") == 1 for entry in served.log), served.log
+
+
+def test_an_idle_server_that_loses_a_rank_ends(path: Path) -> None:
+    served, processes = serve(path)
+    os.kill(processes[1], signal.SIGSTOP)
+    _, errors = served.process.communicate(timeout=60)
+    died = next(line for line in errors.splitlines() if '"engine died"' in line)
+    assert "rank 1 (cpu) was stopped by a signal" in json.loads(died)["reason"]
+    assert served.process.returncode == 1
+    wait_until(lambda: are_gone(processes))
