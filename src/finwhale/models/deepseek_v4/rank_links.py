@@ -61,3 +61,6 @@ class _Apart:
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x] * self.rank.size, dim)
+
+    def check(self) -> None:
+        pass
