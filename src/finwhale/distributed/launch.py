@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.2
 TICK_S = 0.25
 # A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
-# if it is ready, and after SILENT_AT_START_S if it is not. Imports and compilers can keep a
+# in the steady state, and after SILENT_AT_START_S before. Imports and compilers can keep a
 # heartbeat waiting for the interpreter's lock.
 STOPPED_S, SILENT_S, SILENT_AT_START_S = 1.0, 6.0, 300.0
 CONNECT_S = 60.0  # for a worker's process to begin, and for its connection to rank 0
@@ -126,6 +126,7 @@ class Workers:
         labels: the device of each worker, for messages.
 
     Attributes:
+        steady: nothing starts or compiles any more, so that heartbeats must come regularly.
         on_stuck: called with the cause of a failure if the owner is inside `guard` STUCK_S after
             it, as if its GPU waits for a rank that is gone. Ends the process.
     """
@@ -134,6 +135,7 @@ class Workers:
         self, work: Callable[["Seat"], None], labels: Sequence[str], capacity: int = CAPACITY
     ) -> None:
         self.size = 1 + len(labels)
+        self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
         self.ring = Ring.create(len(labels), capacity)
         self._payload = pickle.dumps(work)
@@ -281,7 +283,7 @@ class Workers:
         worker.beats = beats
         if worker.silent_s >= STOPPED_S and is_stopped(worker.process.pid):
             self._fail(None, f"{name(worker)} was stopped by a signal")
-        elif worker.silent_s >= (SILENT_S if worker.opened else SILENT_AT_START_S):
+        elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
             self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
         elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
             cause = "rank 0 does not answer" if worker.phase else "its process does not begin"

@@ -19,6 +19,7 @@ from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
+from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
 
@@ -187,6 +188,11 @@ def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
 
 
 def local_executor(executor: Executor) -> LocalExecutor:
-    """Assert that an executor runs in this process: for tests and measurements of its parts."""
-    assert isinstance(executor, LocalExecutor)
+    """An executor that runs in this process alone: for tests and measurements of its parts.
+
+    Raises:
+        FinwhaleError: the model has several ranks.
+    """
+    if not isinstance(executor, LocalExecutor):
+        raise FinwhaleError("this runs on one rank only: set tensor_parallel_size to 1")
     return executor

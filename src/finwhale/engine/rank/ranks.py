@@ -121,9 +121,9 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[st
         workers.wait_opened()
     except BaseException as error:
         # Without a rank, its connections break.
-        failure = workers.cause() if isinstance(error, RuntimeError) else None
+        failure = workers.cause(1.0 if isinstance(error, RuntimeError) else 0.0)
         workers.close()
-        if failure is not None:
+        if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
     return Ranks(local, workers, store)
@@ -198,6 +198,7 @@ class Ranks:
 
     def ready(self) -> None:
         self.workers.send(_READY)
+        self.workers.steady = True
         self.local.ready()
 
     def late_compilations(self) -> Mapping[str, int]:
