@@ -327,9 +327,7 @@ def memory(engine: Engine) -> dict[str, float]:
     }
 
 
-def source(
-    args: argparse.Namespace, *, draft_head: bool = False
-) -> tuple[ModelConfig, Weights]:
+def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
     """The configuration and the weights that the arguments ask for.
 
     Args:
