@@ -35,7 +35,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -70,7 +70,8 @@ class Bench:
     def __init__(self, engine: Engine, steps: int) -> None:
         assert isinstance(engine.model_config, ModelConfig)
         self.engine = engine
-        self.runner = local_executor(engine.executor).runner
+        rank = first_rank(engine.executor)
+        self.rank, self.runner = rank.collectives.rank, rank.runner
         self.steps = steps
         self.config = engine.model_config
         self.random = random.Random(0)
@@ -172,6 +173,8 @@ class Bench:
             len(s.token_ids) - s.num_computed > 1 for s in running
         ):
             self.engine.step()
+        if self.rank.size > 1:
+            return self.engine.step
         graphs, plan = self.runner.graphs, self._plan()
         if graphs is None or not graphs.fits(plan):
             return lambda: self.runner.logits(plan)
@@ -200,9 +203,11 @@ class Bench:
         return plan
 
     def _graph_ms(self) -> float | None:
-        """Median milliseconds of the captured graph of this batch; None: the step has no graph."""
+        """Median milliseconds of the captured graph of this batch; None: the step has no graph, or
+        there are several ranks, none of which can replay its graph alone.
+        """
         graphs, plan = self.runner.graphs, self._plan()
-        if graphs is None or not graphs.fits(plan):
+        if self.rank.size > 1 or graphs is None or not graphs.fits(plan):
             return None
         graphs.run(plan)
         times: list[float] = []
@@ -216,7 +221,11 @@ class Bench:
         return round(sorted(times)[len(times) // 2], 4)
 
     def _experts_hit(self) -> float:
-        """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
+        """Mean number of different experts that a layer uses in the next step; runs it eagerly.
+
+        One of several ranks runs the step without the others. Its partial sums choose other
+        experts, but about as many.
+        """
         hits: list[int] = []
         # A compiled layer wraps the layer that has the experts.
         model = self.runner.model
@@ -234,17 +243,18 @@ class Bench:
         for layer, run in zip(layers, kept, strict=True):
             layer.ffn.dispatch = counting(run)
         try:
-            self.runner.forward(self._plan())
+            with model.apart():
+                self.runner.forward(self._plan())
         finally:
             for layer, run in zip(layers, kept, strict=True):
                 layer.ffn.dispatch = run
         return sum(hits) / len(hits)
 
     def _weight_bytes(self) -> tuple[float, float]:
-        """Bytes of the weights that every decode reads, and of one expert in every layer."""
+        """Bytes of a rank's weights that every decode reads, and of one expert in every layer."""
         others = expert = 0.0
-        for name, spec in weight_specs(self.config.without_draft_head()).items():
-            numel = torch.Size(spec.shape).numel()
+        for name, spec in weight_specs(self.config.without_draft_head(), self.rank).items():
+            numel = torch.Size(spec.local_shape).numel()
             if name == "embed.weight" or name.endswith("tid2eid"):
                 continue
             if ".experts." in name:
@@ -269,16 +279,16 @@ class Bench:
         return others + hit * expert + shape.batch * rows
 
     def _prefill_ops(self, tokens: int) -> tuple[float, float]:
-        """Number of operations of a prefill in FP8 and in bfloat16, with attention and indexer."""
+        """A rank's operations in a prefill, in FP8 and in bfloat16, with attention and indexer."""
         c = self.config
         fp8 = bf16 = 0.0
-        for name, spec in weight_specs(c.without_draft_head()).items():
+        for name, spec in weight_specs(c.without_draft_head(), self.rank).items():
             if len(spec.shape) < 2 or name in ("embed.weight", "head.weight"):
                 continue
             if name.endswith("tid2eid"):
                 continue
             share = c.num_experts_per_tok / c.n_routed_experts if ".experts." in name else 1.0
-            ops = 2 * torch.Size(spec.shape).numel() * share * tokens
+            ops = 2 * torch.Size(spec.local_shape).numel() * share * tokens
             if spec.storage in ("fp8_block", "fp4"):
                 fp8 += ops
             else:
@@ -290,7 +300,7 @@ class Bench:
                 fp8 += 2 * tokens * (tokens / 8) * c.index_n_heads * c.index_head_dim
             elif ratio == 128:
                 keys += tokens / 256
-            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim
+            bf16 += 4 * tokens * keys * c.num_attention_heads * c.head_dim / self.rank.size
         return fp8, bf16
 
 
@@ -409,6 +419,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "benchmark": "offline",
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
+        "tensor_parallel_size": bench.rank.size,
         "load_s": load_s,
         "memory": held,
         "kernels": kernels,

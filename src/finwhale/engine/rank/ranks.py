@@ -22,10 +22,10 @@ from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.distributed.launch import CONNECTING, OPENING, Opened, Seat, Workers
 from finwhale.distributed.peers import Peers, host_store, join_store
 from finwhale.distributed.rank import Rank
-from finwhale.engine.plan.executor import RankDescription, StepResult
+from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.devices import choose_device, choose_devices
-from finwhale.engine.rank.executor import LocalExecutor, LocalResult
+from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_executor
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
@@ -127,6 +127,11 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[st
             raise failure from error
         raise
     return Ranks(local, workers, store)
+
+
+def first_rank(executor: Executor) -> LocalExecutor:
+    """The rank of this process: for measurements. What it runs alone must not communicate."""
+    return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 
 class Ranks:
