@@ -12,7 +12,7 @@ from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLay
 # Once every sequence can run, 1/STATE_SHARE of the remaining memory is for states at the ends of
 # blocks, from which other sequences resume. A state of Flash takes as much memory as five blocks,
 # and a conversation of some thousand tokens needs one or two states.
-STATE_SHARE = 4
+STATE_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True)
