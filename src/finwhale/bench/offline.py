@@ -2,8 +2,9 @@
 
 Decode: the benchmark prefills `batch` random prompts up to `context` tokens. While all of them
 decode, it times whole engine steps (schedule, inputs, forward, sampling, ids on the host), from the
-tokens of one step to those of the next. It also times the captured graph alone. Prefill: the
-benchmark times a request from its arrival to its first token.
+tokens of one step to those of the next. It also times the captured graph alone. A prompt that is
+longer than a step is prefilled alone first, and its request then resumes from the prefix cache.
+Prefill: the benchmark times a request from its arrival to its first token.
 
 The floor of a decode is the bytes that it reads, divided by the device's read bandwidth: the
 weights, with the experts that the step really uses, and the cached rows. The floor of a prefill is
@@ -89,16 +90,9 @@ class Bench:
 
     def decode(self, shape: Shape) -> dict[str, Any]:
         """Measure decode steps: milliseconds of whole steps and of the graph, and the floor."""
-        engine, names = self.engine, []
+        engine, length = self.engine, max(1, shape.tokens - self.steps // 2)
         room = _room(shape, self.steps, engine.config.max_num_batched_tokens)
-        for _ in range(shape.batch):
-            prompt = self.prompt(max(1, shape.tokens - self.steps // 2))
-            names.append(self.begin(prompt, room - len(prompt)))
-        running = engine.scheduler.running
-        while len(running) < shape.batch or any(
-            len(s.token_ids) - s.num_computed > 1 for s in running
-        ):
-            engine.step()
+        names = self._begin_decodes(shape.batch, length, room - length)
         for _ in range(WARM_UP):
             engine.step()
         # Greedy text begins to repeat itself, so the number of experts and the graph's time change.
@@ -112,7 +106,7 @@ class Bench:
         for _ in range(self.steps):
             engine.step()
             done.append(time.perf_counter())
-        assert len(running) == shape.batch
+        assert len(engine.scheduler.running) == shape.batch
         times = [1e3 * (after - before) for before, after in pairwise(done)]
         result: dict[str, Any] = {"ms": summary(times)}
         after_ms = self._graph_ms()
@@ -166,19 +160,38 @@ class Bench:
 
     def _replay_of(self, shape: Shape) -> Any:
         """Prefill `batch` prompts; returns a function that runs their next step."""
-        for _ in range(shape.batch):
-            self.begin(self.prompt(shape.tokens), 10**6)  # No request ends before all of them run.
-        running = self.engine.scheduler.running
-        while len(running) < shape.batch or any(
-            len(s.token_ids) - s.num_computed > 1 for s in running
-        ):
-            self.engine.step()
+        self._begin_decodes(shape.batch, shape.tokens, 10**6)
         if self.rank.size > 1:
             return self.engine.step
         graphs, plan = self.runner.graphs, self._plan()
         if graphs is None or not graphs.fits(plan):
             return lambda: self.runner.logits(plan)
         return lambda: graphs.run(plan)
+
+    def _begin_decodes(self, batch: int, length: int, max_tokens: int) -> list[str]:
+        """Begin requests with random prompts, and step until all of them decode.
+
+        Returns:
+            The names of the requests.
+
+        Raises:
+            FinwhaleError: a request ended before all prompts were prefilled.
+        """
+        engine, prompts = self.engine, [self.prompt(length) for _ in range(batch)]
+        if length > engine.config.max_num_batched_tokens:
+            # Beside decodes, a long prompt gets a small part of each step, so the first sequences
+            # would generate many tokens before the last prompt is prefilled.
+            for prompt in prompts:
+                self._prefill_once(prompt)
+        names = [self.begin(prompt, max_tokens) for prompt in prompts]
+        running = engine.scheduler.running
+        while len(running) < batch or any(len(s.token_ids) - s.num_computed > 1 for s in running):
+            if any(output.finished for output in engine.step()):
+                raise FinwhaleError(
+                    f"a request ended before {batch} prompts of {length} tokens were prefilled: "
+                    "use a smaller batch or context, and leave the prefix cache on"
+                )
+        return names
 
     def _prefill_once(self, prompt: list[int]) -> None:
         name = self.begin(prompt, 1)
@@ -306,9 +319,9 @@ class Bench:
 
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     """The most tokens of a sequence. The first sequences decode while the others are prefilled,
-    which takes at least a quarter of each step.
+    which takes at least a quarter of each step. Longer prompts than a step are cached by then.
     """
-    prefill_steps = 4 * shape.batch * shape.tokens // step_tokens
+    prefill_steps = 4 * shape.batch * min(shape.tokens, step_tokens) // step_tokens
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 

@@ -1,0 +1,48 @@
+"""How `finwhale bench offline` brings its requests to their decodes, with a stub of the model."""
+
+import pytest
+
+from finwhale.bench.offline import WARM_UP, Bench, Shape, _room
+from finwhale.bench.overhead import stub_engine
+from finwhale.config import EngineConfig
+from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.config import ModelConfig
+
+STEPS, STEP_TOKENS = 30, 2048
+
+
+def new_bench(shape: Shape, *, prefix_caching: bool = True) -> Bench:
+    config = EngineConfig(
+        # The stub has pages for this many sequences, and admission keeps some of them free.
+        max_num_seqs=shape.batch + 1,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_model_len=_room(shape, STEPS, STEP_TOKENS) + 8,
+        enable_prefix_caching=prefix_caching,
+    )
+    return Bench(stub_engine(config, ModelConfig.preset("flash")), STEPS)
+
+
+def begin_decodes(bench: Bench, shape: Shape) -> None:
+    length = shape.tokens - STEPS // 2
+    bench._begin_decodes(shape.batch, length, _room(shape, STEPS, STEP_TOKENS) - length)
+
+
+@pytest.mark.parametrize("shape", [Shape(1, 16384), Shape(32, 16384), Shape(128, 1024)], ids=str)
+def test_every_request_decodes_during_the_timed_steps(shape: Shape) -> None:
+    bench = new_bench(shape)
+    begin_decodes(bench, shape)
+    running = bench.engine.scheduler.running
+    # No sequence has generated many tokens while the others were prefilled.
+    assert max(len(s.token_ids) for s in running) <= shape.tokens + shape.batch
+    for _ in range(STEPS + 2 * WARM_UP):
+        bench.engine.step()
+    assert len(running) == shape.batch
+    assert all(len(s.token_ids) - s.num_computed == 1 for s in running)
+    assert bench.engine.scheduler.counts.preemptions == 0
+
+
+def test_a_request_that_ends_too_early_is_an_error() -> None:
+    """Without the prefix cache, the first requests end while the last prompts are prefilled."""
+    shape = Shape(32, 16384)
+    with pytest.raises(FinwhaleError, match="a request ended before 32 prompts"):
+        begin_decodes(new_bench(shape, prefix_caching=False), shape)
