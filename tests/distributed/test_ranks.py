@@ -23,6 +23,7 @@ from finwhale import (
 from finwhale.distributed import launch
 from finwhale.engine.rank import ranks
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+from finwhale.validation.scoring import score
 
 from . import faults
 
@@ -121,6 +122,12 @@ def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
     del llm
     gc.collect()
     assert not is_there(worker)
+
+
+def test_two_ranks_score_a_text_as_one_does(path: Path, two: LLM) -> None:
+    texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
+    for found, wanted in zip(score(two, texts), score(open_llm(path, 1), texts), strict=True):
+        assert abs(found - wanted).max() < 1e-4
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

@@ -50,12 +50,15 @@ COMMANDS = {
     "warmup": ["warmup"],
     "generate": ["generate", "hi"],
     "chat": ["chat"],
+    "validate": ["validate"],
     "offline": ["bench", "offline", "--dummy", "--layers", "2"],
     "throughput": ["bench", "throughput", "--dummy", "--layers", "2"],
     "start": ["bench", "start", "--one"],
 }
-# Options that a benchmark sets itself; --dummy and --model choose where its weights come from.
+# Options that a command sets or refuses itself; --dummy and --model choose where a benchmark's
+# weights come from.
 SET_BY = {
+    "validate": {"load_format"},
     "offline": {"load_format", "max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens"},
     "throughput": {"load_format", "max_model_len"},
     "start": {"load_format"},

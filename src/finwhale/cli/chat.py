@@ -12,6 +12,7 @@ from finwhale.cli.options import (
     PLAIN,
     add_model_options,
     add_sampling_options,
+    engine_config,
     load_model,
 )
 from finwhale.errors import RequestError
@@ -24,7 +25,9 @@ HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) l
 def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     params = read_options(args, SamplingParams)
-    conversation = Conversation(load_model(args), params, args.system, args.think)
+    conversation = Conversation(
+        load_model(args.model, engine_config(args)), params, args.system, args.think
+    )
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
     failed = False

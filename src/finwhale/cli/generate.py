@@ -10,6 +10,7 @@ from finwhale.cli.options import (
     PLAIN,
     add_model_options,
     add_sampling_options,
+    engine_config,
     load_model,
 )
 from finwhale.errors import RequestError
@@ -23,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     params = read_options(args, SamplingParams)
-    llm = load_model(args)
+    llm = load_model(args.model, engine_config(args))
     if sys.stdout.isatty():
         sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
         sys.stdout.flush()

@@ -16,6 +16,7 @@ COMMANDS = {
     "serve": "serve the OpenAI and Anthropic protocols over HTTP",
     "warmup": "compile all kernels that serving a checkpoint needs, and store them",
     "inspect": "describe a checkpoint and the memory that it needs",
+    "validate": "check that a checkpoint's weights behave as those of a trained model",
     "ops": "list the operator implementations in use on this machine",
     "bench": "run a benchmark",
 }

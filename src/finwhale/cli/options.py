@@ -69,8 +69,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *more: str, max_tokens
     add_options(group, SamplingParams, (*SAMPLING, *more), **defaults)
 
 
-def load_model(args: argparse.Namespace) -> "finwhale.LLM":
-    """The model that `add_model_options` describes, with a progress bar on stderr."""
+def load_model(path: str | None, config: EngineConfig) -> "finwhale.LLM":
+    """Load a checkpoint, with a progress bar on stderr; without a path, the demo model."""
     with Progress(
         TextColumn("loading"),
         BarColumn(),
@@ -85,4 +85,4 @@ def load_model(args: argparse.Namespace) -> "finwhale.LLM":
         def progress(done: int, total: int) -> None:
             bar.update(task, completed=done, total=total)
 
-        return finwhale.LLM(args.model, progress=progress, **asdict(engine_config(args)))
+        return finwhale.LLM(path, progress=progress, **asdict(config))

@@ -13,6 +13,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# The kernels keep an FP4 value exactly if its group's exponent lies at most this far below the
+# largest one of its row (experts_layout.py): E4M3 holds FP4 values times 2^-5 to 2^6 as normal
+# numbers.
+EXPONENT_SPREAD = 11
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeight:

@@ -15,12 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.moe import Dispatched, ExpertWeight
+from finwhale.ops.moe import EXPONENT_SPREAD, Dispatched, ExpertWeight
 
 logger = logging.getLogger(__name__)
 
 GROUP = 128  # activations that share a scale
-SPREAD = 11  # E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +186,7 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
             PAIRED=paired,
             BLOCK_R=block_r,
             BLOCK_G=block_g,
-            SPREAD=SPREAD,
+            SPREAD=EXPONENT_SPREAD,
             num_warps=4,
         )
         w[e] = tiled

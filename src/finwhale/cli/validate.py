@@ -1,0 +1,155 @@
+"""`finwhale validate`: check that a checkpoint's weights behave as those of a trained model."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import finwhale
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.cli.options import add_engine_options, add_path, engine_config, load_model
+from finwhale.demo import DEMO_PATH
+from finwhale.errors import CheckpointError, FinwhaleError
+from finwhale.models.registry import parse_config
+from finwhale.validation.chat import check_chat, check_recall
+from finwhale.validation.drafts import check_drafts
+from finwhale.validation.expectations import Expectations, expectations_of
+from finwhale.validation.language import check_language
+from finwhale.validation.report import Check, attempt, skipped
+from finwhale.validation.weights import check_weights
+
+STYLES = {"ok": "green", "unusual": "yellow", "failed": "bold red", "skipped": "dim"}
+# Tokens for the answer of the recall check, and for the chat format around its prompt.
+RECALL_ROOM = 128
+MIN_RECALL_TOKENS = 64
+MIN_CONTEXT = 512  # room for the longest text, and for a question with tools
+GSM8K = (
+    "lm_eval --model local-chat-completions --tasks gsm8k --num_fewshot 8 --apply_chat_template "
+    "--gen_kwargs max_gen_toks=8192 --model_args "
+    "model={name},base_url=http://127.0.0.1:8000/v1/chat/completions,num_concurrent=32"
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Returns 1 if a check failed, otherwise 0."""
+    args = _parser().parse_args(argv)
+    config = engine_config(args)
+    if config.load_format == "dummy":
+        raise FinwhaleError("validate checks a checkpoint's own weights: omit --load-format dummy")
+    if args.recall_tokens < MIN_RECALL_TOKENS:
+        raise FinwhaleError(
+            f"recall_tokens must be at least {MIN_RECALL_TOKENS}, got {args.recall_tokens}"
+        )
+    checkpoint = Checkpoint.open(DEMO_PATH if args.path is None else Path(args.path))
+    if args.draft_tokens is None:
+        most = parse_config(checkpoint.config).max_draft_tokens
+        config = replace(config, draft_tokens=most)
+    expectations = expectations_of(checkpoint.config)
+    try:
+        llm = load_model(args.path, config)
+        checks = _check_model(llm, expectations, args.recall_tokens)
+    except CheckpointError as error:
+        checks = [Check("loading", str(error), "no error", "failed")]
+    checks = [*check_weights(checkpoint), *checks]
+    name = "finwhale-demo" if args.path is None else checkpoint.path.resolve().name
+    command = GSM8K.format(name=name)
+    if args.json:
+        record = {
+            "checkpoint": str(checkpoint.path),
+            "model": expectations.model,
+            "finwhale": finwhale.__version__,
+            "checks": [asdict(check) for check in checks],
+            "gsm8k_command": command,
+        }
+        print(json.dumps(record, indent=1, ensure_ascii=False))
+    else:
+        _print(checkpoint, expectations, checks, command)
+    return int(any(check.verdict == "failed" for check in checks))
+
+
+def _check_model(
+    llm: "finwhale.LLM", expectations: Expectations, recall_tokens: int
+) -> list[Check]:
+    """All checks that run the model.
+
+    Raises:
+        FinwhaleError: the context limit is too low.
+    """
+    if llm.engine.max_model_len < MIN_CONTEXT:
+        raise FinwhaleError(
+            f"validate needs room for {MIN_CONTEXT} tokens, and max_model_len is "
+            f"{llm.engine.max_model_len}: raise it, or give the cache more memory"
+        )
+    if llm.tokenizer is None:
+        return [skipped("texts and chat", "the checkpoint has no tokenizer.json")]
+    checks = attempt("perplexity", partial(check_language, llm, expectations))
+    if not expectations.chats:
+        return [*checks, skipped("chat, recall and drafts", "base checkpoints do not chat")]
+    checks += attempt("chat", partial(check_chat, llm))
+    num_tokens = min(
+        recall_tokens,
+        llm.engine.max_model_len - RECALL_ROOM,
+        expectations.recall_tokens or recall_tokens,
+    )
+    checks += attempt("recall", partial(check_recall, llm, num_tokens))
+    name = "accepted drafts"
+    if llm.engine.executor.description.can_draft:
+        return checks + attempt(name, partial(check_drafts, llm, expectations))
+    config = llm.engine.model_config
+    reason = "--draft-tokens 0"
+    if not config.max_draft_tokens:
+        reason = f"the draft head is {config.draft_head or 'absent'}: there is none to check"
+        if config.draft_head is not None:
+            reason = f"draft heads of the kind {config.draft_head} are not supported"
+    return [*checks, skipped(name, reason)]
+
+
+def _print(
+    checkpoint: Checkpoint, expectations: Expectations, checks: Sequence[Check], command: str
+) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    title = f"{checkpoint.path} ({expectations.model})"
+    table = Table(title=title, title_justify="left")
+    for column in ("check", "found", "expected", "verdict", "reason"):
+        table.add_column(column, overflow="fold")
+    for check in checks:
+        verdict = f"[{STYLES[check.verdict]}]{check.verdict}[/]"
+        texts = [text.replace("[", r"\[") for text in (check.name, check.found, check.expected)]
+        table.add_row(*texts, verdict, check.reason.replace("[", r"\["))
+    console.print(table)
+    console.print(
+        "For a score, start `finwhale serve PATH` and run this command; compare with the GSM8K "
+        "score on the model card:",
+        highlight=False,
+    )
+    console.print(command, highlight=False, soft_wrap=True)
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in STYLES}
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="finwhale validate",
+        description="Load a checkpoint and check that its weights behave as those of a trained "
+        "model: perplexity of built-in texts, chat, tools, recall, drafts, and values that are "
+        "not finite. The exit code is 1 if a check failed. Without --draft-tokens, the draft head "
+        "drafts as many tokens as it can.",
+    )
+    add_path(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "--recall-tokens",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="length of the recall check's prompt, at most the context limit (default: 16384)",
+    )
+    add_engine_options(parser, draft_tokens=None)
+    return parser

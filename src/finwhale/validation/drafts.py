@@ -1,0 +1,39 @@
+"""Check of the draft head: how many drafts of each position the model accepts."""
+
+from finwhale.errors import RequestError
+from finwhale.llm import LLM
+from finwhale.request import SamplingParams
+from finwhale.validation.expectations import Expectations
+from finwhale.validation.report import Check
+
+PROMPTS = (
+    "Tell me a story about a rabbit.",
+    "Tell me a story about a fox and a bear.",
+    "What does a farmer do?",
+    "What is a whale?",
+)
+
+
+def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
+    """Let the model write with drafts. Raises RequestError if a request fails."""
+    before = llm.engine.metrics()
+    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    for result in llm.chat(conversations, SamplingParams(temperature=0, max_tokens=96)):
+        if result.error is not None:
+            raise RequestError(result.error)
+    after = llm.engine.metrics()
+    checks = []
+    for position, (proposed, accepted) in enumerate(
+        zip(after.drafts_proposed, after.drafts_accepted, strict=True)
+    ):
+        proposed -= before.drafts_proposed[position]
+        accepted -= before.drafts_accepted[position]
+        if not proposed:
+            continue
+        name = f"accepted drafts, position {position + 1}"
+        if position == 0:
+            checks.append(expectations.first_draft.check(name, accepted / proposed))
+        else:
+            reason = "the MTP layer was trained for the first position alone"
+            checks.append(Check(name, f"{accepted / proposed:.2f}", "any", "ok", reason))
+    return checks
