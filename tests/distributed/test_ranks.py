@@ -124,9 +124,10 @@ def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
     assert not is_there(worker)
 
 
-def test_two_ranks_score_a_text_as_one_does(path: Path, two: LLM) -> None:
+def test_two_ranks_score_a_text_as_one_does(path: Path) -> None:
     texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
-    for found, wanted in zip(score(two, texts), score(open_llm(path, 1), texts), strict=True):
+    scores = (score(open_llm(path, size), texts) for size in (1, 2))
+    for wanted, found in zip(*scores, strict=True):
         assert abs(found - wanted).max() < 1e-4
 
 
