@@ -172,7 +172,7 @@ def forward(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """Residual streams [T,H,D] and logits [T,V] of a text that is read in chunks beside another."""
     stepper = Stepper(given.engine())
     draw = random.Random(seed)
-    vocab = stepper.engine.model_config.vocab_size
+    vocab = stepper.runner.model.config.vocab_size
     one, other = ([draw.randrange(vocab) for _ in range(length)] for _ in range(2))
     first, second = stepper.sequence(one), stepper.sequence(other)
     read = []
@@ -193,7 +193,7 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     """The same of the MTP layer."""
     stepper = Stepper(given.engine())
     draw, runner = random.Random(seed), stepper.runner
-    text = [draw.randrange(stepper.engine.model_config.vocab_size) for _ in range(length + 1)]
+    text = [draw.randrange(stepper.runner.model.config.vocab_size) for _ in range(length + 1)]
     (streams,) = stepper.step([(stepper.sequence(text[:-1]), length)])
     head = runner.model.draft_head
     assert head is not None and stepper.inputs is not None

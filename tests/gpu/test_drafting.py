@@ -111,7 +111,8 @@ def flash(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.mark.parametrize("rate", [0, 0.5, 1])
 def test_forced_acceptance(flash: Engine, rate: float) -> None:
     """So many of the drafts are right: tokens a step are what they must be, nothing is lost."""
-    local_executor(flash.executor).sampler.choose_with(ForcedAcceptance(flash, rate))
+    local = local_executor(flash.executor)
+    local.sampler.choose_with(ForcedAcceptance(local, rate))
     params = SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     before = flash.metrics()
     results = [flash.add_request(str(i), [5 + i] * (250 - 60 * i), params) for i in range(3)]

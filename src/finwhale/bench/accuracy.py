@@ -2,14 +2,18 @@
 
 A model of real widths with random weights prefills one random text at once, then in chunks, and
 then decodes its end token by token. The float32 references with as-trained rounding are the truth.
-The bfloat16 references show how much error the dtype of the activations causes.
+The bfloat16 references show how much error the dtype of the activations causes. The references run
+on one device, the platform's operators on every rank (--tensor-parallel-size); the ranks must
+compute the same bits.
 """
 
 import argparse
 import gc
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +24,10 @@ from torch import Tensor
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.record import append_record, stamp
 from finwhale.config import EngineConfig
-from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.devices import parse_device
+from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.weight_sources import DummyWeights
@@ -36,27 +42,51 @@ ALLOWED = 4 / 3
 
 @dataclass(slots=True)
 class Results:
-    """What one engine computed for the text.
+    """What one rank computed for the text.
 
     Attributes:
         logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
+            Rank 0 alone keeps them.
         selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text.
     """
 
     logits: dict[str, Tensor] = field(default_factory=dict)
     selected: list[Tensor] = field(default_factory=list)
+    digest: str = ""
 
 
-def compute(
-    engine: Engine, text: list[int], wanted: Tensor, cuts: list[int], tail: int, every_way: bool
-) -> Results:
-    """Compute the logits of a text at the positions `wanted`, and those of its last `tail` tokens.
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, and which of its logits are compared.
+
+    Attributes:
+        wanted: positions [P] on the CPU.
+        cuts: where the chunks of a chunked prefill end.
+        tail: number of last tokens that are decoded one by one.
+    """
+
+    token_ids: list[int]
+    wanted: Tensor
+    cuts: list[int]
+    tail: int
+
+
+def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
+    """Compute the logits of a text at its wanted positions, and those of its tail, on one rank.
 
     Args:
-        every_way: also prefill the text in chunks that end at `cuts`, and decode the tail token by
-            token. Otherwise the logits of the whole prefill stand for these ways too.
+        every_way: also prefill the text in chunks, and decode the tail token by token. Otherwise
+            the logits of the whole prefill stand for these ways too.
     """
-    stepper, results = Stepper(engine), Results()
+    stepper, results = Stepper(executor), Results()
+    ids, wanted, tail = text.token_ids, text.wanted.to(stepper.runner.device), text.tail
+    digest = hashlib.sha256()
+
+    def read(cuts: Sequence[int] = ()) -> Tensor:
+        streams = stepper.read(ids, cuts)
+        digest.update(streams.cpu().contiguous().view(torch.uint8).numpy().data)
+        return streams
+
     model = stepper.runner.model
     assert isinstance(model, DeepseekV4)
     layers: list[Any] = list(model.layers)
@@ -73,16 +103,21 @@ def compute(
 
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = recording(run)
-    streams = stepper.read(text)
+    streams = read()
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = run
     results.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
     results.logits[CHUNKED] = results.logits[WHOLE]
     decoded = streams[-tail:]
     if every_way:
-        results.logits[CHUNKED] = stepper.logits(stepper.read(text, cuts)[wanted]).cpu()
-        decoded = stepper.read(text, list(range(len(text) - tail, len(text))))[-tail:]
+        results.logits[CHUNKED] = stepper.logits(read(text.cuts)[wanted]).cpu()
+        decoded = read(range(len(ids) - tail, len(ids)))[-tail:]
     results.logits[DECODED] = stepper.logits(decoded).cpu()
+    for logits in results.logits.values():
+        digest.update(logits.numpy().data)
+    results.digest = digest.hexdigest()
+    if executor.collectives.rank.index:
+        results.logits.clear()
     return results
 
 
@@ -108,20 +143,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
     config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
     generator = torch.Generator().manual_seed(0)
-    text = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
+    token_ids = torch.randint(config.vocab_size, (args.tokens,), generator=generator).tolist()
     tail = min(args.decodes, args.tokens - 1)
     wanted = torch.randperm(args.tokens, generator=generator)[: args.positions].sort().values
     cuts = torch.randperm(args.tokens - 1, generator=generator)[:7].add(1).sort().values.tolist()
-    computed: dict[str, Results] = {}
+    text = Text(token_ids, wanted, cuts, tail)
+    kind, indices = parse_device(args.device)
+    first = f"{kind}:{indices[0]}" if indices else args.device
+    one_rank = {"device": first, "tensor_parallel_size": 1, "reference": True}
+    computed: dict[str, list[Results]] = {}
     for name, options in (
-        (TRUTH, {"dtype": "float32", "reference": True}),
-        (BFLOAT16, {"reference": True}),
-        (TABLE, {}),
+        (TRUTH, {**one_rank, "dtype": "float32"}),
+        (BFLOAT16, one_rank),
+        (TABLE, {"device": args.device, "tensor_parallel_size": args.tensor_parallel_size}),
     ):
         start = time.perf_counter()
         engine = start_engine(
             EngineConfig(
-                device=args.device,
                 wo_a_input=args.wo_a_input,
                 max_model_len=args.tokens + 256,
                 max_num_seqs=1,
@@ -133,23 +171,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             DummyWeights(config),
             None,
         )
-        computed[name] = compute(
-            engine, text, wanted.to(engine.executor.description.device), cuts, tail, name != TRUTH
-        )
+        computed[name] = call_ranks(engine.executor, partial(compute, text, name != TRUTH))
         if args.verbose:
             print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
         del engine
         gc.collect()
         torch.cuda.empty_cache()
-    truth = computed[TRUTH]
+    (truth,) = computed[TRUTH]
     result: dict[str, Any] = {
         "benchmark": "accuracy",
         "config": args.config,
         "layers": args.layers,
+        "tensor_parallel_size": len(computed[TABLE]),
         "tokens": args.tokens,
+        "same_bits_on_all_ranks": len({results.digest for results in computed[TABLE]}) == 1,
     }
     for name in (BFLOAT16, TABLE):
-        results = computed[name]
+        results = computed[name][0]
         result[name] = {
             f"{way} against the truth": compare(results.logits[way], truth.logits[way])
             for way in (WHOLE, CHUNKED, DECODED)
@@ -161,7 +199,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def passes(result: dict[str, Any]) -> bool:
-    """Whether the table's errors are at most ALLOWED times those of the bfloat16 references."""
+    """Whether all ranks have the same bits, and the table's errors are at most ALLOWED times those
+    of the bfloat16 references.
+    """
+    if not result["same_bits_on_all_ranks"]:
+        return False
     for what, ours in result[TABLE].items():
         theirs = result[BFLOAT16][what]
         if "overlap" in ours:
@@ -186,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
     )
-    add_options(parser, EngineConfig, ("device", "wo_a_input"))
+    add_options(parser, EngineConfig, ("device", "tensor_parallel_size", "wo_a_input"))
     parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
     args = parser.parse_args(argv)
     console = Console()
@@ -194,7 +236,9 @@ def main(argv: Sequence[str]) -> int:
         console.width = 120
     record = stamp("accuracy", argv, ("torch",))
     record |= run(args)
-    table = Table(title=f"{args.config}, {args.layers} layers, {args.tokens} tokens")
+    ranks = record["tensor_parallel_size"]
+    title = f"{args.config}, {args.layers} layers, {args.tokens} tokens"
+    table = Table(title=title + (f", {ranks} ranks" if ranks > 1 else ""))
     for column in ("", BFLOAT16, TABLE):
         table.add_column(column)
     for what in record[TABLE]:
@@ -204,6 +248,8 @@ def main(argv: Sequence[str]) -> int:
         )
         table.add_row(what, *cells)
     console.print(table)
+    if not record["same_bits_on_all_ranks"]:
+        console.print("the ranks have computed different bits")
     record["passes"] = passes(record)
     if args.record:
         append_record(args.record, record)

@@ -9,6 +9,7 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from finwhale.bench.record import summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.ranks import first_rank
 from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import Weights
@@ -40,12 +43,12 @@ class ForcedAcceptance:
         rate: share of right drafts among those whose predecessors are right.
     """
 
-    def __init__(self, engine: Engine, rate: float) -> None:
-        runner = local_executor(engine.executor).runner
+    def __init__(self, executor: LocalExecutor, rate: float) -> None:
+        runner = executor.runner
         assert runner.verifications is not None
         self._steps, self.rate = runner.verifications, rate
         self._sample = runner.ops.sample
-        self._vocab = engine.model_config.vocab_size
+        self._vocab = runner.model.config.vocab_size
         self._drawn = torch.zeros((), dtype=torch.float64, device=runner.device)
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -69,6 +72,17 @@ class ForcedAcceptance:
         return replace(sampled, ids_S=chosen.flatten())
 
 
+def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
+    if executor.runner.verifications is None:
+        draft_on_device(executor, config)
+
+
+def _choose(rate: float | None, executor: LocalExecutor) -> None:
+    """Make a rank sample with forced acceptance; None: as usual."""
+    sample = executor.runner.ops.sample if rate is None else ForcedAcceptance(executor, rate)
+    executor.sampler.choose_with(sample)
+
+
 def measure(
     config: EngineConfig,
     model: tuple[ModelConfig, Weights],
@@ -90,12 +104,13 @@ def measure(
     plain: dict[int, float] = {}
     for drafts in (0, draft_tokens):
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
-        local = local_executor(engine.executor)
-        if drafts and local.runner.verifications is None:
-            draft_on_device(local, engine.config)
+        if drafts:
+            call_ranks(engine.executor, partial(_draft_on_device, engine.config))
+        size = first_rank(engine.executor).collectives.rank.size
         for batch in batches:
             for rate in rates if drafts else (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
+                row["tensor_parallel_size"] = size
                 row |= _decode(engine, batch, context, steps, rate)
                 step_ms = row["step_ms"]["median"]
                 row["step_over_plain"] = round(step_ms / plain.setdefault(batch, step_ms), 3)
@@ -112,9 +127,7 @@ def _decode(
     engine: Engine, batch: int, context: int, steps: int, rate: float | None
 ) -> dict[str, Any]:
     """Measure steps in which `batch` requests decode. A step's time ends when its tokens arrive."""
-    local = local_executor(engine.executor)
-    sample = local.runner.ops.sample if rate is None else ForcedAcceptance(engine, rate)
-    local.sampler.choose_with(sample)
+    call_ranks(engine.executor, partial(_choose, rate))
     most = 1 + engine.scheduler.drafting.draft_tokens
     params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
     generator = torch.Generator().manual_seed(batch)

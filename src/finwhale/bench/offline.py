@@ -36,6 +36,8 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
+from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import first_rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -164,6 +166,7 @@ class Bench:
         if self.rank.size > 1:
             return self.engine.step
         graphs, plan = self.runner.graphs, self._plan()
+        self.runner.tables.apply(plan)
         if graphs is None or not graphs.fits(plan):
             return lambda: self.runner.logits(plan)
         return lambda: graphs.run(plan)
@@ -211,57 +214,18 @@ class Bench:
         chunks: list[Any] = []
         for sequence in scheduler.running:
             scheduler._prefill(sequence, 1, chunks)
-        plan = StepPlanner(self.config.vocab_size).plan(chunks)
-        self.runner.tables.apply(plan)
-        return plan
+        return StepPlanner(self.config.vocab_size).plan(chunks)
 
     def _graph_ms(self) -> float | None:
-        """Median milliseconds of the captured graph of this batch; None: the step has no graph, or
-        there are several ranks, none of which can replay its graph alone.
+        """Median milliseconds of the captured graph of this batch, which all ranks replay at once,
+        on the slowest rank; None: the step has no graph.
         """
-        graphs, plan = self.runner.graphs, self._plan()
-        if self.rank.size > 1 or graphs is None or not graphs.fits(plan):
-            return None
-        graphs.run(plan)
-        times: list[float] = []
-        for _ in range(self.steps):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graphs.replay(plan.num_tokens)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return round(sorted(times)[len(times) // 2], 4)
+        medians = call_ranks(self.engine.executor, partial(graph_ms, self._plan(), self.steps))
+        return max((median for median in medians if median is not None), default=None)
 
     def _experts_hit(self) -> float:
-        """Mean number of different experts that a layer uses in the next step; runs it eagerly.
-
-        One of several ranks runs the step without the others. Its partial sums choose other
-        experts, but about as many.
-        """
-        hits: list[int] = []
-        # A compiled layer wraps the layer that has the experts.
-        model = self.runner.model
-        assert isinstance(model, DeepseekV4)
-        layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
-        kept = [layer.ffn.dispatch for layer in layers]
-
-        def counting(run: Any) -> Any:
-            def dispatch(ids: Any, num_experts: int) -> Any:
-                hits.append(len(set(ids.flatten().tolist()) - {-1}))
-                return run(ids, num_experts)
-
-            return dispatch
-
-        for layer, run in zip(layers, kept, strict=True):
-            layer.ffn.dispatch = counting(run)
-        try:
-            with model.apart():
-                self.runner.forward(self._plan())
-        finally:
-            for layer, run in zip(layers, kept, strict=True):
-                layer.ffn.dispatch = run
-        return sum(hits) / len(hits)
+        """Mean number of different experts that a layer uses in the next step; runs it eagerly."""
+        return call_ranks(self.engine.executor, partial(experts_hit, self._plan()))[0]
 
     def _weight_bytes(self) -> tuple[float, float]:
         """Bytes of a rank's weights that every decode reads, and of one expert in every layer."""
@@ -317,6 +281,52 @@ class Bench:
         return fp8, bf16
 
 
+def graph_ms(plan: StepPlan, repeats: int, executor: LocalExecutor) -> float | None:
+    """Median milliseconds of the captured graph of a decode; None: it has no graph."""
+    runner = executor.runner
+    runner.tables.apply(plan)
+    graphs = runner.graphs
+    if graphs is None or not graphs.fits(plan):
+        return None
+    graphs.run(plan)
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graphs.replay(plan.num_tokens)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return round(sorted(times)[len(times) // 2], 4)
+
+
+def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
+    """Mean number of different experts that a layer uses in a step; runs it eagerly."""
+    hits: list[int] = []
+    model = executor.runner.model
+    assert isinstance(model, DeepseekV4)
+    # A compiled layer wraps the layer that has the experts.
+    layers: list[Any] = [getattr(layer, "layer", layer) for layer in model.layers]
+    kept = [layer.ffn.dispatch for layer in layers]
+
+    def counting(run: Any) -> Any:
+        def dispatch(ids: Any, num_experts: int) -> Any:
+            hits.append(len(set(ids.flatten().tolist()) - {-1}))
+            return run(ids, num_experts)
+
+        return dispatch
+
+    for layer, run in zip(layers, kept, strict=True):
+        layer.ffn.dispatch = counting(run)
+    try:
+        executor.runner.tables.apply(plan)
+        executor.runner.forward(plan)
+    finally:
+        for layer, run in zip(layers, kept, strict=True):
+            layer.ffn.dispatch = run
+    return sum(hits) / len(hits)
+
+
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
     """The most tokens of a sequence. The first sequences decode while the others are prefilled,
     which takes at least a quarter of each step. Longer prompts than a step are cached by then.
@@ -347,6 +357,16 @@ def memory(engine: Engine) -> dict[str, float]:
         "cache_gib": round(engine.memory.cache / gib, 2),
         "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
         "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
+    }
+
+
+def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """What a record says about the model of its figures."""
+    assert isinstance(engine.model_config, ModelConfig)
+    return {
+        "config": args.model or args.config,
+        "layers": engine.model_config.num_hidden_layers,
+        "tensor_parallel_size": first_rank(engine.executor).collectives.rank.size,
     }
 
 
@@ -430,9 +450,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     console.print(f"loaded and captured in {load_s} s; {held}")
     return {
         "benchmark": "offline",
-        "config": args.model or args.config,
-        "layers": config.num_hidden_layers,
-        "tensor_parallel_size": bench.rank.size,
+        **measured(args, engine),
         "load_s": load_s,
         "memory": held,
         "kernels": kernels,
@@ -468,6 +486,7 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "benchmark": "offline with drafts",
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
+        "tensor_parallel_size": rows[0]["tensor_parallel_size"],
         "context": args.context,
         "results": rows,
     }

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.offline import source
+from finwhale.bench.offline import measured, source
 from finwhale.bench.record import append_record, percentile, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
@@ -64,6 +64,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     early = mixed.run(args.requests)
     later = mixed.run(args.requests)
     return {
+        **measured(args, engine),
+        **({"config": "demo"} if demo else {}),
         "phases": {name: round(spent, 3) for name, spent in phases.items()},
         "ready_s": round(ready - process_start(), 3),
         "first_token_s": round(first_token, 3),
@@ -232,12 +234,10 @@ def main(argv: Sequence[str]) -> int:
     record = stamp("start", argv, ("torch",))
     results = starts(args, [a for a in argv if a != "--verbose"], console)
     show(console, results)
-    record |= {
-        "benchmark": "start",
-        "config": args.model or (args.config if args.dummy else "demo"),
-        "layers": args.layers,
-        "results": results,
-    }
+    record["benchmark"] = "start"
+    shared = ("config", "layers", "tensor_parallel_size")
+    record |= {name: results[0][name] for name in shared}
+    record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]
     if args.record:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")

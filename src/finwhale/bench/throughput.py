@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.offline import memory, source
+from finwhale.bench.offline import measured, memory, source
 from finwhale.bench.record import append_record, percentile, stamp, summary
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.engine import Engine
@@ -199,8 +199,7 @@ def main(argv: Sequence[str]) -> int:
         record = stamp("throughput", argv, ("torch",))
         record |= {
             "benchmark": "throughput",
-            "config": args.model or args.config,
-            "layers": config.num_hidden_layers,
+            **measured(args, engine),
             "load": str(load),
             "at_once": args.max_num_seqs,
             "max_num_batched_tokens": args.max_num_batched_tokens,

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import CAPACITY, Ring
@@ -87,7 +88,18 @@ class Counts:
     counts: Mapping[str, int]
 
 
-Report = Phase | Opened | Failed | Counts | logging.LogRecord
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a function that the owner sent.
+
+    Attributes:
+        pickled: by plain `pickle`, because that of multiprocessing would share a tensor's memory.
+    """
+
+    pickled: bytes
+
+
+Report = Phase | Opened | Failed | Counts | Answer | logging.LogRecord
 
 
 # --- The owner's side -----------------------------------------------------------------------------
@@ -101,6 +113,7 @@ class _Worker:
         phase: what the worker does; None: its process has not begun.
         phase_s: time since the phase began.
         silent_s: time without a heartbeat.
+        answers: the answers that nobody has taken yet.
     """
 
     rank: Rank
@@ -113,6 +126,7 @@ class _Worker:
     beats: int = 0
     silent_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
+    answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
 
 
 class Workers:
@@ -188,6 +202,17 @@ class Workers:
     def counts(self) -> list[Mapping[str, int]]:
         """The latest counters of each worker."""
         return [worker.counts for worker in self._workers]
+
+    def answers(self) -> list[Answer]:
+        """Wait for one answer of each worker; raises if a worker fails."""
+        found: list[Answer] = []
+        for worker in self._workers:
+            while len(found) < worker.rank.index:
+                try:
+                    found.append(worker.answers.get(timeout=TICK_S))
+                except Empty:
+                    self.check()
+        return found
 
     def fail(self, error: FinwhaleError) -> None:
         """Record a failure of the owner's own rank, and kill the workers."""
@@ -271,6 +296,8 @@ class Workers:
                 self._fail(report.kind, f"{name(worker)}: {report.message}")
             elif isinstance(report, Counts):
                 worker.counts = report.counts
+            elif isinstance(report, Answer):
+                worker.answers.put(report)
             elif isinstance(report, Phase):
                 worker.phase, worker.phase_s = report, 0.0
             else:

@@ -12,27 +12,34 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
-from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.executor import LocalExecutor, local_executor
 from finwhale.models.protocol import StepInputs
 from finwhale.request import SamplingParams
 
 
 class Stepper:
-    """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward."""
+    """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward.
 
-    def __init__(self, engine: Engine) -> None:
-        assert not engine.has_work
-        self.engine = engine
-        self.runner = local_executor(engine.executor).runner
+    Args:
+        engine: an engine on one rank. Or one rank of an engine that has no cached prefixes; then
+            every rank makes a stepper, and all of them run the same chunks (call_ranks.py).
+    """
+
+    def __init__(self, engine: Engine | LocalExecutor) -> None:
+        self._engine = engine if isinstance(engine, Engine) else None
+        assert self._engine is None or not self._engine.has_work
+        rank = engine if isinstance(engine, LocalExecutor) else local_executor(engine.executor)
+        self.runner = rank.runner
         self.pages = PageManager(self.runner.groups, self.runner.cache_plan.num_pages)
-        self.planner = StepPlanner(engine.model_config.vocab_size)
+        self.planner = StepPlanner(self.runner.model.config.vocab_size)
         self.inputs: StepInputs | None = None
         self._count = 0
 
     def sequence(self, token_ids: Sequence[int]) -> RunningSequence:
         """Make a sequence without computed tokens."""
-        # The engine's cached prefixes use the same pages, so free them.
-        self.engine.reset_prefix_cache()
+        if self._engine is not None:
+            # The engine's cached prefixes use the same pages, so free them.
+            self._engine.reset_prefix_cache()
         self._count += 1
         name = f"stepper-{self._count}"
         return RunningSequence(

@@ -15,11 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
-from finwhale.distributed.launch import CONNECTING, OPENING, Opened, Seat, Workers
+from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, Seat, Workers
 from finwhale.distributed.peers import Peers, host_store, join_store
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
@@ -38,9 +39,10 @@ from finwhale.ops import load_ops
 logger = logging.getLogger(__name__)
 
 OpenRank = Callable[[Peers], LocalExecutor]
+T = TypeVar("T")
 
 # What follows the first byte of a message to the workers.
-_EXECUTE, _SAMPLE, _READY = b"e", b"s", b"r"
+_EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
 EXIT_S = 5  # for the exit of a process whose device waits for a rank that is gone
 
 
@@ -143,9 +145,12 @@ class Ranks:
 
     def __init__(self, local: LocalExecutor, workers: Workers, store: object) -> None:
         self.local, self.workers = local, workers
-        self.description: RankDescription = local.description
         self._store = store  # later connections need it
         self._close = weakref.finalize(self, workers.close)
+
+    @property
+    def description(self) -> RankDescription:
+        return self.local.description
 
     def execute(self, plan: StepPlan) -> "RanksResult | None":
         try:
@@ -163,6 +168,18 @@ class Ranks:
                 return RanksResult(self, self.local.sample(plan))
         except BaseException as error:
             raise self._died(error) from error
+
+    def call(self, work: Callable[[LocalExecutor], T]) -> list[T]:
+        """Call `work` on every rank at once (call_ranks.py)."""
+        try:
+            with self.workers.guard():
+                self.workers.send(_CALL + pickle.dumps(work, 5))
+                self.local.runner.use_device()
+                mine = work(self.local)
+                others = self.workers.answers()
+        except BaseException as error:
+            raise self._died(error) from error
+        return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
     def _died(self, error: BaseException) -> BaseException:
         """What to raise for an error of rank 0; the ranks cannot go on after it."""
@@ -251,11 +268,13 @@ def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
     while True:
         message = seat.read()
         executor.check()
-        kind, plan = message[:1], memoryview(message)[1:]
+        kind, content = message[:1], memoryview(message)[1:]
         if kind == _EXECUTE:
-            executor.execute(pickle.loads(plan))
+            executor.execute(pickle.loads(content))
         elif kind == _SAMPLE:
-            executor.sample(pickle.loads(plan))
+            executor.sample(pickle.loads(content))
+        elif kind == _CALL:
+            seat.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
             assert kind == _READY, kind
             executor.ready()

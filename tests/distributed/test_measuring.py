@@ -1,0 +1,107 @@
+"""Measurements of engines on two ranks: each runs on all ranks, which compute the same."""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, EngineDeadError
+from finwhale.bench import accuracy, drafting, offline
+from finwhale.config import EngineConfig
+from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.weight_sources import DummyWeights
+from finwhale.testing.stepping import Stepper
+from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 256}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, config = tmp_path_factory.mktemp("measured") / "model", divisible_config()
+    write_plain_checkpoint(path, config, random_weights(config, 3))
+    return path
+
+
+@pytest.fixture
+def two(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.syspath_prepend(ROOT)  # for the functions of this module
+    llm = LLM(path, activations="exact", tensor_parallel_size=2, **OPTIONS)
+    yield llm
+    llm.engine.executor.close()
+
+
+def streams(token_ids: list[int], executor: LocalExecutor) -> tuple[int, Tensor]:
+    return executor.collectives.rank.index, Stepper(executor).read(token_ids, [3])
+
+
+def failing(executor: LocalExecutor) -> None:
+    if executor.collectives.rank.index:
+        raise ValueError("a function has failed")
+
+
+def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
+    """Between requests; a failure ends the engine."""
+    before = two.generate([5, 6, 7])
+    found = call_ranks(two.engine.executor, partial(streams, [4, 2, 9, 11]))
+    assert [index for index, _ in found] == [0, 1]
+    assert torch.equal(found[0][1], found[1][1])
+    alone = LLM(path, activations="exact", **OPTIONS)
+    (one,) = call_ranks(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
+    torch.testing.assert_close(found[0][1], one[1])
+    after = two.generate([5, 6, 7])
+    assert len(before) == len(after) == 1 and after[0].error is None
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
+        call_ranks(two.engine.executor, failing)
+
+
+def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
+    """The logits of one rank, and the same bits on both."""
+    text = accuracy.Text(list(range(5, 45)), torch.tensor([0, 7, 39]), [3, 20], 4)
+    one = LLM(path, activations="exact", **OPTIONS)
+    (alone,) = call_ranks(one.engine.executor, partial(accuracy.compute, text, True))
+    found, other = call_ranks(two.engine.executor, partial(accuracy.compute, text, True))
+    assert found.digest == other.digest and not other.logits
+    for way, logits in found.logits.items():
+        assert accuracy.compare(logits, alone.logits[way])["relative_error"] < 1e-5
+    assert accuracy.overlap(found.selected, alone.selected) == 1
+
+
+def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
+    bench = offline.Bench(two.engine, 3)
+    result = bench.decode(offline.Shape(3, 12))
+    assert result["ms"]["median"] > 0 and result["experts_hit"] >= 1
+    assert result["graph_ms"] is None  # a CPU captures nothing
+    args = Namespace(model=str(path), config="flash")
+    found = offline.measured(args, two.engine)
+    assert found["tensor_parallel_size"] == 2 and found["config"] == str(path)
+    assert found["layers"] == two.engine.model_config.num_hidden_layers
+
+
+def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
+    model = ModelConfig.from_dict(divisible_config())
+    rows = drafting.measure(
+        EngineConfig(
+            device="cpu",
+            activations="exact",
+            tensor_parallel_size=2,
+            max_num_seqs=2,
+            max_num_batched_tokens=64,
+            max_model_len=128,
+        ),
+        (model, DummyWeights(model)),
+        batches=[2],
+        context=16,
+        steps=4,
+        draft_tokens=1,
+        rates=(0.0, 1.0),
+    )
+    assert [row["tensor_parallel_size"] for row in rows] == [2, 2, 2]
+    assert [row["tokens_per_step"] for row in rows] == [1, 1, 2]
