@@ -17,6 +17,7 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 import torch
 
 from finwhale.bench import ops as bench
+from finwhale.bench.packing import padded
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import CONFIGS, ModelDraw, Sizes, results
 from finwhale.ops.mhc import mhc_triton as mhc
@@ -53,7 +54,7 @@ def run_sizes(operator: str, table: Ops, sizes: Sizes) -> int:
             calls += 1
         if operator in bench.PAGED:
             case = at_step(bench.mixed_step(4))
-            results(kernel, bench.padded(case.args(), bench.PAGED[operator], 3), case.written)
+            results(kernel, padded(case.args(), bench.PAGED[operator], 3), case.written)
             calls += 1
     return calls
 

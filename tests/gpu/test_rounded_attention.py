@@ -43,7 +43,8 @@ def check(ops: Ops, args: Any, w: Any) -> None:
     form = ops.grouped_form(w, q.shape[2])
     assert form is not None and len(q) >= form.min_tokens
     rounded, rounded_scales = form.empty(len(q))
-    ops.sparse_attention(*args[:8], rounded.view(q.shape), rounded_scales)
+    rounded_args: Any = (*args[:8], rounded.view(q.shape), rounded_scales)
+    ops.sparse_attention(*rounded_args)
     assert wanted.isfinite().all()
     assert same(rounded, values) and same(rounded_scales, scales.flatten(1))
     assert same(ops.grouped_linear(rounded, w, rounded_scales), wanted)

@@ -8,6 +8,8 @@ import torch
 from finwhale import LLM, SamplingParams
 from finwhale.bench.packing import ready
 from finwhale.config import WoAInput
+from finwhale.engine.rank.executor import local_executor
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.ops import load_ops
 from finwhale.ops.case import CONFIGS, ModelDraw
 from finwhale.ops.linear import LinearWeight
@@ -76,7 +78,10 @@ def test_captured_is_eager_and_nothing_compiles_late(draft_tokens: int) -> None:
         llm = load(
             "bf16", batch_invariant=True, enforce_eager=enforce_eager, draft_tokens=draft_tokens
         )
-        assert not llm.engine.executor.runner.model.weights.layers[0].attn.wo_a.round_input
+        model = local_executor(llm.engine.executor).runner.model
+        assert isinstance(model, DeepseekV4)
+        wo_a = model.weights.layers[0].attn.wo_a
+        assert isinstance(wo_a, LinearWeight) and not wo_a.round_input
         found.append(tokens(llm))
         long = [[5 + i % 900 for i in range(n)] for n in (17, 65, 300, 900)]
         llm.generate(long, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
