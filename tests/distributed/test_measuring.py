@@ -1,5 +1,6 @@
 """Measurements of engines on two ranks: each runs on all ranks, which compute the same."""
 
+import json
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
@@ -10,14 +11,17 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
-from finwhale.bench import accuracy, drafting, offline
+from finwhale.bench import accuracy, drafting, load, offline
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.ranks import Ranks
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
+
+from .test_equal_ranks import sharded_config
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 256}
@@ -35,6 +39,7 @@ def two(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     monkeypatch.syspath_prepend(ROOT)  # for the functions of this module
     llm = LLM(path, activations="exact", tensor_parallel_size=2, **OPTIONS)
     yield llm
+    assert isinstance(llm.engine.executor, Ranks)
     llm.engine.executor.close()
 
 
@@ -82,7 +87,7 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
     args = Namespace(model=str(path), config="flash")
     found = offline.measured(args, two.engine)
     assert found["tensor_parallel_size"] == 2 and found["config"] == str(path)
-    assert found["layers"] == two.engine.model_config.num_hidden_layers
+    assert found["layers"] == 3
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
@@ -105,3 +110,14 @@ def test_drafting_benchmark_on_two_ranks(path: Path) -> None:
     )
     assert [row["tensor_parallel_size"] for row in rows] == [2, 2, 2]
     assert [row["tokens_per_step"] for row in rows] == [1, 1, 2]
+
+
+def test_loading_on_two_ranks(tmp_path: Path) -> None:
+    """All load at once, and read the files together."""
+    model, record, config = tmp_path / "model", tmp_path / "load.jsonl", sharded_config()
+    write_plain_checkpoint(model, config, random_weights(config, 3))
+    options = f"--model {model} --device cpu --tensor-parallel-size 2 --repeats 2 --record {record}"
+    assert load.main(options.split()) == 0
+    found = json.loads(record.read_text())
+    assert found["tensor_parallel_size"] == 2 and found["layers"] == 3
+    assert set(found["seconds"]) == {"plain read", "load", "fold"} and found["share"] > 0

@@ -1,20 +1,24 @@
 """Measure loading a checkpoint from the page cache, and a plain read of the same files.
 
 The plain read copies the bytes of the same files to the same device, with the same number of
-threads and the same pinned memory. The benchmark times both in turns, after one read that fills the
-page cache. Without --model it first writes a checkpoint of random weights in the official layout.
-It times the rearrangement of the experts' weights for the kernels ("fold") separately.
+threads and the same pinned memory. With several ranks, each one in a process, all load at once, and
+in the plain read each copies a part of the files; the slowest rank counts. The benchmark times both
+in turns, after one read that fills the page cache. Without --model it first writes a checkpoint of
+random weights in the official layout. It times the rearrangement of the experts' weights for the
+kernels ("fold") separately.
 """
 
 import argparse
 import gc
 import os
+import pickle
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -31,17 +35,21 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.devices import choose_device
+from finwhale.distributed.launch import Answer, Opened, Seat, Workers
+from finwhale.distributed.rank import Rank
+from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
-from finwhale.ops import Ops, load_ops
+from finwhale.ops import load_ops
 from finwhale.options import add_options
 
 
-def plain_read(checkpoint: Checkpoint, device: torch.device) -> None:
-    """Copy all bytes of the files to the device, in pieces that overwrite each other there."""
+def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None:
+    """Copy a rank's part of all bytes of the files to its device, in pieces that overwrite each
+    other there.
+    """
     cuda = device.type == "cuda"
     free: Queue[tuple[torch.Tensor, Any]] = Queue()
     for _ in range(PINNED_PIECES):
@@ -71,30 +79,39 @@ def plain_read(checkpoint: Checkpoint, device: torch.device) -> None:
             free.put((buffer, stream.record_event()))
 
         with ThreadPoolExecutor(num_threads()) as pool:
-            for _ in pool.map(move, jobs):
+            for _ in pool.map(move, jobs[rank.index :: rank.size]):
                 pass
     if cuda:
         torch.cuda.synchronize(device)
 
 
 class Loader:
-    """Loads one checkpoint in several ways."""
+    """Loads one rank's weights of a checkpoint in several ways."""
 
-    def __init__(self, path: Path, config: ModelConfig, device: torch.device, ops: Ops) -> None:
-        self.checkpoint = Checkpoint.open(path)
-        self.config, self.device, self.ops = config, device, ops
+    def __init__(self, path: Path, config: ModelConfig, devices: Sequence[str], rank: Rank) -> None:
+        self.checkpoint, self.config, self.rank = Checkpoint.open(path), config, rank
+        platform, self.device = choose_device(devices[rank.index])
+        if self.device.index is not None:
+            torch.cuda.set_device(self.device)
+        self.ops = load_ops(platform)
         self.weights: ModelWeights | None = None
 
     def plain(self) -> None:
-        plain_read(self.checkpoint, self.device)
+        plain_read(self.checkpoint, self.rank, self.device)
 
-    def load(self, reading_device: torch.device | None = None) -> None:
-        """Load the weights; `reading_device`: where the source puts them; None: on the device."""
+    def load(self) -> None:
+        self._load(self.device)
+
+    def load_mapped(self) -> None:
+        self._load(torch.device("cpu"))
+
+    def _load(self, reading_device: torch.device) -> None:
+        """Load the weights; `reading_device`: where the source puts them."""
         source = WeightSource(
             self.checkpoint,
-            weight_specs(self.config),
+            weight_specs(self.config, self.rank),
             ignored=ignored_prefixes(self.config),
-            device=reading_device or self.device,
+            device=reading_device,
         )
         self.weights = load_weights(
             self.config,
@@ -103,6 +120,7 @@ class Loader:
             device=self.device,
             round_activations=True,
             ops=replace(self.ops, finish_experts=lambda w: w),
+            rank=self.rank,
         )
         self._settle()
 
@@ -123,6 +141,44 @@ class Loader:
             torch.cuda.synchronize(self.device)
 
 
+# What a loader is told to do.
+PLAIN, LOAD, MAPPED, FOLD, FREE = "plain", "load", "load_mapped", "fold", "free"
+
+
+class Loaders:
+    """The loaders of all ranks: rank 0's in this process, the others in worker processes."""
+
+    def __init__(self, new_loader: Callable[[Rank], Loader], devices: Sequence[str]) -> None:
+        self._workers: Workers | None = None
+        if len(devices) > 1:
+            self._workers = Workers(partial(serve, new_loader), devices[1:])
+        self.own = new_loader(Rank(0, len(devices)))
+        if self._workers is not None:
+            self._workers.wait_opened()
+
+    def run(self, what: str) -> None:
+        """Call a method of every loader at once, and wait for all."""
+        if self._workers is None:
+            getattr(self.own, what)()
+            return
+        self._workers.send(what.encode())
+        getattr(self.own, what)()
+        self._workers.answers()
+
+    def close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+
+
+def serve(new_loader: Callable[[Rank], Loader], seat: Seat) -> None:
+    """Run one rank's loader in its process."""
+    loader = new_loader(seat.rank)
+    seat.report(Opened())
+    while True:
+        getattr(loader, seat.read().decode())()
+        seat.report(Answer(pickle.dumps(None)))
+
+
 def timed(run: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
@@ -130,32 +186,42 @@ def timed(run: Callable[[], None]) -> float:
 
 
 def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
-    platform, device = choose_device(args.device)
+    options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
+    devices = choose_devices(options, lambda count: 1)
     config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
     if args.model is None and not any(directory.glob("*.safetensors")):
         written = timed(
             lambda: write_stored(
                 directory,
                 {"written_by": "finwhale bench load", "num_hidden_layers": args.layers},
-                DummySource(weight_specs(config), device),
+                DummySource(weight_specs(config), choose_device(devices[0])[1]),
             )
         )
         console.print(f"wrote {directory} in {written:.1f} s")
     if args.model is not None:
         config = ModelConfig.from_dict(Checkpoint.open(directory).config)
-    loader = Loader(directory, config, device, load_ops(platform))
-    size = sum((directory / file).stat().st_size for file, _ in loader.checkpoint.shards())
+    with closing(Loaders(partial(Loader, directory, config, devices), devices)) as loaders:
+        return measure(args, config, loaders, console)
+
+
+def measure(
+    args: argparse.Namespace, config: ModelConfig, loaders: Loaders, console: Console
+) -> dict[str, Any]:
+    checkpoint, device = loaders.own.checkpoint, loaders.own.device
+    size = sum((checkpoint.path / file).stat().st_size for file, _ in checkpoint.shards())
     times: dict[str, list[float]] = {"plain read": [], "load": [], "mapped load": [], "fold": []}
-    loader.plain()  # This fills the page cache.
+    loaders.run(PLAIN)  # This fills the page cache.
+    ways = {"plain read": PLAIN, "load": LOAD, "fold": FOLD}
     for _ in range(args.repeats):
-        times["plain read"].append(timed(loader.plain))
-        times["load"].append(timed(loader.load))
-        times["fold"].append(timed(loader.fold))
-        loader.free()
+        for name, what in ways.items():
+            times[name].append(timed(partial(loaders.run, what)))
+        loaders.run(FREE)
         if args.mapped:
-            times["mapped load"].append(timed(lambda: loader.load(torch.device("cpu"))))
-            loader.free()
-    table = Table(title=f"{size / 1e9:.1f} GB to {device}; medians", title_justify="left")
+            times["mapped load"].append(timed(partial(loaders.run, MAPPED)))
+            loaders.run(FREE)
+    ranks = loaders.own.rank.size
+    where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
+    table = Table(title=f"{size / 1e9:.1f} GB to {where}; medians", title_justify="left")
     for column in ("", "s", "GB/s", "of the plain read"):
         table.add_column(column, justify="right" if column else "left")
     results = {name: summary(found) for name, found in times.items() if found}
@@ -169,6 +235,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         "benchmark": "load",
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
+        "tensor_parallel_size": ranks,
         "bytes": size,
         "threads": num_threads(),
         "seconds": results,
@@ -186,7 +253,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=3, help="number of repetitions")
     parser.add_argument("--mapped", action="store_true", help="measure memory-mapped loading too")
-    add_options(parser, EngineConfig, ("device",))
+    add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))
     args = parser.parse_args(argv)
     console = Console()
     if not console.is_terminal:
