@@ -5,6 +5,8 @@ Each phase of a kernel runs on all ranks in turn.
 
 import os
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,8 +18,9 @@ import torch
 from tests.ops import triton_interpreter as triton_interpreter
 from torch import Tensor
 
-from finwhale.distributed import push_triton, ref
+from finwhale.distributed import push_triton, ref, self_check
 from finwhale.distributed.push import Push
+from finwhale.distributed.push_sizes import SIZES as SIZES_OF
 from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.push_triton import Channel
 from finwhale.distributed.rank import ALONE, Rank
@@ -204,3 +207,37 @@ def test_nccl_does_the_rest() -> None:
             push.all_gather(large_or_odd, 1)
     with pytest.raises(ValueError, match=r"got torch\.int64"):
         push.all_reduce(x.long())
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_the_self_check_compiles_what_models_need(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every launch signature: Triton specialises on integers that are 1 or multiples of 16."""
+    launched: set[tuple[object, ...]] = set()
+
+    def noting(name: str) -> Any:
+        def launch(x: Tensor, out: Tensor, *args: Any) -> None:
+            numbers = [len(x), *(arg for arg in args if type(arg) is int)]
+            others = [arg for arg in args if type(arg) is bool]
+            channel = next(arg for arg in args if isinstance(arg, Channel))
+            kinds = [(n == 1, n % 16 == 0) for n in numbers]
+            launched.add((name, channel.flags is None, *kinds, *others))
+
+        return launch
+
+    for name in ("one_shot", "two_shot", "all_gather"):
+        monkeypatch.setattr(push_triton, name, noting(name))
+    (push, *_) = ranks(size, SIZES_OF[size])
+    # NCCL does what is too large, and its results do not matter here either.
+    push._nccl = SimpleNamespace(all_reduce=torch.clone, all_gather=lambda x, dim: x)  # type: ignore[assignment]
+    monkeypatch.setattr(self_check, "_compare", lambda *args: None)
+    self_check.self_check(push, CPU)
+    compiled = set(launched)
+    for width in (4096, 7168):
+        for rows in (1, 2, 3, 17, 128, 1000, 1024):
+            for dtype in DTYPES:
+                push.all_reduce(torch.empty((rows, width), dtype=dtype))
+    for rows in (1, 3, 17):
+        push.all_gather(torch.empty(rows, 129280 // size), 1)
+    assert launched == compiled
