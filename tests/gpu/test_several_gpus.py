@@ -1,0 +1,268 @@
+"""Two ranks on two GPUs: four layers of Flash with random weights, beside one rank.
+
+About 4 minutes on two H200s if the kernels are cached, and 9 if not (estimates).
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finwhale import SamplingParams
+from finwhale.bench import accuracy
+from finwhale.config import EngineConfig
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.call_ranks import call_ranks
+from finwhale.engine.rank.executor import LocalExecutor
+from finwhale.engine.rank.ranks import Ranks, fewest_ranks
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.weight_sources import DummyWeights
+from finwhale.testing.stepping import Stepper
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs, and torch sees {torch.cuda.device_count()}",
+)
+ROOT = Path(__file__).parents[2]
+# Two correct engines with as-trained roundings differ by this much (bench accuracy: chunked
+# against whole is 0.05, the table against float32 is 0.1).
+CLOSE = 0.1
+END_S = 10.0
+FREE = {"max_tokens": 24, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0, **FREE),
+    SamplingParams(temperature=0.9, seed=4, logprobs=2, **FREE),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.9, n=2, **FREE),
+    SamplingParams(temperature=0.9, seed=6, presence_penalty=0.4, **FREE),
+]
+
+
+def new_engine(size: int, draft_tokens: int = 0) -> Engine:
+    model = ModelConfig.preset("flash").with_layers(4)
+    config = EngineConfig(
+        tensor_parallel_size=size,
+        draft_tokens=draft_tokens,
+        batch_invariant=True,
+        max_num_seqs=8,
+        max_model_len=4096,
+        max_num_batched_tokens=1024,
+        cache_memory_bytes=2**31,
+    )
+    return start_engine(config, model, DummyWeights(model), None)
+
+
+def text(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(4000) for _ in range(length)]
+
+
+def tokens(engine: Engine) -> list[list[int]]:
+    engine.reset_prefix_cache()
+    results = [
+        engine.add_request(f"{i}", text(i, length), PARAMS[i % len(PARAMS)])
+        for i, length in enumerate((3, 700, 129, 1, 1300, 260))
+    ]
+    while engine.has_work:
+        engine.step()
+    engine.check_integrity()
+    return [output.token_ids for result in results for output in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Engine]:
+    sys.path.insert(0, str(ROOT))  # the ranks import this module
+    engine = new_engine(2)
+    yield engine
+    assert isinstance(engine.executor, Ranks)
+    engine.executor.close()
+    sys.path.remove(str(ROOT))
+
+
+@pytest.fixture(scope="module")
+def wanted(two: Engine) -> list[list[int]]:
+    return tokens(two)
+
+
+def odd_sum(length: int, executor: LocalExecutor) -> None:
+    """A message whose number of words needs kernels that models do not need."""
+    executor.collectives.all_reduce(torch.ones(length, device=executor.runner.device))
+    torch.cuda.synchronize()
+
+
+def test_nothing_is_compiled_late_and_every_rank_counts(two: Engine) -> None:
+    """The first test: others launch what the engine would not."""
+    draw = random.Random(0)
+    for number in range(60):
+        length = int(4000 ** draw.random())
+        two.add_request(f"late-{number}", text(number, length), PARAMS[number % len(PARAMS)])
+        for _ in range(draw.randint(0, 2)):
+            two.step()
+    while two.has_work:
+        two.step()
+    assert not any(two.executor.late_compilations().values())
+    call_ranks(two.executor, partial(odd_sum, 37))
+    end = time.monotonic() + 5  # the other rank reports its count with a heartbeat
+    while two.executor.late_compilations()["triton"] < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    assert two.executor.late_compilations()["triton"] == 2
+
+
+def test_two_ranks_are_close_to_one_and_equal_each_other(two: Engine) -> None:
+    ids = text(0, 1500)
+    given = accuracy.Text(ids, torch.arange(0, 1500, 5), [130, 700, 1025], 8)
+    two.reset_prefix_cache()
+    found, other = call_ranks(two.executor, partial(accuracy.compute, given, True))
+    assert found.digest == other.digest
+    one = new_engine(1)
+    (alone,) = call_ranks(one.executor, partial(accuracy.compute, given, True))
+    for way, logits in found.logits.items():
+        assert accuracy.compare(logits, alone.logits[way])["relative_error"] < CLOSE, way
+    assert accuracy.overlap(found.selected, alone.selected) > 0.98
+    # Sums over ranks have one order at every size.
+    assert torch.equal(found.logits[accuracy.WHOLE], found.logits[accuracy.CHUNKED])
+
+
+@torch.inference_mode()
+def decodes(lengths: Sequence[int], executor: LocalExecutor) -> list[str]:
+    """What differs between decodes alone, together, captured and launched by the host."""
+    stepper, runner, wrong = Stepper(executor), executor.runner, []
+    assert runner.graphs is not None
+    chunks = stepper.prefilled([text(seed, length) for seed, length in enumerate(lengths)])
+    alone = torch.cat([runner.graphs.run(stepper.plan([chunk])).clone() for chunk in chunks])
+    if not alone.isfinite().all():
+        wrong.append("a logit is not finite")
+    for size in (2, 3, 5, len(chunks)):
+        if not torch.equal(runner.graphs.run(stepper.plan(chunks[-size:])), alone[-size:]):
+            wrong.append(f"{size} together differ from each alone")
+    _, streams = runner.forward(stepper.plan(chunks))
+    if not torch.equal(runner.model.compute_logits(streams), alone):
+        wrong.append("the host's launches differ from the graph")
+    return wrong
+
+
+def test_graphs_and_batches_change_no_bit(two: Engine) -> None:
+    two.reset_prefix_cache()
+    found = call_ranks(two.executor, partial(decodes, [700, 3, 129, 1, 1300, 260]))
+    assert found == [[], []]
+
+
+def test_seeds_decide_the_tokens(two: Engine, wanted: list[list[int]]) -> None:
+    """A second run, in other slots and without cached prefixes, gives them again."""
+    assert tokens(two) == wanted
+
+
+def test_drafting_changes_no_token(wanted: list[list[int]]) -> None:
+    engine = new_engine(2, draft_tokens=2)
+    assert tokens(engine) == wanted
+    assert sum(engine.metrics().drafts_proposed) > 0
+    assert not any(engine.metrics().late_compilations.values())
+    assert isinstance(engine.executor, Ranks)
+    engine.executor.close()
+
+
+def test_the_fewest_gpus_that_hold_the_model() -> None:
+    model, count = ModelConfig.preset("flash"), torch.cuda.device_count()
+    memory = torch.cuda.get_device_properties(0).total_memory
+    config = EngineConfig()
+    assert fewest_ranks(config, model.with_layers(4), count) == 1
+    wanted = 1 if memory > 250e9 else 2 if memory > 110e9 else 4
+    assert fewest_ranks(config, model, count) == min(wanted, 2 ** (count.bit_length() - 1))
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+def compiled(executor: LocalExecutor) -> int:
+    builds: Any = executor.builds
+    count: int = builds._counter.compiled
+    return count
+
+
+def main(what: str) -> None:
+    """A process of its own: prints a line of JSON for its test."""
+    sys.path.insert(0, str(ROOT))
+    # Functions of this module must have a name that the ranks can import.
+    from tests.gpu import test_several_gpus as here  # noqa: PLC0415
+
+    engine = here.new_engine(2)
+    assert isinstance(engine.executor, Ranks)
+    if what == "twice":
+        found = [here.tokens(engine)]
+        counts = call_ranks(engine.executor, here.compiled)
+        del engine
+        other = here.new_engine(2)
+        found.append(here.tokens(other))
+        print(json.dumps({"compiled": counts, "tokens": found}), flush=True)
+        return
+    (worker,) = engine.executor.workers.pids
+    print(json.dumps({"worker": worker}), flush=True)
+    engine.add_request("endless", [1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
+    while True:
+        engine.step()
+
+
+def used() -> list[int]:
+    """Bytes in use on each of the two GPUs."""
+    found = []
+    for index in range(2):
+        free, total = torch.cuda.mem_get_info(index)
+        found.append(total - free)
+    return found
+
+
+def start(what: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, __file__, what], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_a_second_start_compiles_nothing_and_a_process_can_open_two_engines(
+    wanted: list[list[int]],
+) -> None:
+    """The second engine of a process, after the first; and its end leaves no complaint."""
+    process = start("twice")
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-3000:]
+    found = json.loads(output.splitlines()[-1])
+    assert found == {"compiled": [0, 0], "tokens": [wanted, wanted]}
+    for complaint in ("destroy_process_group", "leaked", "Traceback"):
+        assert complaint not in errors, errors[-3000:]
+
+
+@pytest.mark.parametrize("who", ["rank 1 is killed", "rank 1 is stopped", "rank 0 is killed"])
+def test_the_end_of_a_rank_ends_everything(two: Engine, who: str) -> None:
+    """`two` has built the kernels."""
+    torch.cuda.synchronize()
+    before = used()
+    process = start("endless")
+    assert process.stdout is not None
+    worker = json.loads(process.stdout.readline())["worker"]
+    time.sleep(1)  # some steps
+    began = time.monotonic()
+    if who == "rank 0 is killed":
+        process.kill()
+    else:
+        os.kill(worker, 9 if who == "rank 1 is killed" else 19)
+    _, errors = process.communicate(timeout=60)
+    while Path(f"/proc/{worker}").exists() and time.monotonic() < began + 60:
+        time.sleep(0.05)
+    assert time.monotonic() < began + END_S
+    if who != "rank 0 is killed":
+        assert "rank 1 (cuda:1) was" in errors and process.returncode
+    while max(b - a for a, b in zip(before, used(), strict=True)) > 2**29:
+        assert time.monotonic() < began + END_S + 5, (before, used())
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
