@@ -1,5 +1,6 @@
 """Connecting ranks: the self-check names a faulty rank, a missing rank is named in time."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -73,3 +74,16 @@ def test_why_ranks_cannot_push(monkeypatch: pytest.MonkeyPatch) -> None:
         Rank(0, 2), device, ["a 0", "a 2"]
     )
     assert "different hosts" in lacking(Rank(0, 2), device, ["a 0", "b 0"])
+
+
+def test_a_rank_that_fails_ends_the_wait_of_another() -> None:
+    """Long before NCCL and Gloo would give up."""
+
+    def check() -> None:
+        if time.monotonic() > began + 0.2:
+            raise FinwhaleError("rank 1 has failed")
+
+    began = time.monotonic()
+    with pytest.raises(FinwhaleError, match="rank 1 has failed"):
+        connect(Rank(0, 2), CPU, HashStore(), timeout=timedelta(seconds=5), check=check)
+    assert time.monotonic() < began + 3

@@ -3,6 +3,7 @@
 About 4 minutes on two H200s if the kernels are cached, and 9 if not (estimates).
 """
 
+import gc
 import json
 import os
 import random
@@ -195,16 +196,18 @@ def main(what: str) -> None:
     from tests.gpu import test_several_gpus as here  # noqa: PLC0415
 
     engine = here.new_engine(2)
-    assert isinstance(engine.executor, Ranks)
+    executor = engine.executor
+    assert isinstance(executor, Ranks)
     if what == "twice":
         found = [here.tokens(engine)]
-        counts = call_ranks(engine.executor, here.compiled)
-        del engine
+        counts = call_ranks(executor, here.compiled)
+        del engine, executor
+        gc.collect()
         other = here.new_engine(2)
         found.append(here.tokens(other))
         print(json.dumps({"compiled": counts, "tokens": found}), flush=True)
         return
-    (worker,) = engine.executor.workers.pids
+    (worker,) = executor.workers.pids
     print(json.dumps({"worker": worker}), flush=True)
     engine.add_request("endless", [1, 2, 3], SamplingParams(max_tokens=4000, ignore_eos=True))
     while True:

@@ -22,14 +22,14 @@ import torch.multiprocessing
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
-from finwhale.distributed.nccl import Nccl
+from finwhale.distributed.nccl import Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.errors import EngineDeadError, FinwhaleError
@@ -79,10 +79,21 @@ class Job:
 
 
 class Ranks:
-    """This process's place, and what all ranks agree on."""
+    """This process's place, and what all ranks agree on.
 
-    def __init__(self, rank: Rank, device: torch.device, collectives: Collectives) -> None:
+    Args:
+        group: of the kernels that the benchmark makes itself; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        device: torch.device,
+        collectives: Collectives,
+        group: dist.ProcessGroup | None,
+    ) -> None:
         self.rank, self.device, self.collectives = rank, device, collectives
+        self.group = group
 
     def gathered(self, x: Tensor) -> list[Tensor]:
         if self.device.type == "cpu":
@@ -176,11 +187,12 @@ def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Imple
 
 
 def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any:
-    nccl = Nccl(ranks.rank, world(), ordered=True)
+    assert ranks.group is not None
+    nccl = Nccl(ranks.rank, ranks.group, ordered=True)
     return connecting.make_push(
         ranks.rank,
         ranks.device,
-        world(),
+        ranks.group,
         nccl,
         ordered=True,
         late=late,
@@ -340,9 +352,21 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
         cpu = job.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device("cuda", index)
         start = time.perf_counter()
-        ranks = Ranks(rank, device, connecting.connect(rank, device, store))
-        name = type(ranks.collectives).__name__
+        collectives, group = connecting.connect(rank, device, store), None
         seconds = round(time.perf_counter() - start, 2)
+        if not cpu:
+            torch.cuda.set_device(device)
+            dist.init_process_group(
+                "nccl",
+                store=PrefixStore("world", store),
+                rank=index,
+                world_size=size,
+                timeout=connecting.TIMEOUT,
+                device_id=device,
+            )
+            group = new_group(rank, PrefixStore("bench", store), "bench", connecting.TIMEOUT)
+        ranks = Ranks(rank, device, collectives, group)
+        name = type(ranks.collectives).__name__
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
         with torch.inference_mode():
             measure_sums(ranks, job, send)

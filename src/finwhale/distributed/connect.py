@@ -1,8 +1,12 @@
 """Connect the ranks of a model: choose the collectives, and check them."""
 
+import itertools
 import logging
 import os
 import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.gloo import Gloo
-from finwhale.distributed.nccl import Nccl
+from finwhale.distributed.nccl import Nccl, new_group
 from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
     from finwhale.distributed.push import Push
 
 TIMEOUT = timedelta(seconds=60)
+POLL_S = 0.01
 # NVLink multicast hangs or fails on some hosts.
 NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -30,6 +35,7 @@ NO_MULTICAST = {
 }
 HOPPER = (9, 0)
 logger = logging.getLogger(__name__)
+_connections = itertools.count()
 
 
 def connect(
@@ -39,15 +45,17 @@ def connect(
     *,
     ordered: bool = False,
     timeout: timedelta = TIMEOUT,
+    check: Callable[[], None] = lambda: None,
 ) -> Collectives:
     """Connect this rank with the others. All ranks call this at once; it blocks until all have.
 
-    On GPUs this makes the default process group of torch.distributed, over NCCL.
+    `disconnect` is the reverse. A process may connect several times.
 
     Args:
         device: of this rank; a GPU has an index.
         store: reachable by all ranks.
         ordered: sum in the order of the tree of pairs at every size (`batch_invariant`).
+        check: called while this rank waits; it raises if another rank has failed.
 
     Raises:
         FinwhaleError: a rank did not connect in time, or failed the self-check.
@@ -55,37 +63,60 @@ def connect(
     if rank.size == 1:
         return Alone()
     os.environ.update(NO_MULTICAST)
-    hosts = _exchange(rank, store, "host", f"{socket.gethostname()} {device.index}", timeout)
-    try:
-        collectives = _choose(rank, device, store, hosts, ordered, timeout)
+
+    def work() -> Collectives:
+        collectives = _choose(rank, device, store, ordered, timeout)
         self_check(collectives, device)
+        return collectives
+
+    try:
+        return _watched(work, check)
     except (RuntimeError, dist.DistError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise FinwhaleError(f"rank {rank.index} cannot connect: {lines[0]}") from error
-    return collectives
+
+
+def disconnect(collectives: Collectives) -> None:
+    """Free what `connect` has made. The other ranks may be gone. No call of a collective follows.
+
+    Graphs that contain collectives must be freed before, because NCCL waits for them.
+    """
+    close = getattr(collectives, "close", None)  # of Nccl and of Push
+    if close is not None:
+        close()
+
+
+def _watched(work: Callable[[], Collectives], check: Callable[[], None]) -> Collectives:
+    """Call `work` on another thread, until `check` raises.
+
+    Without a rank, NCCL and Gloo wait until their time is over. Then that thread is abandoned.
+    """
+    done: Future[Collectives] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    while not wait([done], POLL_S).done:
+        check()
+    return done.result()
 
 
 def _choose(
-    rank: Rank,
-    device: torch.device,
-    store: Store,
-    hosts: list[str],
-    ordered: bool,
-    timeout: timedelta,
+    rank: Rank, device: torch.device, store: Store, ordered: bool, timeout: timedelta
 ) -> Collectives:
+    host = f"{socket.gethostname()} {device.index}"
+    hosts = _exchange(rank, store, "host", host, timeout)
     if device.type == "cpu":
         return Gloo(rank, store, timeout)
     torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl",
-        store=PrefixStore("finwhale.nccl", store),
-        rank=rank.index,
-        world_size=rank.size,
-        timeout=timeout,
-        device_id=device,
-    )
-    group = dist.group.WORLD
-    assert group is not None
+    # torch finds a group by its name, which must be new in every process.
+    own_name = f"finwhale-{os.getpid()}-{next(_connections)}"
+    name, *_ = _exchange(rank, store, "name", own_name, timeout)
+    group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout)
     nccl = Nccl(rank, group, ordered=ordered)
     nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
     access = _exchange(rank, store, "access", _lacking_access(rank, device, hosts), timeout)

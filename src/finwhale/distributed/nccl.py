@@ -1,10 +1,38 @@
 """Collectives of GPUs over NCCL: between hosts, without peer access, and for large messages."""
 
+from datetime import timedelta
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 
 from finwhale.distributed import ref
 from finwhale.distributed.rank import Rank
+
+
+def new_group(rank: Rank, store: c10d.Store, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group over NCCL, for symmetric memory too. torch's default group remains free.
+
+    Args:
+        name: equal on all ranks, and new in every process: torch keeps what it knows of a name.
+    """
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    backend = c10d.ProcessGroupNCCL(store, rank.index, rank.size, options)
+    backend._set_sequence_number_for_group()
+    group = dist.ProcessGroup(store, rank.index, rank.size)
+    kind = dist.ProcessGroup.BackendType.NCCL
+    group._set_default_backend(kind)
+    group._register_backend(torch.device("cuda"), kind, backend)
+    typed: Any = name
+    group._set_group_name(typed)
+    # Symmetric memory finds the group, or its store in some versions of torch, by the name.
+    c10d._register_process_group(typed, group)
+    places = c10d.PrefixStore("symmetric", store)
+    c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, places)
+    return group
 
 
 class Nccl:
@@ -34,6 +62,11 @@ class Nccl:
 
     def check(self) -> None:
         """NCCL's watchdog ends the process if a rank is missing."""
+
+    def close(self) -> None:
+        """End the process group. Waits for no other rank, but may wait for the GPU."""
+        c10d._unregister_process_group(self._group.group_name)
+        self._group.abort()  # `shutdown` would wait for the other ranks
 
     def _parts(self, x: Tensor) -> Tensor:
         """The ranks' x, [size, ...]."""

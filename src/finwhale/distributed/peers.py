@@ -20,6 +20,8 @@ class Peers:
 
     Args:
         store: a store that all ranks reach; None: one rank alone.
+
+    Attributes:
         check: called while this rank waits; it raises if another rank has failed.
     """
 
@@ -30,7 +32,7 @@ class Peers:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.rank, self.store = rank, store
-        self._check = check
+        self.check = check
         self._calls = 0
 
     def gather(self, value: int) -> list[int]:
@@ -44,7 +46,7 @@ class Peers:
             key = self._key(index)
             # Not `wait`: this process must notice that a rank has failed.
             while not self.store.check([key]):
-                self._check()
+                self.check()
                 time.sleep(POLL_S)
             found.append(int(self.store.get(key)))
         return found

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from finwhale.distributed import push_triton
 from finwhale.distributed.collectives import Collectives
@@ -141,6 +142,12 @@ class Push:
         )
         return out
 
+    def close(self) -> None:
+        """Close NCCL. The buffers are freed with this object."""
+        disconnect = getattr(self._nccl, "close", None)
+        if disconnect is not None:
+            disconnect()
+
     def check(self) -> None:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]
         if lost:
@@ -151,13 +158,17 @@ class Push:
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate:
     """Allocate memory that all ranks of `group` map.
 
+    Args:
+        group: made by `nccl.new_group`.
+
     Raises:
         RuntimeError: the GPUs have no peer access, or are not in one host.
     """
 
     def allocate(num_bytes: int) -> tuple[Tensor, list[int]]:
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, group)  # torch keeps it as long as the memory
+        # torch keeps the handle as long as the memory.
+        handle = _SymmetricMemory.rendezvous(memory, group.group_name)
         return memory, list(handle.buffer_ptrs)
 
     return allocate

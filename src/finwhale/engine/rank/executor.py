@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
+from finwhale.distributed.connect import disconnect
 from finwhale.engine.plan.executor import (
     DeviceDrafts,
     Executor,
@@ -117,6 +118,13 @@ class LocalExecutor:
 
     def check(self) -> None:
         self.collectives.check()
+
+    def close(self) -> None:
+        """Free the captured steps, then the connections to other ranks. No call may follow."""
+        self._open = None
+        runner = self.runner
+        runner.graphs = runner.prefill_graphs = runner.verifications = None
+        disconnect(self.collectives)
 
     def ready(self) -> None:
         self.builds.ready()

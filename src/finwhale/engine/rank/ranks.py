@@ -7,8 +7,10 @@ go on without the others: if one fails, in whatever way, the engine dies.
 
 import atexit
 import logging
+import os
 import pickle
 import signal
+import threading
 import time
 import weakref
 from collections import Counter
@@ -43,6 +45,7 @@ T = TypeVar("T")
 
 # What follows the first byte of a message to the workers.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
+CLOSE_S = 2.0  # for the device and NCCL to be closed
 EXIT_S = 5  # for the exit of a process whose device waits for a rank that is gone
 
 
@@ -146,7 +149,7 @@ class Ranks:
     def __init__(self, local: LocalExecutor, workers: Workers, store: object) -> None:
         self.local, self.workers = local, workers
         self._store = store  # later connections need it
-        self._close = weakref.finalize(self, workers.close)
+        self._close = weakref.finalize(self, _close, os.getpid(), workers, local)
 
     @property
     def description(self) -> RankDescription:
@@ -230,7 +233,7 @@ class Ranks:
         return total
 
     def close(self) -> None:
-        """End the workers. No call may follow."""
+        """End the workers, and disconnect this rank. No call may follow."""
         self._close()
 
 
@@ -242,6 +245,22 @@ class RanksResult:
 
     def wait(self) -> StepResult:
         return self._ranks.wait(self._result)
+
+
+def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
+    """End the workers, and close the rank of this process, unless that takes long: its device may
+    wait for a rank that is gone.
+    """
+    if os.getpid() != owner:  # a forked process ends nobody
+        return
+    workers.close()
+    closing = threading.Thread(target=local.close, name="close", daemon=True)
+    try:
+        closing.start()
+    except RuntimeError:  # some versions of Python start no thread while they exit
+        local.close()
+    else:
+        closing.join(CLOSE_S)
 
 
 def _limit_exit() -> None:

@@ -174,8 +174,13 @@ class _Start:
     def _connect(self) -> Collectives:
         if self.peers.store is None:
             return Alone()
-        ordered = self.config.batch_invariant
-        collectives = connect(self.peers.rank, self.device, self.peers.store, ordered=ordered)
+        collectives = connect(
+            self.peers.rank,
+            self.device,
+            self.peers.store,
+            ordered=self.config.batch_invariant,
+            check=self.peers.check,
+        )
         self.phases.end("connect")
         return collectives
 
