@@ -46,7 +46,7 @@ class Faulty:
         changed[-1] *= 2 if self.rank.index == 1 else 1
         return changed
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return self._collectives.all_reduce(self._changed(x) if self._sums else x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:

@@ -235,7 +235,7 @@ class Absent:
 
     rank = Rank(0, 2)
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, *, overwrite: bool = False) -> torch.Tensor:
         raise AssertionError("this rank would wait for ever")
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -15,8 +15,8 @@ class Collectives(Protocol):
     """What a model calls to combine the tensors of its ranks.
 
     Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
-    The input does not change. The result is a tensor of its own that the caller may keep, except
-    that one rank alone returns its input.
+    The input does not change, except where `overwrite` permits it. The result is a tensor of its
+    own that the caller may keep, except that one rank alone returns its input.
 
     On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
     rank must replay its graph. All calls of a process use one stream at a time, because they share
@@ -29,7 +29,7 @@ class Collectives(Protocol):
     @property
     def rank(self) -> Rank: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """Sum the ranks' x.
 
         The sum is taken in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and rounded
@@ -40,6 +40,7 @@ class Collectives(Protocol):
 
         Args:
             x: contiguous, float32 or bfloat16, any shape.
+            overwrite: the caller does not need x any more; it may become the result.
 
         Returns:
             A tensor of the shape and dtype of x.
@@ -73,7 +74,7 @@ class Alone:
 
     rank = ALONE
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:

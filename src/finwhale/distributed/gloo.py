@@ -34,7 +34,7 @@ class Gloo:
         backend: Any = dist.ProcessGroupGloo
         self._group = backend(store, rank.index, rank.size, timeout)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return ref.all_reduce(self._parts(x))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:

@@ -21,10 +21,10 @@ class Nccl:
         self.rank = rank
         self._group, self._ordered = group, ordered
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if self._ordered:
             return ref.all_reduce(self._parts(x).unbind())
-        total = x.clone()
+        total = x if overwrite else x.clone()
         dist.all_reduce(total, group=self._group)
         return total
 

@@ -5,7 +5,7 @@
 | small | one shot: every rank sends x to all ranks | one shot |
 | medium | two shots: each rank sums one part and sends the sum | NCCL |
 | large | the same with one flag a program instead of one a word | NCCL |
-| very large | NCCL; pieces of large messages if `ordered` | NCCL |
+| very large | pieces of large messages, or NCCL (`PushSizes.nccl`, not if `ordered`) | NCCL |
 
 `push_triton.py` describes the protocol.
 """
@@ -108,12 +108,12 @@ class Push:
         """Change how long a kernel waits for a rank; captured graphs follow."""
         self._limit.fill_(min(int(seconds * POLLS_PER_SECOND), 2**31 - 1))
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if x.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"all_reduce takes float32 or bfloat16, got {x.dtype}")
         num_bytes = x.numel() * x.element_size()
         if not _has_words(x) or (num_bytes >= self.sizes.nccl and not self._ordered):
-            return self._nccl.all_reduce(x)
+            return self._nccl.all_reduce(x, overwrite=overwrite)
         out = torch.empty_like(x)
         words, sums = _words(x), _words(out)
         bfloat16 = x.dtype == torch.bfloat16

@@ -32,8 +32,8 @@ class RankLinks:
         self._collectives = collectives
 
     def sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of the ranks' partial sums, rounded to `dtype`."""
-        return self._collectives.all_reduce(partial_ND).to(dtype)
+        """The sum of the ranks' partial sums, rounded to `dtype`. May overwrite them."""
+        return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
 
     def join(self, part_MX: Tensor) -> Tensor:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""
@@ -56,7 +56,7 @@ class _Apart:
 
     rank: Rank
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
