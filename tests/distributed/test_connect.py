@@ -52,6 +52,12 @@ class Faulty:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return self._collectives.all_gather(x if self._sums else self._changed(x), dim)
 
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return self._collectives.reduce_scatter_rows(x)
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        return self._collectives.all_gather_rows(x, num_rows)
+
 
 @pytest.mark.parametrize("sums", (False, True))
 def test_the_self_check_names_a_faulty_rank(sums: bool) -> None:

@@ -58,6 +58,28 @@ class Collectives(Protocol):
         """
         ...
 
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """Sum the ranks' x, and return this rank's rows of the sum (`Rank.rows`).
+
+        Args:
+            x: as that of `all_reduce`, [N, ...].
+
+        Returns:
+            [rows, ...]: the bits of these rows of `all_reduce`, if both are `ordered`.
+        """
+        ...
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        """Concatenate the ranks' rows.
+
+        Args:
+            x: contiguous, any dtype, [rows, ...]: this rank's rows of `num_rows` (`Rank.rows`).
+
+        Returns:
+            [num_rows, ...], contiguous.
+        """
+        ...
+
     def check(self) -> None:
         """Raise if a collective gave up waiting for a rank. Does not synchronise with the GPU.
 
@@ -78,6 +100,12 @@ class Alone:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x
 
     def check(self) -> None:

@@ -40,6 +40,13 @@ class Gloo:
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return ref.all_gather(self._parts(x), dim)
 
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return ref.reduce_scatter_rows(self._parts(x), self.rank)
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
+        return ref.all_gather_rows(parts)[:num_rows]
+
     def check(self) -> None:
         """Every call has raised its own error."""
 

@@ -7,6 +7,7 @@
 | large | the same with one flag a program instead of one a word | NCCL |
 | very large | pieces of large messages, or NCCL (`PushSizes.nccl`, not if `ordered`) | NCCL |
 
+`reduce_scatter_rows` and `all_gather_rows` are the two halves of a large all-reduce.
 `push_triton.py` describes the protocol.
 """
 
@@ -141,6 +142,35 @@ class Push:
         )
         return out
 
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"reduce_scatter_rows takes float32 or bfloat16, got {x.dtype}")
+        if not (width := _row_words(x, len(x))):
+            return self._nccl.reduce_scatter_rows(x)
+        own = self.rank.rows(len(x))
+        out = x.new_empty((own.stop - own.start, *x.shape[1:]))
+        part = self.rank.share(len(x)) * width
+        for start in range(0, part, self._bulk.capacity):
+            push_triton.reduce_scatter(
+                _words(x),
+                _words(out),
+                part,
+                start,
+                self._bulk,
+                x.dtype == torch.bfloat16,
+                self._early,
+            )
+        return out
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        if not (width := _row_words(x, num_rows)):
+            return self._nccl.all_gather_rows(x, num_rows)
+        out = x.new_empty((num_rows, *x.shape[1:]))
+        part = self.rank.share(num_rows) * width
+        for start in range(0, part, self._bulk.capacity):
+            push_triton.gather_parts(_words(x), _words(out), part, start, self._bulk, self._early)
+        return out
+
     def check(self) -> None:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]
         if lost:
@@ -167,6 +197,13 @@ def _has_words(x: Tensor) -> bool:
     """Whether x can be sent as words: not empty, whole words, aligned."""
     num_bytes = x.numel() * x.element_size()
     return num_bytes > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+
+
+def _row_words(x: Tensor, num_rows: int) -> int:
+    """Words of a row of x, which all ranks together have `num_rows` of; 0: it cannot be sent."""
+    num_bytes = math.prod(x.shape[1:]) * x.element_size()
+    can_send = num_rows > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+    return num_bytes // WORD_BYTES if can_send else 0
 
 
 def _words(x: Tensor) -> Tensor:
