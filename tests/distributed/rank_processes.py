@@ -8,6 +8,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -74,7 +75,8 @@ def serve(connection: Connection, index: int, directory: str) -> None:
                 store = FileStore(os.path.join(directory, str(size)), size)
                 groups[size] = Gloo(Rank(index, size), store)
             run: Callable[..., Any] = SCENARIOS[scenario]
-            answer: Any = run(Given(given.path, given.options, groups[size]), *args, **kwargs), None
+            own = replace(given, collectives=groups[size])
+            answer: Any = run(own, *args, **kwargs), None
         except Exception:
             answer = None, traceback.format_exc()
         connection.send(answer)

@@ -42,6 +42,23 @@ def test_gloo_equals_the_reference(size: int, dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
 
 
+@pytest.mark.parametrize("size", (1, 2, 4, 8))
+@pytest.mark.parametrize("num_rows", (0, 1, 9, 16))
+def test_rows_are_those_of_the_sum(size: int, num_rows: int) -> None:
+    given = parts(size, (num_rows, 3, 2), torch.bfloat16)
+
+    def work(collectives: Collectives) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = collectives.reduce_scatter_rows(given[collectives.rank.index])
+        return rows, collectives.all_gather_rows(rows, num_rows)
+
+    found, wanted = run_ranks(size, work), ref.all_reduce(given)
+    share = -(-num_rows // size)
+    for index, (rows, whole) in enumerate(found):
+        assert torch.equal(rows, wanted[index * share : (index + 1) * share])
+        assert torch.equal(whole, wanted)
+    assert torch.equal(ref.all_gather_rows([rows for rows, _ in found]), wanted)
+
+
 def test_gloo_takes_no_rows_and_any_dtype() -> None:
     def work(collectives: Collectives) -> tuple[torch.Tensor, ...]:
         index = torch.tensor([collectives.rank.index])
@@ -62,3 +79,5 @@ def test_one_rank_returns_its_input() -> None:
     x = torch.ones(2)
     assert Alone().all_reduce(x) is x
     assert Alone().all_gather(x, 0) is x
+    assert Alone().reduce_scatter_rows(x) is x
+    assert Alone().all_gather_rows(x, 2) is x

@@ -47,11 +47,17 @@ class Faulty:
         changed[-1] *= 2 if self.rank.index == 1 else 1
         return changed
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return self._collectives.all_reduce(self._changed(x) if self._sums else x)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return self._collectives.all_gather(x if self._sums else self._changed(x), dim)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return self._collectives.reduce_scatter_rows(x)
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        return self._collectives.all_gather_rows(x, num_rows)
 
 
 @pytest.mark.parametrize("sums", (False, True))

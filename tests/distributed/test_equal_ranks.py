@@ -23,6 +23,7 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest
 from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.launch.sizes import ModelSizes
@@ -95,6 +96,11 @@ def given(path: Path, activations: str, **options: Any) -> Given:
     )
 
 
+def share_tokens(model: DeepseekV4, least: int) -> None:
+    """Let steps of `least` tokens and more share out their tokens over the ranks."""
+    model.links.shared_tokens = least
+
+
 def alone(slices: int, scenario: str, given: Given, *args: Any, **kwargs: Any) -> Any:
     """The result of one rank that adds its partial sums as `slices` ranks do."""
     change = None if slices == 1 else partial(add_in_slices, size=slices)
@@ -106,15 +112,22 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.parametrize("shared_tokens", [None, 6])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("scenario", ["forward", "mtp"])
 def test_forward(
-    processes: RankProcesses, path: Path, scenario: str, size: int, activations: str
+    processes: RankProcesses,
+    path: Path,
+    scenario: str,
+    size: int,
+    activations: str,
+    shared_tokens: int | None,
 ) -> None:
     """Residual streams and logits, of the model and of its MTP layer."""
     case = given(path, activations), 150, 1
-    ranks = processes.run(size, scenario, *case)
+    share = None if shared_tokens is None else partial(share_tokens, least=shared_tokens)
+    ranks = processes.run(size, scenario, replace(case[0], change=share), *case[1:])
     sliced, one = (alone(slices, scenario, *case) for slices in (size, 1))
     for rank in ranks:
         assert all(torch.equal(a, b) for a, b in zip(rank, sliced, strict=True))
@@ -173,6 +186,15 @@ def test_drafts(processes: RankProcesses, path: Path, size: int, on_device: bool
     case = given(path, "exact", draft_tokens=2)
     ran = assert_equal(processes, size, case, prompts, params, on_device=on_device)
     assert ran.outputs == alone(1, "generate", given(path, "exact"), prompts, params).outputs
+
+
+def test_shared_tokens_with_drafts(processes: RankProcesses, path: Path) -> None:
+    """Steps of all sizes share out their tokens, so that some ranks may have none."""
+    prompts = [text(length, 0) for length in (3, 130)]
+    case = given(path, "exact", draft_tokens=2)
+    wanted: Ran = alone(4, "generate", case, prompts, [greedy(6)] * 2)
+    shared = replace(case, change=partial(share_tokens, least=1))
+    assert processes.run(4, "generate", shared, prompts, [greedy(6)] * 2) == [wanted] * 4
 
 
 def test_shared_prefixes_and_preemption(processes: RankProcesses, path: Path) -> None:
@@ -235,10 +257,16 @@ class Absent:
 
     rank = Rank(0, 2)
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, x: torch.Tensor, *, overwrite: bool = False) -> torch.Tensor:
         raise AssertionError("this rank would wait for ever")
 
     def all_gather(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        raise AssertionError("this rank would wait for ever")
+
+    def reduce_scatter_rows(self, x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("this rank would wait for ever")
+
+    def all_gather_rows(self, x: torch.Tensor, num_rows: int) -> torch.Tensor:
         raise AssertionError("this rank would wait for ever")
 
 

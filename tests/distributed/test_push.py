@@ -5,6 +5,7 @@ Each phase of a kernel runs on all ranks in turn.
 
 import os
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,6 +133,57 @@ def test_gathers_equal_the_reference(size: int) -> None:
             assert torch.equal(out, wanted)
 
 
+def by_rows(pushes: list[Push], given: list[Tensor], lost: int | None = None) -> list[Tensor]:
+    """Reduce-scatter and all-gather rows, phase by phase and piece by piece."""
+    size, bfloat16 = len(pushes), given[0].dtype == torch.bfloat16
+    num_rows, width = given[0].shape[0], words(given[0][0]).numel()
+    part = -(-num_rows // size) * width
+    sums = [torch.full_like(given[0][push.rank.rows(num_rows)], 7) for push in pushes]
+    outs = [torch.full_like(x, 7) for x in given]
+    running = [push for push in pushes if push.rank.index != lost]
+    capacity = pushes[0]._bulk.capacity
+    for start in range(0, part, capacity):
+        for phase in (0, 1):
+            for push in running:
+                i = push.rank.index
+                pair = words(given[i]), words(sums[i])
+                push_triton.reduce_scatter(
+                    *pair, part, start, push._bulk, bfloat16, False, (phase, phase)
+                )
+    for start in range(0, part, capacity):
+        for phase in (0, 1):
+            for push in running:
+                pair = words(sums[push.rank.index]), words(outs[push.rank.index])
+                push_triton.gather_parts(*pair, part, start, push._bulk, False, (phase, phase))
+    return outs
+
+
+@pytest.mark.parametrize("size", (2, 4, 8))
+def test_rows_equal_the_reference(size: int) -> None:
+    pushes = ranks(size)
+    # Equal shares, a smaller last one, ranks without rows, and several pieces.
+    cases = [(8, 32, torch.float32), (13, 20, torch.bfloat16), (5, 6, torch.bfloat16)]
+    for turn, (num_rows, width, dtype) in enumerate([*cases, (size * 40, 256, torch.float32)]):
+        given = parts(size, (num_rows, width), dtype, turn)
+        kept, wanted = [x.clone() for x in given], ref.all_reduce(given)
+        for found in by_rows(pushes, given):
+            assert torch.equal(found, wanted)
+        assert all(torch.equal(a, b) for a, b in zip(given, kept, strict=True))
+        for found in sum_over(pushes, "bulk", [x[:1] for x in given]):
+            assert torch.equal(found, wanted[:1])
+    for push in pushes:
+        push.check()
+
+
+def test_rows_of_a_missing_rank_are_nan() -> None:
+    pushes = ranks(4)
+    outs = by_rows(pushes, parts(4, (8, 64), torch.float32), lost=2)
+    for index in (0, 1, 3):
+        assert outs[index].isnan().all()
+        with pytest.raises(EngineDeadError, match=r"in vain for rank 2$"):
+            pushes[index].check()
+
+
 @pytest.mark.parametrize("shot", ("one", "two", "bulk"))
 def test_a_missing_rank_is_named_and_its_sum_is_nan(shot: str) -> None:
     pushes = ranks(4)
@@ -176,6 +228,22 @@ def test_the_size_chooses_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(push_triton, "one_shot", one)
     monkeypatch.setattr(push_triton, "two_shot", two)
     monkeypatch.setattr(push_triton, "all_gather", gather)
+    pieces: list[tuple[str, int, int]] = []
+
+    def note(name: str, x: Tensor, out: Tensor, part: int, start: int, *_: object) -> None:
+        pieces.append((name, part, start))
+
+    for name in ("reduce_scatter", "gather_parts"):
+        monkeypatch.setattr(push_triton, name, partial(note, name))
+    rows = torch.zeros(257, 40)
+    assert push.reduce_scatter_rows(rows).shape == (129, 40)
+    assert push.all_gather_rows(rows[:129], 257).shape == (257, 40)
+    assert push.reduce_scatter_rows(rows.bfloat16()).dtype == torch.bfloat16
+    assert pieces == [
+        *(("reduce_scatter", 129 * 40, start) for start in (0, 2048, 4096)),
+        *(("gather_parts", 129 * 40, start) for start in (0, 2048, 4096)),
+        *(("reduce_scatter", 129 * 20, start) for start in (0, 2048)),
+    ]
     x = torch.zeros(2**15)
     for length in (1, 512, 513, 1024, 1025, 2**12 + 1):
         assert push.all_reduce(x[:length]).shape == (length,)
@@ -205,8 +273,13 @@ def test_nccl_does_the_rest() -> None:
     for large_or_odd in (x.view(4, -1), x[:0].view(0, 4), x[:12].view(4, 3).byte()):
         with pytest.raises(AssertionError, match="all_gather of NCCL"):
             push.all_gather(large_or_odd, 1)
-    with pytest.raises(ValueError, match=r"got torch\.int64"):
-        push.all_reduce(x.long())
+    with pytest.raises(AssertionError, match="reduce_scatter_rows of NCCL"):
+        push.reduce_scatter_rows(x.bfloat16()[:15].view(5, 3))
+    with pytest.raises(AssertionError, match="all_gather_rows of NCCL"):
+        push.all_gather_rows(x[:0].view(0, 4), 0)
+    for sums in (push.all_reduce, push.reduce_scatter_rows):
+        with pytest.raises(ValueError, match=r"got torch\.int64"):
+            sums(x.long())
 
 
 @pytest.mark.parametrize("size", (2, 4, 8))
@@ -226,11 +299,13 @@ def test_the_self_check_compiles_what_models_need(
 
         return launch
 
-    for name in ("one_shot", "two_shot", "all_gather"):
+    for name in ("one_shot", "two_shot", "all_gather", "reduce_scatter", "gather_parts"):
         monkeypatch.setattr(push_triton, name, noting(name))
     (push, *_) = ranks(size, SIZES_OF[size])
     # NCCL does what is too large, and its results do not matter here either.
-    push._nccl = SimpleNamespace(all_reduce=torch.clone, all_gather=lambda x, dim: x)  # type: ignore[assignment]
+    push._nccl = SimpleNamespace(  # type: ignore[assignment]
+        all_reduce=lambda x, overwrite: x, all_gather=lambda x, dim: x
+    )
     monkeypatch.setattr(self_check, "_compare", lambda *args: None)
     self_check.self_check(push, CPU)
     compiled = set(launched)
@@ -238,6 +313,9 @@ def test_the_self_check_compiles_what_models_need(
         for rows in (1, 2, 3, 17, 128, 1000, 1024):
             for dtype in DTYPES:
                 push.all_reduce(torch.empty((rows, width), dtype=dtype))
+                push.reduce_scatter_rows(torch.empty((rows + 1152, width), dtype=dtype))
+                shared = torch.empty((push.rank.share(rows + 1152), width), dtype=dtype)
+                push.all_gather_rows(shared, rows + 1152)
     for rows in (1, 3, 17):
         push.all_gather(torch.empty(rows, 129280 // size), 1)
     assert launched == compiled

@@ -50,6 +50,9 @@ def call_collectives(size: int) -> None:
         ):
             x = meta(num_bytes // WORD_BYTES)
             launch(x, x, over, bfloat16, True)
+        x = meta(2**14)
+        push_triton.reduce_scatter(x, x, 2**10, 0, bulk, bfloat16, True)
+    push_triton.gather_parts(x, x, 2**10, 0, bulk, True)
     width = 129280 // size
     push_triton.all_gather(meta(8 * width), meta(8 * size * width), width, small, True)
 

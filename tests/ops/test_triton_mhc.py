@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from finwhale.distributed.rank import Rank
+from finwhale.models.deepseek_v4.rank_links import SHARED_TOKENS
 from finwhale.ops.mhc import HcHeadWeight, MhcParams, MhcWeight, ref
 from finwhale.ops.mhc import mhc_triton as kernels
 
@@ -98,6 +100,34 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
         alone = kernels.mhc_post_pre(*(t[token : token + 1] for t in args), w, PARAMS)
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one[0], other[token])
+
+
+def test_shares_of_many_tokens_have_the_bits_of_all() -> None:
+    """Several ranks share out the tokens of large steps."""
+    inputs = Inputs()
+    w = weight(inputs, 64)
+    args = state(inputs, 70, 64, torch.bfloat16)
+    whole = kernels.mhc_post_pre(*args, w, PARAMS, options=FEW)
+    first = kernels.mhc_pre(args[3], w, PARAMS, options=FEW)
+    post = kernels.mhc_post(*args, options=FEW)
+    for index in range(4):
+        own = Rank(index, 4).rows(70)
+        mine = tuple(t[own] for t in args)
+        pairs = [
+            *zip(kernels.mhc_post_pre(*mine, w, PARAMS, options=FEW), whole, strict=True),
+            *zip(kernels.mhc_pre(mine[3], w, PARAMS, options=FEW), first, strict=True),
+            (kernels.mhc_post(*mine, options=FEW), post),
+        ]
+        for part, of_all in pairs:
+            assert torch.equal(part, of_all[own])
+
+
+def test_the_ranks_rows_always_take_the_kernels_for_many_tokens() -> None:
+    for size in (2, 4, 8):
+        for num_tokens in range(SHARED_TOKENS, SHARED_TOKENS + 2 * size):
+            own = Rank(size - 1, size).rows(num_tokens)
+            assert own.stop == num_tokens
+            assert own.stop - own.start > kernels.FEW_TOKENS
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:

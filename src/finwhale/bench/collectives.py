@@ -131,6 +131,7 @@ def world() -> dist.ProcessGroup:
 
 def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
     yield Implementation("finwhale", ranks.collectives.all_reduce, exact=False)
+    yield by_rows("finwhale", ranks.collectives)
     if ranks.device.type == "cpu":
         return
 
@@ -139,12 +140,22 @@ def all_reduces(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
         return x
 
     yield Implementation("nccl", nccl, exact=False)
+    yield by_rows("nccl", Nccl(ranks.rank, world()))
     if not isinstance(ranks.collectives, Nccl):
         yield from _pushes(ranks, tune)
         for name in ("one_shot_all_reduce", "two_shot_all_reduce_"):
             operator = getattr(torch.ops.symm_mem, name)
             call = functools.partial(_torch_call, operator, world().group_name)
             yield Implementation(f"torch {name}", call, 2**26, False, _symmetric_copy)
+
+
+def by_rows(name: str, collectives: Collectives) -> Implementation:
+    """The reduce-scatter and the all-gather that prefill uses in place of an all-reduce."""
+
+    def call(x: Tensor) -> Tensor:
+        return collectives.all_gather_rows(collectives.reduce_scatter_rows(x), len(x))
+
+    return Implementation(f"{name} by rows", call, exact=False)
 
 
 def _torch_call(operator: Any, group_name: str, x: Tensor) -> Tensor:
@@ -162,7 +173,7 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
     """Each algorithm at all sizes that fit its buffers."""
     one = PushSizes(one_shot=2**21, two_shot=2**21, bulk=2**16)
     two = PushSizes(one_shot=0, two_shot=2**22, gather=4, bulk=2**16)
-    bulk = PushSizes(one_shot=0, two_shot=0, gather=4, bulk=2**23, nccl=2**62)
+    bulk = PushSizes(one_shot=0, two_shot=0, gather=4, nccl=2**62)
     yield push(ranks, "one shot", one)
     yield push(ranks, "one shot, late", one, late=True)
     yield push(ranks, "two shots", two)
@@ -175,9 +186,13 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
         for block, warps in ((1024, 4), (2048, 4), (4096, 16)):
             sizes = replace(bulk, bulk_block=block, bulk_warps=warps)
             yield push(ranks, f"bulk, {block} words, {warps} warps", sizes)
-        for megabytes in (16, 64):
+            made = make_push(ranks, sizes, False, WAIT_SECONDS)
+            yield by_rows(f"push bulk, {block} words, {warps} warps", made)
+        for megabytes in (8, 16):
             sizes = replace(bulk, bulk=megabytes * 2**20)
             yield push(ranks, f"bulk, pieces of {megabytes} MiB", sizes)
+            made = make_push(ranks, sizes, False, WAIT_SECONDS)
+            yield by_rows(f"push bulk, pieces of {megabytes} MiB", made)
 
 
 def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:

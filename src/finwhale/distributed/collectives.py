@@ -15,8 +15,8 @@ class Collectives(Protocol):
     """What a model calls to combine the tensors of its ranks.
 
     Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
-    The input does not change. The result is a tensor of its own that the caller may keep, except
-    that one rank alone returns its input.
+    The input does not change, except where `overwrite` permits it. The result is a tensor of its
+    own that the caller may keep, except that one rank alone returns its input.
 
     On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
     rank must replay its graph. All calls of a process use one stream at a time, because they share
@@ -29,7 +29,7 @@ class Collectives(Protocol):
     @property
     def rank(self) -> Rank: ...
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         """Sum the ranks' x.
 
         The sum is taken in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and rounded
@@ -40,6 +40,7 @@ class Collectives(Protocol):
 
         Args:
             x: contiguous, float32 or bfloat16, any shape.
+            overwrite: the caller does not need x any more; it may become the result.
 
         Returns:
             A tensor of the shape and dtype of x.
@@ -54,6 +55,28 @@ class Collectives(Protocol):
 
         Returns:
             A contiguous tensor; dimension `dim` is `rank.size` times as large as that of x.
+        """
+        ...
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        """Sum the ranks' x, and return this rank's rows of the sum (`Rank.rows`).
+
+        Args:
+            x: as that of `all_reduce`, [N, ...].
+
+        Returns:
+            [rows, ...]: the bits of these rows of `all_reduce`, if both are `ordered`.
+        """
+        ...
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        """Concatenate the ranks' rows.
+
+        Args:
+            x: contiguous, any dtype, [rows, ...]: this rank's rows of `num_rows` (`Rank.rows`).
+
+        Returns:
+            [num_rows, ...], contiguous.
         """
         ...
 
@@ -73,10 +96,16 @@ class Alone:
 
     rank = ALONE
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return x
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x
 
     def check(self) -> None:

@@ -34,11 +34,18 @@ class Gloo:
         backend: Any = dist.ProcessGroupGloo
         self._group = backend(store, rank.index, rank.size, timeout)
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return ref.all_reduce(self._parts(x))
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return ref.all_gather(self._parts(x), dim)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return ref.reduce_scatter_rows(self._parts(x), self.rank)
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
+        return ref.all_gather_rows(parts)[:num_rows]
 
     def check(self) -> None:
         """Every call has raised its own error."""

@@ -49,16 +49,29 @@ class Nccl:
         self.rank = rank
         self._group, self._ordered = group, ordered
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if self._ordered:
             return ref.all_reduce(self._parts(x).unbind())
-        total = x.clone()
+        total = x if overwrite else x.clone()
         dist.all_reduce(total, group=self._group)
         return total
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         parts = self._parts(x)
         return parts.flatten(0, 1) if dim == 0 else ref.all_gather(parts.unbind(), dim)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        if self._ordered:
+            return ref.reduce_scatter_rows(self._parts(x).unbind(), self.rank)
+        share, own = self.rank.share(len(x)), self.rank.rows(len(x))
+        total = x.new_empty((share, *x.shape[1:]))
+        given = ref.padded(x, share * self.rank.size)
+        dist.reduce_scatter_tensor(total, given, group=self._group)
+        return total[: own.stop - own.start]
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
+        return parts.flatten(0, 1)[:num_rows]
 
     def check(self) -> None:
         """NCCL's watchdog ends the process if a rank is missing."""

@@ -5,8 +5,9 @@
 | small | one shot: every rank sends x to all ranks | one shot |
 | medium | two shots: each rank sums one part and sends the sum | NCCL |
 | large | the same with one flag a program instead of one a word | NCCL |
-| very large | NCCL; pieces of large messages if `ordered` | NCCL |
+| very large | pieces of large messages, or NCCL (`PushSizes.nccl`, not if `ordered`) | NCCL |
 
+`reduce_scatter_rows` and `all_gather_rows` are the two halves of a large all-reduce.
 `push_triton.py` describes the protocol.
 """
 
@@ -109,12 +110,12 @@ class Push:
         """Change how long a kernel waits for a rank; captured graphs follow."""
         self._limit.fill_(min(int(seconds * POLLS_PER_SECOND), 2**31 - 1))
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         if x.dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"all_reduce takes float32 or bfloat16, got {x.dtype}")
         num_bytes = x.numel() * x.element_size()
         if not _has_words(x) or (num_bytes >= self.sizes.nccl and not self._ordered):
-            return self._nccl.all_reduce(x)
+            return self._nccl.all_reduce(x, overwrite=overwrite)
         out = torch.empty_like(x)
         words, sums = _words(x), _words(out)
         bfloat16 = x.dtype == torch.bfloat16
@@ -140,6 +141,35 @@ class Push:
         push_triton.all_gather(
             _words(x), _words(out), width // WORD_BYTES, self._small, self._early
         )
+        return out
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        if x.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"reduce_scatter_rows takes float32 or bfloat16, got {x.dtype}")
+        if not (width := _row_words(x, len(x))):
+            return self._nccl.reduce_scatter_rows(x)
+        own = self.rank.rows(len(x))
+        out = x.new_empty((own.stop - own.start, *x.shape[1:]))
+        part = self.rank.share(len(x)) * width
+        for start in range(0, part, self._bulk.capacity):
+            push_triton.reduce_scatter(
+                _words(x),
+                _words(out),
+                part,
+                start,
+                self._bulk,
+                x.dtype == torch.bfloat16,
+                self._early,
+            )
+        return out
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        if not (width := _row_words(x, num_rows)):
+            return self._nccl.all_gather_rows(x, num_rows)
+        out = x.new_empty((num_rows, *x.shape[1:]))
+        part = self.rank.share(num_rows) * width
+        for start in range(0, part, self._bulk.capacity):
+            push_triton.gather_parts(_words(x), _words(out), part, start, self._bulk, self._early)
         return out
 
     def close(self) -> None:
@@ -178,6 +208,13 @@ def _has_words(x: Tensor) -> bool:
     """Whether x can be sent as words: not empty, whole words, aligned."""
     num_bytes = x.numel() * x.element_size()
     return num_bytes > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+
+
+def _row_words(x: Tensor, num_rows: int) -> int:
+    """Words of a row of x, which all ranks together have `num_rows` of; 0: it cannot be sent."""
+    num_bytes = math.prod(x.shape[1:]) * x.element_size()
+    can_send = num_rows > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
+    return num_bytes // WORD_BYTES if can_send else 0
 
 
 def _words(x: Tensor) -> Tensor:

@@ -291,6 +291,13 @@ def _all_gather_kernel(
 
 
 @triton.jit
+def _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK: tl.constexpr):
+    """Push words without flags to a peer."""
+    place = ((epoch & 1) * W + rank) * capacity + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(_peer_memory(pointers_ptr, peer, place, tl.int32), words, mask=mask)
+
+
+@triton.jit
 def _raise_flags(pointers_ptr, epoch, rank, W: tl.constexpr):
     """After all stores of the program: tell each rank, one thread a rank."""
     tl.debug_barrier()
@@ -351,8 +358,7 @@ def _bulk_kernel(
             peer = rank ^ k
             place = peer * part + inside
             words = tl.load(x_ptr + place, mask=(inside < part) & (place < n), other=0)
-            to = ((epoch & 1) * W + rank) * capacity + inside
-            tl.store(_peer_memory(pointers_ptr, peer, to, tl.int32), words, mask=inside < part)
+            _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, inside < part, BLOCK)
         _raise_flags(pointers_ptr, epoch, rank, W)
     if (FIRST <= 1) & (LAST >= 1):
         own = tl.load(x_ptr + offsets, mask=is_own, other=0)
@@ -362,9 +368,10 @@ def _bulk_kernel(
         total = _sum(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + offsets, total, mask=is_own)
         for k in tl.static_range(1, W):
-            to = (((epoch + 1) & 1) * W + rank) * capacity + inside
-            target = _peer_memory(pointers_ptr, rank ^ k, to, tl.int32)
-            tl.store(target, total, mask=inside < part)
+            peer = rank ^ k
+            _send_bare(
+                pointers_ptr, total, epoch + 1, rank, peer, W, capacity, inside < part, BLOCK
+            )
         _raise_flags(pointers_ptr, epoch + 1, rank, W)
     if LAST == 2:
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch + 1, rank, W)
@@ -374,6 +381,101 @@ def _bulk_kernel(
         words = tl.where(came[:, None], words, -1)
         tl.store(out_ptr + place, words, mask=is_peer & (place < n))
         tl.store(epochs_ptr + program, epoch + 1)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _reduce_scatter_kernel(
+    x_ptr,
+    out_ptr,
+    buffer_ptr,
+    flags_ptr,
+    pointers_ptr,
+    epochs_ptr,
+    limit_ptr,
+    faults,
+    n,
+    part,
+    start,
+    rank,
+    capacity,
+    BFLOAT16: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Sum part `rank` of the ranks' x into out; only the `capacity` words of it from `start`."""
+    _begin(DEPENDENT)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    slot = program * BLOCK + tl.arange(0, BLOCK)
+    inside = start + slot
+    if FIRST == 0:
+        for k in tl.static_range(1, W):
+            peer = rank ^ k
+            place = peer * part + inside
+            mask = (inside < part) & (place < n)
+            words = tl.load(x_ptr + place, mask=mask, other=0)
+            _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK)
+        _raise_flags(pointers_ptr, epoch, rank, W)
+    if LAST == 1:
+        place = rank * part + inside
+        mask = (inside < part) & (place < n)
+        own = tl.load(x_ptr + place, mask=mask, other=0)
+        came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
+        j = tl.arange(0, W)[:, None]
+        source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
+        words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
+        total = _sum(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
+        tl.store(out_ptr + inside, total, mask=mask)
+        tl.store(epochs_ptr + program, epoch)
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _gather_parts_kernel(
+    x_ptr,
+    out_ptr,
+    buffer_ptr,
+    flags_ptr,
+    pointers_ptr,
+    epochs_ptr,
+    limit_ptr,
+    faults,
+    n,
+    part,
+    start,
+    rank,
+    capacity,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Copy the ranks' x to their parts of out; only the `capacity` words of each from `start`."""
+    _begin(DEPENDENT)
+    program = tl.program_id(0)
+    epoch = tl.load(epochs_ptr + program) + 1
+    slot = program * BLOCK + tl.arange(0, BLOCK)
+    inside = start + slot
+    if FIRST == 0:
+        place = rank * part + inside
+        mask = (inside < part) & (place < n)
+        own = tl.load(x_ptr + inside, mask=mask, other=0)
+        for k in tl.static_range(1, W):
+            _send_bare(pointers_ptr, own, epoch, rank, rank ^ k, W, capacity, mask, BLOCK)
+        _raise_flags(pointers_ptr, epoch, rank, W)
+        tl.store(out_ptr + place, own, mask=mask)
+    if LAST == 1:
+        came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
+        j = tl.arange(0, W)[:, None]
+        place = (rank ^ j) * part + inside[None, :]
+        mask = (j > 0) & (inside < part)[None, :] & (place < n)
+        source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
+        words = tl.load(source, mask=mask, other=0, volatile=True)
+        tl.store(out_ptr + place, tl.where(came[:, None], words, -1), mask=mask)
+        tl.store(epochs_ptr + program, epoch)
 
 
 def _options(early: bool) -> dict[str, bool]:
@@ -444,6 +546,72 @@ def all_gather(
         num_warps=channel.warps,
         **_options(early),
     )
+
+
+def reduce_scatter(
+    x: Tensor,
+    out: Tensor,
+    part: int,
+    start: int,
+    channel: Channel,
+    bfloat16: bool,
+    early: bool,
+    phases: Phases = (0, 1),
+) -> None:
+    """Sum this rank's part, of `part` words, of the ranks' x [n] into out.
+
+    Sums as many of its words from `start` on as the channel carries. The last ranks may have fewer
+    than `part` words.
+    """
+    _reduce_scatter_kernel[_parts_grid(part, start, channel)](
+        x,
+        out,
+        *channel.arguments(),
+        len(x),
+        part,
+        start,
+        channel.rank.index,
+        channel.capacity,
+        BFLOAT16=bfloat16,
+        W=channel.rank.size,
+        BLOCK=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        num_warps=channel.warps,
+        **_options(early),
+    )
+
+
+def gather_parts(
+    x: Tensor,
+    out: Tensor,
+    part: int,
+    start: int,
+    channel: Channel,
+    early: bool,
+    phases: Phases = (0, 1),
+) -> None:
+    """Concatenate the ranks' x, of `part` words each, to out [n]; words as in `reduce_scatter`."""
+    _gather_parts_kernel[_parts_grid(part, start, channel)](
+        x,
+        out,
+        *channel.arguments(),
+        len(out),
+        part,
+        start,
+        channel.rank.index,
+        channel.capacity,
+        W=channel.rank.size,
+        BLOCK=channel.block,
+        FIRST=phases[0],
+        LAST=phases[1],
+        num_warps=channel.warps,
+        **_options(early),
+    )
+
+
+def _parts_grid(part: int, start: int, channel: Channel) -> tuple[int]:
+    return (triton.cdiv(min(part - start, channel.capacity), channel.block),)
 
 
 def part_words(num_words: int, size: int) -> int:

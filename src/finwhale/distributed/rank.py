@@ -10,5 +10,15 @@ class Rank:
     index: int
     size: int
 
+    def share(self, num_rows: int) -> int:
+        """Rows of a rank when `num_rows` are shared out; the last ranks may have fewer."""
+        return -(-num_rows // self.size)
+
+    def rows(self, num_rows: int) -> slice:
+        """This rank's rows of `num_rows`."""
+        share = self.share(num_rows)
+        start = min(self.index * share, num_rows)
+        return slice(start, min(start + share, num_rows))
+
 
 ALONE = Rank(0, 1)

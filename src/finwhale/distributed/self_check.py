@@ -9,7 +9,8 @@ from finwhale.errors import FinwhaleError
 
 # Elements of messages, for each algorithm of Push. They are multiples of 32 like the model's
 # messages, so that no other kernels are compiled.
-LENGTHS = (32, 2**12 + 32, 2**18, 2**20 + 32)
+WIDTH = 32
+LENGTHS = (WIDTH, 2**12 + WIDTH, 2**18, 2**20 + WIDTH)
 
 
 def self_check(collectives: Collectives, device: torch.device) -> None:
@@ -35,8 +36,14 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
                 total = collectives.all_reduce(parts[rank.index])
                 _compare(collectives, total, ref.all_reduce(parts), f"rank {sender}")
             parts = [part.to(dtype) for part in known]
+            wanted = ref.all_reduce(parts)
             total = collectives.all_reduce(parts[rank.index])
-            _compare(collectives, total, ref.all_reduce(parts), "all ranks")
+            _compare(collectives, total, wanted, "all ranks")
+            rows = collectives.reduce_scatter_rows(parts[rank.index].view(-1, WIDTH))
+            wanted = wanted.view(-1, WIDTH)
+            _compare(collectives, rows, wanted[rank.rows(len(wanted))], "all ranks")
+            whole = collectives.all_gather_rows(rows, len(wanted))
+            _compare(collectives, whole, wanted, "all ranks")
 
 
 def _known(index: int, length: int, device: torch.device) -> Tensor:

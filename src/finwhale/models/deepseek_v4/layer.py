@@ -54,6 +54,8 @@ class DecoderLayer:
     the output [N,D] of that layer's last block. The MTP layer is a decoder layer too.
 
     A block's output is a partial sum; the layer adds those of all ranks before anything reads it.
+    In steps of many tokens, arguments and results have the rows of this rank only, and the blocks'
+    inputs are gathered (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.
@@ -91,10 +93,13 @@ class DecoderLayer:
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> LayerState:
+        links, num_tokens = self.links, len(inputs.token_ids)
         x, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
-        x = self.links.sum(self.attn(x, inputs, tables, cache, segments), x.dtype)
+        x = links.whole(x, num_tokens)
+        x = links.sum(self.attn(x, inputs, tables, cache, segments), x.dtype)
         x, post_mix, res_mix, residual = self.cross(x, post_mix, res_mix, residual)
-        return self.links.sum(self.ffn(x, inputs), x.dtype), post_mix, res_mix, residual
+        x = links.whole(x, num_tokens)
+        return links.sum(self.ffn(x, inputs), x.dtype), post_mix, res_mix, residual
 
     def enter(
         self,

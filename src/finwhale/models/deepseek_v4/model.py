@@ -4,12 +4,13 @@ embedding -> H equal residual streams -> decoder layers, each with its mHC post 
 post step -> residual streams. `compute_logits` collapses the residual streams (hc_head), normalises
 and projects them.
 
-Legend: N tokens, M rows whose logits are wanted, H residual streams, D hidden, V vocabulary.
+Legend: N tokens, R rows of this rank, M rows whose logits are wanted, H residual streams, D hidden,
+V vocabulary.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ class DeepseekV4:
     @property
     def launch_sizes(self) -> ModelSizes:
         """The sizes that this rank's launch signatures depend on."""
-        return launch_sizes(self.part)
+        return replace(launch_sizes(self.part), num_ranks=self.links.rank.size)
 
     @property
     def residual_shape(self) -> tuple[int, int]:
@@ -145,7 +146,8 @@ class DeepseekV4:
         self.tables.limit(max_positions)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
-        embedded = self.weights.embed.index_select(0, inputs.token_ids)
+        """The residual streams of this rank's rows."""
+        embedded = self.weights.embed.index_select(0, self.links.own(inputs.token_ids))
         return embedded[:, None].expand(-1, self.config.hc_mult, -1)
 
     def _one_of_each(self) -> list[Layer]:
@@ -168,19 +170,27 @@ class DeepseekV4:
     def run_layers(
         self,
         layers: Sequence[Layer],
-        streams_NHD: Tensor,
+        streams_RHD: Tensor,
         inputs: StepInputs,
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Run residual streams through `layers` and the last post step: [N,H,D] -> [N,H,D]."""
+        """Run residual streams through `layers` and the last post step.
+
+        Args:
+            streams_RHD: only this rank's rows (`RankLinks.own`).
+
+        Returns:
+            [N,H,D]: the residual streams of all tokens.
+        """
         first, *others = layers
-        x, post_mix, res_mix, residual = first(streams_NHD, inputs, self.tables, cache, segments)
+        x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
         for layer in others:
             x, post_mix, res_mix, residual = layer(
                 x, inputs, self.tables, cache, segments, post_mix, res_mix, residual
             )
-        return self.mhc_post(x, post_mix, res_mix, residual)
+        streams = self.mhc_post(x, post_mix, res_mix, residual)
+        return self.links.whole(streams, len(inputs.token_ids))
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """Logits [M,V] float32 of the residual streams [M,H,D]."""
@@ -237,7 +247,7 @@ class MtpLayer:
         normed = self.rms_norm(streams_NHD, w.hnorm, self.eps)
         from_streams = self.linear(normed.flatten(0, 1), w.h_proj).view_as(streams_NHD)
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
-        return self.run_layers(self.layers, streams, inputs, cache, segments)
+        return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
         """Logits [M,V] float32 of this layer's residual streams, the same for every draft step."""

@@ -3,6 +3,12 @@
 A rank holds some of the heads, output groups, vocabulary rows, and a part of every expert's width.
 So the outputs of its blocks (after wo_b, after combine) are partial sums, and its logits are some
 columns. Everything else is the same on all ranks, in every bit.
+
+A step of many tokens does the work between two blocks (mHC, norm) only once: each rank does it for
+its rows, and holds the residual streams of these rows only. A reduce-scatter of a block's outputs
+and an all-gather of the next block's inputs send as many bytes as the all-reduce that they replace.
+
+Legend: N tokens, R rows of this rank (R = N in steps of few tokens), D hidden, M rows of logits.
 """
 
 from collections.abc import Iterator
@@ -15,6 +21,10 @@ from torch import Tensor
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 
+# From this number of tokens on, the ranks share them out. Each of 8 ranks then has more rows than
+# mHC's kernels for few tokens take, so that a row has the same bits either way.
+SHARED_TOKENS = 1152
+
 
 class RankLinks:
     """Combines the results of the ranks. All layers of a model share one.
@@ -24,16 +34,40 @@ class RankLinks:
 
     Args:
         partial_dtype: dtype of the partial sums of blocks; None: that of the activations.
+
+    Attributes:
+        shared_tokens: see SHARED_TOKENS.
     """
 
     def __init__(self, collectives: Collectives, partial_dtype: torch.dtype | None = None) -> None:
         self.rank = collectives.rank
         self.partial_dtype = partial_dtype
+        self.shared_tokens = SHARED_TOKENS
         self._collectives = collectives
 
+    def shares(self, num_tokens: int) -> bool:
+        """Whether the ranks share out the tokens between blocks. All ranks decide alike."""
+        return self.rank.size > 1 and num_tokens >= self.shared_tokens
+
+    def own(self, x_NX: Tensor) -> Tensor:
+        """This rank's rows: [N, ...] -> [R, ...]."""
+        num_tokens = len(x_NX)
+        return x_NX[self.rank.rows(num_tokens)] if self.shares(num_tokens) else x_NX
+
     def sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor:
-        """The sum of the ranks' partial sums, rounded to `dtype`."""
-        return self._collectives.all_reduce(partial_ND).to(dtype)
+        """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
+
+        May overwrite the partial sums.
+        """
+        if self.shares(len(partial_ND)):
+            return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
+        return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
+
+    def whole(self, x_RX: Tensor, num_tokens: int) -> Tensor:
+        """The rows of all ranks: [R, ...] -> [N, ...]."""
+        if self.shares(num_tokens):
+            return self._collectives.all_gather_rows(x_RX, num_tokens)
+        return x_RX
 
     def join(self, part_MX: Tensor) -> Tensor:
         """The columns of all ranks: [M,X] -> [M,X * ranks]."""
@@ -56,11 +90,17 @@ class _Apart:
 
     rank: Rank
 
-    def all_reduce(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         return torch.cat([x] * self.rank.size, dim)
+
+    def reduce_scatter_rows(self, x: Tensor) -> Tensor:
+        return x[self.rank.rows(len(x))]
+
+    def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
+        return x.new_zeros(num_rows, *x.shape[1:])
 
     def check(self) -> None:
         pass

@@ -23,6 +23,7 @@ class ModelSizes:
     Attributes:
         linears: (rows a token, groups, values of a group) of the inputs of linear layers.
         complete_ratios: compression ratios whose entries attention reads without choosing.
+        num_ranks: ranks that share out the tokens of large steps for mHC.
     """
 
     vocab_size: int
@@ -33,6 +34,7 @@ class ModelSizes:
     num_experts: int
     experts_per_token: int
     linears: frozenset[tuple[int, int, int]]
+    num_ranks: int = 1
 
 
 def last_of_classes(class_of: Callable[[int], object], most: int) -> set[int]:

@@ -111,7 +111,8 @@ POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return up_to(most, (1, FEW_TOKENS, MOST_TOKENS - 1))
+    last = MOST_TOKENS - 1
+    return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last))
 
 
 def _empty_parts(
