@@ -1,9 +1,13 @@
 """Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others use our kernels.
 
-One token uses the one-token kernel of `linear_triton.py`. Our kernel rounds more tokens, in
-DeepGEMM's layout. Up to ROUNDED_TOKENS, a K that is too short for DeepGEMM uses our tiles without a
-split, which give the same bits. A token's bits therefore do not depend on the other tokens nor,
-from 2 tokens on, on their number. With `Options.invariant` one token is computed as two.
+Up to ROUNDED_TOKENS tokens, the kernels of `linear_triton.py` run: DeepGEMM does not split K, so a
+weight with few rows would occupy a part of the GPU only. Our kernel rounds more tokens, in
+DeepGEMM's layout. A token's bits do not depend on the other tokens; they depend on the number of
+tokens by its class: one, up to ROUNDED_TOKENS, or more.
+
+With `Options.invariant` they do not depend on it: one token is computed as two, and DeepGEMM runs
+any number. Up to ROUNDED_TOKENS, a K that is too short for it uses our tiles without a split, which
+give the same bits.
 
 Attention rounds the input of the grouped GEMM if `grouped_form` says so.
 
@@ -44,9 +48,10 @@ def _takes_weight(p: kernels.Problem) -> bool:
     return p.scale is not None and p.round_input and even
 
 
-def _suits(p: kernels.Problem) -> bool:
-    """Whether DeepGEMM runs a GEMM: with several tokens and a supported weight."""
-    return len(p.x) > 0 and _takes_weight(p) and not kernels.by_rows(p)
+def _suits(p: kernels.Problem, options: Options) -> bool:
+    """Whether DeepGEMM runs a GEMM: with many tokens and a supported weight."""
+    least = 1 if options.invariant else kernels.ROUNDED_TOKENS + 1
+    return len(p.x) >= least and _takes_weight(p) and not kernels.by_rows(p)
 
 
 def rows_of(num_tokens: int) -> int:
@@ -76,17 +81,19 @@ def _product(
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    num_tokens = x_NK.shape[0]
+    num_tokens, asked = x_NK.shape[0], options
     if options.invariant and w.scale is not None and w.round_input:
         x_NK, options = kernels.two_or_more(x_NK), replace(options, invariant=False)
     p = kernels.problem(x_NK.unsqueeze(1), w, options)
-    if w.scale is None or not _suits(p):
+    if w.scale is None or not _suits(p, asked):
         return kernels.run(p).squeeze(1)[:num_tokens]
     x = quantise(x_NK, num_rows=rows_of(len(x_NK)), early_launch=options.early_launch)
     return _product(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
 
 
-def grouped_form(w: LinearWeight, head_dim: int, *, min_tokens: int = 2) -> RoundedInput | None:
+def grouped_form(
+    w: LinearWeight, head_dim: int, *, min_tokens: int = kernels.ROUNDED_TOKENS + 1
+) -> RoundedInput | None:
     """The input is rounded if DeepGEMM supports the weight and a head is whole groups."""
     groups, rows, width = w.weight.shape
     even = rows % 8 == 0 and w.out_dtype in (None, torch.bfloat16)
@@ -109,12 +116,12 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 def grouped_linear(
     x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
 ) -> Tensor:
-    num_tokens, groups, _ = x_NGK.shape
+    (num_tokens, groups, _), asked = x_NGK.shape, options
     if options.invariant and w.scale is not None and w.round_input:
         x_NGK = kernels.two_or_more(x_NGK) if scales_NS is None else x_NGK
         options = replace(options, invariant=False)
     p = kernels.problem(x_NGK, w, options)
-    if w.scale is None or (scales_NS is None and not _suits(p)):
+    if w.scale is None or (scales_NS is None and not _suits(p, asked)):
         return kernels.run(p)[:num_tokens]
     rows = rows_of(len(x_NGK))
     shape = (rows, groups, w.weight.shape[1])
@@ -131,12 +138,12 @@ def grouped_linear(
 def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
-    """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 from 2 tokens on."""
-    num_tokens = x_ND.shape[0]
+    """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 if DeepGEMM runs."""
+    num_tokens, asked = x_ND.shape[0], options
     if options.invariant and w.scale13 is not None and w.round_input:
         x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)
     p = kernels.gated_problem(x_ND, w, limit, options)
-    if w.scale13 is None or w.scale2 is None or not _suits(p):
+    if w.scale13 is None or w.scale2 is None or not _suits(p, asked):
         return kernels.swiglu_mlp(x_ND, w, limit, options=options)[:num_tokens]
     rows = rows_of(len(x_ND))
     early = options.early_launch
