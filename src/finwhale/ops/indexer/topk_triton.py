@@ -2,7 +2,7 @@
 
 The result is exact for every batch, chunk and split: a token gets its topk largest scores; the
 lowest index wins ties. The kernel compares floats as integers of the same order. To find a
-threshold, each pass counts the keys that reach three probes, and reduces the range to a quarter.
+threshold, each pass counts the keys that reach three probes. One of them halves the range.
 
 A program selects from at most BLOCK keys. If there are more, it first selects the best groups of
 GROUP adjacent keys by their largest keys. The topk best keys lie in the topk best groups, so the
@@ -28,49 +28,68 @@ MIN_BLOCK = 512
 BLOCKS = tuple(MIN_BLOCK << i for i in range((BLOCK // MIN_BLOCK).bit_length()))
 # Keys of a group; a thread loads them together.
 GROUP = 4
-# Keys that one thread of a program holds: a prefill fills the GPU with rows, a decode does not.
+# Keys that one thread of a program holds: a prefill of short rows fills the GPU, a decode does not.
 DECODE_VALUES_PER_THREAD, PREFILL_VALUES_PER_THREAD = 8, 16
 
 
 @triton.jit
-def _keys(scores, valid):
-    """Integers in the order of the scores; the smallest one where a score is not valid."""
+def _keys(scores):
+    """Integers in the order of the scores."""
     bits = (scores + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF - 1)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _threshold(keys, low, high, least, most, known):
+def _scores(keys):
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _threshold(keys, low, high, reached, least, most):
     """A threshold that at least `least` of the keys reach, and at most `most` but for ties.
 
-    The threshold is in low .. high; at least `least` keys reach low, and none is above high. known:
-    at most `most` keys reach low. Returns the threshold and how many of its ties to take.
-
-    Differences of int32 are taken modulo 2^32 and are non-negative as uint32.
+    The threshold is in low .. high. `reached` keys reach low, or about so many, but then more than
+    `most`; at least `least` do. No key is above high. Returns the threshold and how many of its
+    ties to take.
     """
     above = 0
-    done = known
-    while (low < high) & (done == 0):
+    while (low < high) & (reached > most):
+        # The middle halves the range. The other probes lie around a guess: that the logarithm of
+        # the count is linear in the score. Any probe of low + 1 .. high is right.
+        # The difference is taken modulo 2^32 and is non-negative as uint32.
         span = (high - low).to(tl.uint32, bitcast=True)
-        quarter = span // 4
-        rest = span - 4 * quarter
-        first = low + (quarter + (rest + 3) // 4).to(tl.int32, bitcast=True)
-        second = low + (2 * quarter + (rest + 1) // 2).to(tl.int32, bitcast=True)
-        third = low + (3 * quarter + (3 * rest + 3) // 4).to(tl.int32, bitcast=True)
-        reach_12 = (keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16)
+        middle = low + (span // 2 + span % 2).to(tl.int32, bitcast=True)
+        log_low, log_high = tl.log2(reached * 1.0), tl.log2(tl.maximum(above, 0.5))
+        part = (log_low - tl.log2((least + most) * 0.5)) / (log_low - log_high)
+        low_score, high_score = _scores(low), _scores(high)
+        width = high_score - low_score
+        left = _keys(low_score + width * (part * 0.875))
+        right = _keys(low_score + width * (part * 0.875 + 0.125))
+        left = tl.minimum(tl.maximum(left, low + 1), high)
+        right = tl.minimum(tl.maximum(right, low + 1), high)
         # Separate sums of one value each: the GPU has an instruction for the sum over a warp.
-        packed = tl.sum(reach_12, axis=0)
-        count_3 = tl.sum((keys >= third).to(tl.int32), axis=0)
-        count_1, count_2 = packed & 0xFFFF, packed >> 16
-        in_3, in_2, in_1 = count_3 >= least, count_2 >= least, count_1 >= least
-        high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)) - 1)
-        above = tl.where(in_3, above, tl.where(in_2, count_3, tl.where(in_1, count_2, count_1)))
-        low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
-        reached = tl.where(
-            in_3, count_3, tl.where(in_2, count_2, tl.where(in_1, count_1, most + 1))
-        )
-        done = (reached <= most).to(tl.int32)
-    return low, tl.where(done > 0, most, most - above)
+        reach = (keys >= left).to(tl.int32) + ((keys >= right).to(tl.int32) << 16)
+        packed = tl.sum(reach, axis=0)
+        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        low, high, reached, above = _narrowed(middle, count, low, high, reached, above, least)
+        count = packed & 0xFFFF
+        low, high, reached, above = _narrowed(left, count, low, high, reached, above, least)
+        count = packed >> 16
+        low, high, reached, above = _narrowed(right, count, low, high, reached, above, least)
+    return low, tl.where(reached <= most, most, most - above)
+
+
+@triton.jit
+def _narrowed(probe, count, low, high, reached, above, least):
+    """The range and its counts, if `count` keys reach the probe."""
+    up = (count >= least) & (probe > low)
+    down = (count < least) & (probe <= high)
+    return (
+        tl.where(up, probe, low),
+        tl.where(down, probe - 1, high),
+        tl.where(up, count, reached),
+        tl.where(down, count, above),
+    )
 
 
 @triton.jit
@@ -90,12 +109,16 @@ def _chosen(keys, threshold, ties_wanted):
 
 
 @triton.jit
-def _best(scores_row_ptr, entries, valid, length, topk):
-    """Which of `length` valid entries have the topk highest scores, and the place of each one."""
-    keys = _keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0), valid)
-    low, high = tl.min(tl.where(valid, keys, 0x7FFFFFFF)), tl.max(keys)
+def _best(scores_row_ptr, entries, valid, floor, length, topk):
+    """Which of `length` valid entries have the topk highest scores, and the place of each one.
+
+    At least topk entries reach the floor, if there are so many, and about `length`.
+    """
+    keys = _keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0))
+    low = tl.maximum(tl.min(tl.where(valid, keys, 0x7FFFFFFF)), floor)
+    keys = tl.where(valid, keys, -0x7FFFFFFF - 1)
     count = tl.minimum(topk, length)
-    threshold, ties = _threshold(keys, low, high, count, count, (length <= topk).to(tl.int32))
+    threshold, ties = _threshold(keys, low, tl.max(keys), length, count, count)
     return _chosen(keys, threshold, ties)
 
 
@@ -133,6 +156,7 @@ def _select_kernel(
     PDL: tl.constexpr,
 ):
     """GROUP is 1 if no row has more than BLOCK keys."""
+    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
     CHUNK: tl.constexpr = GROUP * BLOCK
     MOST: tl.constexpr = BLOCK // GROUP  # groups that a program selects
     row = tl.program_id(0).to(tl.int64)
@@ -159,7 +183,7 @@ def _select_kernel(
     scores_row_ptr = scores_ptr + row * stride_scores
     columns = tl.arange(0, BLOCK)
     if GROUP == 1:
-        chosen, place = _best(scores_row_ptr, columns, columns < visible, visible, topk)
+        chosen, place = _best(scores_row_ptr, columns, columns < visible, LOWEST, visible, topk)
         _store_slots(out_row_ptr, table_row_ptr, columns, chosen, place, ROWS_PER_PAGE)
         return
 
@@ -168,6 +192,8 @@ def _select_kernel(
     length = tl.minimum(visible - start, CHUNK)
     entries = start + columns
     valid = columns < length
+    floor = LOWEST
+    reached = length
     if length > BLOCK:
         members = tl.arange(0, GROUP)
         group_entries = start + columns[:, None] * GROUP + members[None, :]
@@ -175,10 +201,11 @@ def _select_kernel(
         there = columns * GROUP < length
         whole = tl.broadcast_to(there[:, None], [BLOCK, GROUP])
         scores = tl.load(scores_row_ptr + group_entries, mask=whole, other=0.0)
-        keys = tl.max(_keys(scores, group_entries < start + length), axis=1)
+        inside = group_entries < start + length
+        keys = tl.max(tl.where(inside, _keys(scores), LOWEST), axis=1)
         low, high = tl.min(tl.where(there, keys, 0x7FFFFFFF)), tl.max(keys)
-        threshold, ties = _threshold(keys, low, high, topk, MOST, 0)
-        chosen, place = _chosen(keys, threshold, ties)
+        floor, ties = _threshold(keys, low, high, tl.cdiv(length, GROUP), topk, MOST)
+        chosen, place = _chosen(keys, floor, ties)
         groups_ptr = lists_ptr + chunk * MOST
         tl.store(groups_ptr + place, columns, mask=chosen)
         num_groups = tl.sum(chosen.to(tl.int32))
@@ -189,6 +216,8 @@ def _select_kernel(
         group_entries = start + groups[:, None] * GROUP + members[None, :]
         entries = tl.reshape(group_entries, [BLOCK])
         valid = tl.reshape(there[:, None] & (group_entries < start + length), [BLOCK])
+        # Few groups have several such keys.
+        reached = tl.maximum(num_groups + num_groups // 8, topk + 1)
 
     counter_ptr = counters_ptr + row * stride_counters
     mine = chunk
@@ -197,7 +226,7 @@ def _select_kernel(
     lists_ptr += num_programs * MOST  # selected by this level's programs
     active = 1
     while active > 0:
-        chosen, place = _best(scores_row_ptr, entries, valid, length, topk)
+        chosen, place = _best(scores_row_ptr, entries, valid, floor, reached, topk)
         active = 0
         if num_programs == 1:
             _store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE)
@@ -218,6 +247,8 @@ def _select_kernel(
                 last_children = num_programs - (num_parents - 1) * fan
                 last_length = (last_children - 1) * topk + tl.minimum(topk, last_length)
                 length = tl.where(parent == num_parents - 1, last_length, fan * topk)
+                floor = LOWEST
+                reached = length
                 mine = parent
                 num_programs = num_parents
                 valid = columns < length
@@ -258,7 +289,7 @@ def select_topk(
         candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
     if len(lists) > 1:
         counters = _counters(tokens, num_rows, sum(lists[1:]))
-    prefill = tokens.max_query > MAX_DECODE_QUERY
+    prefill = tokens.max_query > MAX_DECODE_QUERY and group == 1
     values = PREFILL_VALUES_PER_THREAD if prefill else DECODE_VALUES_PER_THREAD
     _select_kernel[(num_rows, lists[0])](
         scores_NE,
