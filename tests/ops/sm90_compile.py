@@ -323,9 +323,8 @@ def call_indexer(width: int, heads: int, topk: int, N: int, max_len: int, max_qu
     compressor.compress((part,), tokens, rotary, 1e-6, page_table(N, 128), page_table(N, 2), 4)
     q, weights, pool = meta(N, heads, 128), f32(N, heads), parts[1].entry_pool
     table = page_table(N, 64)
-    indexer.select_entries(
-        q, weights, pool, rotary, tokens, table, topk, 0.1, True, inline_asm=True
-    )
+    options = {"inline_asm": True, "early_launch": True}
+    indexer.select_entries(q, weights, pool, rotary, tokens, table, topk, 0.1, True, **options)
 
 
 def call_attention(

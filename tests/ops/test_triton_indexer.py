@@ -69,23 +69,50 @@ def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert agree(*selected(next(c for c in cases if c.args()[6] == 16).args()))
 
 
-@pytest.mark.parametrize("kind", ("equal", "zero", "negative", "wide", "few"))
-def test_thresholds(kind: str) -> None:
-    """Scores alone: ties everywhere, both zeros, every exponent."""
-    length, topk = 700, 100
+@pytest.mark.parametrize("block", (256, 512, 1024))
+@pytest.mark.parametrize(
+    "kind", ("equal", "zero", "negative", "wide", "few", "together", "not finite")
+)
+def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scores alone: ties everywhere, both zeros, every exponent, the best ones side by side.
+
+    A row of more than 512 has two chunks, one, or no groups.
+    """
+    monkeypatch.setattr(topk_triton, "BLOCK", block)
+    monkeypatch.setattr(topk_triton, "MIN_BLOCK", 256)
+    length, topk = 703, 100
     draw = Draw()
+    position = torch.arange(length)
+    special = torch.tensor((torch.inf, -torch.inf, torch.nan, -3e38, -0.0, 0.0, 1.0))
     scores = {
-        "equal": torch.full((1, length), -3.25),
-        "zero": torch.where(draw.whole(2, 1, length) > 0, 0.0, -0.0),
-        "negative": -draw.normal(1, length).abs() - 1,
-        "wide": draw.normal(1, length) * 10.0 ** draw.whole(39, 1, length, low=-38),
-        "few": draw.whole(3, 1, length).float(),
+        "equal": torch.full((length,), -3.25),
+        "zero": torch.where(draw.whole(2, length) > 0, 0.0, -0.0),
+        "negative": -draw.normal(length).abs() - 1,
+        "wide": draw.normal(length) * 10.0 ** draw.whole(39, length, low=-38),
+        "few": draw.whole(3, length).float(),
+        "together": draw.normal(length) + 9 * ((position > 397) & (position < 490)),
+        "not finite": special[draw.whole(7, length)],
     }[kind]
-    tokens, table = one_row(4 * length)
-    out = torch.full((1, topk), -7, dtype=torch.int32)
-    topk_triton.select_topk(scores, out, tokens, table, 0, topk, length, 4)
-    best = (-(scores[0] + 0.0)).argsort(stable=True)[:topk].sort().values
-    assert torch.equal(out[0].long(), best)
+    visible = torch.tensor((703, 99, 100, 101, 255, 257, 511, 512, 513, 514, 610))
+    count = len(visible)
+    pages = torch.arange(length // 64 + 1, dtype=torch.int32).flip(0)
+    tokens = Tokens(
+        positions=4 * visible - 1,
+        sequence=torch.zeros(count, dtype=torch.int32),
+        query_start=torch.tensor([0, count], dtype=torch.int32),
+        max_len=4 * length,
+        max_query=count,
+    )
+    table = PageTable(pages[None], torch.zeros(1, dtype=torch.int32), 64)
+    # Entries that a token does not see would win.
+    padded = torch.full((count, 704), torch.inf)
+    for row, n in zip(padded, visible, strict=True):
+        row[:n] = scores[:n]
+    out = torch.full((count, topk), -7, dtype=torch.int32)
+    topk_triton.select_topk(padded, out, tokens, table, 0, topk, length, 4)
+    slots = (pages[:, None] * 64 + torch.arange(64)).flatten()[None, :704]
+    wanted = ref._top(padded, visible, slots.expand(count, -1), topk)
+    assert torch.equal(out, wanted)
 
 
 def one_row(length: int) -> tuple[Tokens, PageTable]:

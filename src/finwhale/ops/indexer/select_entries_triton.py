@@ -23,6 +23,7 @@ from torch import Tensor
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
 from finwhale.ops.indexer.layout import page_bytes
 from finwhale.ops.indexer.topk_triton import BLOCKS, select_topk
+from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import FP4_GROUP
@@ -210,7 +211,11 @@ def _scores_kernel(
     BLOCK_I: tl.constexpr,
     STAGES: tl.constexpr,
     ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     # The last tokens of a chunk see the most entries, so process them first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -332,12 +337,14 @@ def select_entries(
     *,
     invariant: bool = False,
     inline_asm: bool = False,
+    early_launch: bool = False,
     num_multiprocessors: int = NUM_MULTIPROCESSORS,
 ) -> Tensor:
     """Select slots [N,K] int32 of packed keys. Grids depend only on N, max_len and max_query.
 
     invariant: K is topk in every step; otherwise it is limited by the longest sequence.
     inline_asm: unpack keys with PTX instructions, within a fixed number of registers.
+    early_launch: kernels launch early (ops/launch).
     num_multiprocessors: number in the GPU; it determines the number of programs.
     """
     num_tokens, heads, width = q_NIC.shape
@@ -349,7 +356,7 @@ def select_entries(
         return out_NK
     if max_entries <= topk:
         no_scores = torch.empty(num_tokens, 0, dtype=torch.float32, device=q_NIC.device)
-        select_topk(no_scores, out_NK, tokens, table, 0, topk, 0, RATIO)
+        select_topk(no_scores, out_NK, tokens, table, 0, topk, 0, RATIO, early_launch)
         return out_NK
 
     block_i = max(MIN_HEADS, triton.next_power_of_2(heads))
@@ -399,8 +406,17 @@ def select_entries(
             ASM=inline_asm,
             num_warps=4,
             **options,
+            **launch_options(early_launch),
         )
         select_topk(
-            scores_NE[:num_rows], out_NK, tokens, table, first_token, topk, max_entries, RATIO
+            scores_NE[:num_rows],
+            out_NK,
+            tokens,
+            table,
+            first_token,
+            topk,
+            max_entries,
+            RATIO,
+            early_launch,
         )
     return out_NK

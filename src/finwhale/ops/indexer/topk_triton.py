@@ -1,10 +1,16 @@
 """The largest scores of each token, in order of position, as one Triton kernel.
 
 The result is exact for every batch, chunk and split: a token gets its topk largest scores; the
-lowest index wins ties. The kernel compares floats as integers of the same order. To find the
-threshold, each pass counts the keys that reach three probes, and reduces the range to a quarter. If
-a row is longer than BLOCK, each of its chunks has a program. Of adjacent chunks, the program that
-ends last selects again from their results, until one program has the result of the row.
+lowest index wins ties. The kernel compares floats as integers of the same order. To find a
+threshold, each pass counts the keys that reach three probes. One of them halves the range.
+
+A program selects from at most BLOCK keys. If there are more, it first selects the best groups of
+GROUP adjacent keys by their largest keys. The topk best keys lie in the topk best groups, so the
+program may select more groups than that, but not fewer: few passes find such a threshold.
+
+If a row is longer than GROUP * BLOCK, each of its chunks has a program. Of adjacent chunks, the
+program that ends last selects again from their results, until one program has the result of the
+row.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -13,63 +19,114 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.launch import launch_options
+from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, Tokens
 
-# Entries that one program selects from; the counts of a pass are packed in 16 bits.
+# Keys that one program selects from; the counts of a pass are packed in 16 bits.
 BLOCK = 4096
 MIN_BLOCK = 512
 BLOCKS = tuple(MIN_BLOCK << i for i in range((BLOCK // MIN_BLOCK).bit_length()))
-# Values that one thread of a program holds.
-VALUES_PER_THREAD = 16
+# Keys of a group; a thread loads them together.
+GROUP = 4
+# Keys that one thread of a program holds: a prefill of short rows fills the GPU, a decode does not.
+DECODE_VALUES_PER_THREAD, PREFILL_VALUES_PER_THREAD = 8, 16
 
 
 @triton.jit
-def _add_pair(a, b, c, d):
-    return a + c, b + d
+def _keys(scores):
+    """Integers in the order of the scores."""
+    bits = (scores + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _outer_pair(a, b, c, d):
-    return tl.minimum(a, c), tl.maximum(b, d)
+def _scores(keys):
+    return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _threshold(keys, valid, count):
-    """The largest t that at least `count` of the valid keys reach; the others are -2^31.
+def _threshold(keys, low, high, reached, least, most):
+    """A threshold that at least `least` of the keys reach, and at most `most` but for ties.
 
-    Differences of int32 are taken modulo 2^32 and are non-negative as uint32.
+    The threshold is in low .. high. `reached` keys reach low, or about so many, but then more than
+    `most`; at least `least` do. No key is above high. Returns the threshold and how many of its
+    ties to take.
     """
-    low, high = tl.reduce((tl.where(valid, keys, 0x7FFFFFFF), keys), 0, _outer_pair)
-    while low < high:
+    above = 0
+    while (low < high) & (reached > most):
+        # The middle halves the range. The other probes lie around a guess: that the logarithm of
+        # the count is linear in the score. Any probe of low + 1 .. high is right.
+        # The difference is taken modulo 2^32 and is non-negative as uint32.
         span = (high - low).to(tl.uint32, bitcast=True)
-        quarter = span // 4
-        rest = span - 4 * quarter
-        first = low + (quarter + (rest + 3) // 4).to(tl.int32, bitcast=True)
-        second = low + (2 * quarter + (rest + 1) // 2).to(tl.int32, bitcast=True)
-        third = low + (3 * quarter + (3 * rest + 3) // 4).to(tl.int32, bitcast=True)
-        reach_12 = (keys >= first).to(tl.int32) + ((keys >= second).to(tl.int32) << 16)
-        reach_3 = (keys >= third).to(tl.int32)
-        packed, count_3 = tl.reduce((reach_12, reach_3), 0, _add_pair)
-        count_1, count_2 = packed & 0xFFFF, packed >> 16
-        in_3, in_2, in_1 = count_3 >= count, count_2 >= count, count_1 >= count
-        high = tl.where(in_3, high, tl.where(in_2, third, tl.where(in_1, second, first)) - 1)
-        low = tl.where(in_3, third, tl.where(in_2, second, tl.where(in_1, first, low)))
-        reached = tl.where(in_3, count_3, tl.where(in_2, count_2, count_1))
-        # Exactly `count` keys reach it, so the search can end.
-        high = tl.where(reached == count, low, high)
-    return low
+        middle = low + (span // 2 + span % 2).to(tl.int32, bitcast=True)
+        log_low, log_high = tl.log2(reached * 1.0), tl.log2(tl.maximum(above, 0.5))
+        part = (log_low - tl.log2((least + most) * 0.5)) / (log_low - log_high)
+        low_score, high_score = _scores(low), _scores(high)
+        width = high_score - low_score
+        left = _keys(low_score + width * (part * 0.875))
+        right = _keys(low_score + width * (part * 0.875 + 0.125))
+        left = tl.minimum(tl.maximum(left, low + 1), high)
+        right = tl.minimum(tl.maximum(right, low + 1), high)
+        # Separate sums of one value each: the GPU has an instruction for the sum over a warp.
+        reach = (keys >= left).to(tl.int32) + ((keys >= right).to(tl.int32) << 16)
+        packed = tl.sum(reach, axis=0)
+        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        low, high, reached, above = _narrowed(middle, count, low, high, reached, above, least)
+        count = packed & 0xFFFF
+        low, high, reached, above = _narrowed(left, count, low, high, reached, above, least)
+        count = packed >> 16
+        low, high, reached, above = _narrowed(right, count, low, high, reached, above, least)
+    return low, tl.where(reached <= most, most, most - above)
 
 
 @triton.jit
-def _chosen(keys, threshold, count):
-    """Which keys are the `count` largest, ties by the lowest index, and each one's place."""
-    above = (keys > threshold).to(tl.int32)
-    packed = above + ((keys == threshold).to(tl.int32) << 16)
-    before = tl.cumsum(packed, axis=0) - packed
-    ties_wanted = count - tl.sum(above, axis=0)
+def _narrowed(probe, count, low, high, reached, above, least):
+    """The range and its counts, if `count` keys reach the probe."""
+    up = (count >= least) & (probe > low)
+    down = (count < least) & (probe <= high)
+    return (
+        tl.where(up, probe, low),
+        tl.where(down, probe - 1, high),
+        tl.where(up, count, reached),
+        tl.where(down, count, above),
+    )
+
+
+@triton.jit
+def _chosen(keys, threshold, ties_wanted):
+    """Which keys are above the threshold, or its first ties, and the place of each one."""
+    above, tie = keys > threshold, keys == threshold
+    packed = above.to(tl.int32) + (tie.to(tl.int32) << 16)
+    SIZE: tl.constexpr = keys.shape[0]
+    # Rows of a warp, so that few sums cross warps.
+    rows = tl.reshape(packed, [SIZE // 32, 32])
+    totals = tl.sum(rows, axis=1)
+    before = (tl.cumsum(totals, axis=0) - totals)[:, None] + tl.cumsum(rows, axis=1) - rows
+    before = tl.reshape(before, [SIZE])
     ties = before >> 16
-    chosen = (keys > threshold) | ((keys == threshold) & (ties < ties_wanted))
+    chosen = above | (tie & (ties < ties_wanted))
     return chosen, (before & 0xFFFF) + tl.minimum(ties, ties_wanted)
+
+
+@triton.jit
+def _best(scores_row_ptr, entries, valid, floor, length, topk):
+    """Which of `length` valid entries have the topk highest scores, and the place of each one.
+
+    At least topk entries reach the floor, if there are so many, and about `length`.
+    """
+    keys = _keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0))
+    low = tl.maximum(tl.min(tl.where(valid, keys, 0x7FFFFFFF)), floor)
+    keys = tl.where(valid, keys, -0x7FFFFFFF - 1)
+    count = tl.minimum(topk, length)
+    threshold, ties = _threshold(keys, low, tl.max(keys), length, count, count)
+    return _chosen(keys, threshold, ties)
+
+
+@triton.jit
+def _store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE: tl.constexpr):
+    page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=chosen, other=0)
+    slots = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
+    tl.store(out_row_ptr + place, slots, mask=chosen)
 
 
 @triton.jit(do_not_specialize=["first_token", "fan", "stride_counters"])
@@ -93,16 +150,25 @@ def _select_kernel(
     stride_pages,
     RATIO: tl.constexpr,
     ROWS_PER_PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    """GROUP is 1 if no row has more than BLOCK keys."""
+    LOWEST: tl.constexpr = -0x7FFFFFFF - 1
+    CHUNK: tl.constexpr = GROUP * BLOCK
+    MOST: tl.constexpr = BLOCK // GROUP  # groups that a program selects
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = first_token + row
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
-    if (chunk > 0) & (chunk * BLOCK >= visible):
-        return
     b = tl.load(sequence_ptr + token).to(tl.int64)
+    if (chunk > 0) & (chunk * CHUNK >= visible):
+        return
     table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
     out_row_ptr = out_ptr + token * stride_out
     if visible <= topk:
@@ -115,53 +181,79 @@ def _select_kernel(
         return
 
     scores_row_ptr = scores_ptr + row * stride_scores
-    counter_ptr = counters_ptr + row * stride_counters
-    lists_ptr = candidates_ptr + row * stride_candidates  # selected by this level's programs
-    source_ptr = lists_ptr  # input of this program after the first level
     columns = tl.arange(0, BLOCK)
-    level = 0
+    if GROUP == 1:
+        chosen, place = _best(scores_row_ptr, columns, columns < visible, LOWEST, visible, topk)
+        _store_slots(out_row_ptr, table_row_ptr, columns, chosen, place, ROWS_PER_PAGE)
+        return
+
+    lists_ptr = candidates_ptr + row * stride_candidates
+    start = chunk * CHUNK
+    length = tl.minimum(visible - start, CHUNK)
+    entries = start + columns
+    valid = columns < length
+    floor = LOWEST
+    reached = length
+    if length > BLOCK:
+        members = tl.arange(0, GROUP)
+        group_entries = start + columns[:, None] * GROUP + members[None, :]
+        # A row is allocated in whole groups.
+        there = columns * GROUP < length
+        whole = tl.broadcast_to(there[:, None], [BLOCK, GROUP])
+        scores = tl.load(scores_row_ptr + group_entries, mask=whole, other=0.0)
+        inside = group_entries < start + length
+        keys = tl.max(tl.where(inside, _keys(scores), LOWEST), axis=1)
+        low, high = tl.min(tl.where(there, keys, 0x7FFFFFFF)), tl.max(keys)
+        floor, ties = _threshold(keys, low, high, tl.cdiv(length, GROUP), topk, MOST)
+        chosen, place = _chosen(keys, floor, ties)
+        groups_ptr = lists_ptr + chunk * MOST
+        tl.store(groups_ptr + place, columns, mask=chosen)
+        num_groups = tl.sum(chosen.to(tl.int32))
+        tl.debug_barrier()
+        ranks = tl.arange(0, MOST)
+        there = ranks < num_groups
+        groups = tl.load(groups_ptr + ranks, mask=there, other=0)
+        group_entries = start + groups[:, None] * GROUP + members[None, :]
+        entries = tl.reshape(group_entries, [BLOCK])
+        valid = tl.reshape(there[:, None] & (group_entries < start + length), [BLOCK])
+        # Few groups have several such keys.
+        reached = tl.maximum(num_groups + num_groups // 8, topk + 1)
+
+    counter_ptr = counters_ptr + row * stride_counters
     mine = chunk
-    num_programs = tl.cdiv(visible, BLOCK)
-    last_length = visible - (num_programs - 1) * BLOCK
-    full_length = BLOCK
+    num_programs = tl.cdiv(visible, CHUNK)
+    last_length = visible - (num_programs - 1) * CHUNK
+    lists_ptr += num_programs * MOST  # selected by this level's programs
     active = 1
     while active > 0:
-        length = tl.where(mine == num_programs - 1, last_length, full_length)
-        valid = columns < length
-        entries = chunk * BLOCK + columns
-        if level > 0:
-            # Other programs wrote them, so bypass this multiprocessor's L1 cache.
-            entries = tl.load(source_ptr + columns, mask=valid, other=0, cache_modifier=".cg")
-        scores = tl.load(scores_row_ptr + entries, mask=valid, other=0.0)
-        bits = (scores + 0.0).to(tl.int32, bitcast=True)
-        keys = tl.where(valid, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x7FFFFFFF - 1)
-        count = tl.minimum(topk, length)
-        chosen, place = _chosen(keys, _threshold(keys, valid, count), count)
+        chosen, place = _best(scores_row_ptr, entries, valid, floor, reached, topk)
         active = 0
         if num_programs == 1:
-            page = tl.load(table_row_ptr + entries // ROWS_PER_PAGE, mask=chosen, other=0)
-            slots = page * ROWS_PER_PAGE + entries % ROWS_PER_PAGE
-            tl.store(out_row_ptr + place, slots, mask=chosen)
+            _store_slots(out_row_ptr, table_row_ptr, entries, chosen, place, ROWS_PER_PAGE)
         else:
             tl.store(lists_ptr + mine * topk + place, entries, mask=chosen)
             # All threads must store their entries before the count announces them to others.
             tl.debug_barrier()
-            group = mine // fan
-            children = tl.minimum(fan, num_programs - group * fan)
-            if tl.atomic_add(counter_ptr + group, 1, sem="acq_rel") == children - 1:
+            parent = mine // fan
+            children = tl.minimum(fan, num_programs - parent * fan)
+            if tl.atomic_add(counter_ptr + parent, 1, sem="acq_rel") == children - 1:
                 tl.debug_barrier()
-                tl.store(counter_ptr + group, 0)
+                tl.store(counter_ptr + parent, 0)
                 active = 1
-                level += 1
-                mine = group
-                source_ptr = lists_ptr + group * fan * topk
+                source_ptr = lists_ptr + parent * fan * topk
                 lists_ptr += num_programs * topk
-                num_groups = tl.cdiv(num_programs, fan)
-                counter_ptr += num_groups
-                last_children = num_programs - (num_groups - 1) * fan
+                num_parents = tl.cdiv(num_programs, fan)
+                counter_ptr += num_parents
+                last_children = num_programs - (num_parents - 1) * fan
                 last_length = (last_children - 1) * topk + tl.minimum(topk, last_length)
-                full_length = fan * topk
-                num_programs = num_groups
+                length = tl.where(parent == num_parents - 1, last_length, fan * topk)
+                floor = LOWEST
+                reached = length
+                mine = parent
+                num_programs = num_parents
+                valid = columns < length
+                # Other programs wrote them, so bypass this multiprocessor's L1 cache.
+                entries = tl.load(source_ptr + columns, mask=valid, other=0, cache_modifier=".cg")
 
 
 def select_topk(
@@ -173,26 +265,32 @@ def select_topk(
     topk: int,
     max_entries: int,
     ratio: int,
+    early_launch: bool = False,
 ) -> None:
     """Write the rows of `out` for tokens first_token .. first_token + len(scores) - 1.
 
-    scores [n,E] float32; the kernel reads a token's visible entries only if they are more than
-    topk. out [N,K] int32. No token sees more than max_entries. Raises ValueError if topk is more
-    than half of BLOCK and a row does not fit one program.
+    scores [n,E] float32, E a multiple of GROUP or all of max_entries; the kernel uses a token's
+    visible entries only if they are more than topk. out [N,K] int32. No token sees more than
+    max_entries. Raises ValueError if that is more than BLOCK, and topk more than half of BLOCK.
     """
     num_rows = scores_NE.shape[0]
     block: int = min(BLOCK, max(MIN_BLOCK, triton.next_power_of_2(max_entries)))
-    fan = max(1, block // topk)
-    lists = [max(1, triton.cdiv(max_entries, block))]
-    if lists[0] > 1 and fan < 2:
-        raise ValueError(f"cannot select {topk} of {max_entries} entries in blocks of {block}")
+    group, fan = 1, max(1, block // topk)
+    if max_entries > block:
+        if fan < 2:
+            raise ValueError(f"cannot select {topk} of {max_entries} entries in blocks of {block}")
+        group = min(GROUP, block // triton.next_power_of_2(topk))
+    lists = [max(1, triton.cdiv(max_entries, group * block))]
     while lists[-1] > 1:
         lists.append(triton.cdiv(lists[-1], fan))
     candidates, counters = out_NK, out_NK
-    if len(lists) > 1:
-        shape = (num_rows, sum(lists[:-1]) * topk)
+    if group > 1:
+        shape = (num_rows, lists[0] * (block // group) + sum(lists[:-1]) * topk)
         candidates = torch.empty(shape, dtype=torch.int32, device=out_NK.device)
+    if len(lists) > 1:
         counters = _counters(tokens, num_rows, sum(lists[1:]))
+    prefill = tokens.max_query > MAX_DECODE_QUERY and group == 1
+    values = PREFILL_VALUES_PER_THREAD if prefill else DECODE_VALUES_PER_THREAD
     _select_kernel[(num_rows, lists[0])](
         scores_NE,
         out_NK,
@@ -213,9 +311,11 @@ def select_topk(
         table.pages.stride(0),
         RATIO=ratio,
         ROWS_PER_PAGE=table.rows_per_page,
+        GROUP=group,
         BLOCK=block,
         BLOCK_K=triton.next_power_of_2(out_NK.shape[1]),
-        num_warps=max(4, block // (32 * VALUES_PER_THREAD)),
+        num_warps=max(4, block // (32 * values)),
+        **launch_options(early_launch),
     )
 
 

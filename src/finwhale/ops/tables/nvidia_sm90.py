@@ -72,7 +72,10 @@ def _table(num_multiprocessors: int) -> Ops:
         prepare_qkv=bind(prepare_qkv, early_launch=True),
         compress=compress,
         select_entries=bind(
-            select_entries, inline_asm=True, num_multiprocessors=num_multiprocessors
+            select_entries,
+            inline_asm=True,
+            early_launch=True,
+            num_multiprocessors=num_multiprocessors,
         ),
         sparse_attention=sparse_attention,
         route_by_score=bind(route_by_score, early_launch=True),
@@ -117,6 +120,7 @@ def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
             select_entries,
             invariant=True,
             inline_asm=True,
+            early_launch=True,
             num_multiprocessors=num_multiprocessors,
         ),
         sparse_attention=bind(sparse_attention, invariant=True),
