@@ -123,6 +123,8 @@ class Digest:
     def __init__(self, engine: Engine) -> None:
         self._hash = hashlib.sha256()
         model = local_executor(engine.executor).runner.model
+        assert isinstance(model, DeepseekV4)
+        self._links = model.links
         for part in (model, model.draft_head):
             if part is not None:
                 part.compute_logits = self._noting(part.compute_logits)  # type: ignore
@@ -130,7 +132,7 @@ class Digest:
     def _noting(self, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(streams: Tensor, *args: Any) -> Tensor:
             logits = compute(streams, *args)
-            for tensor in (streams, logits):
+            for tensor in (streams, self._links.join(logits)):
                 self._hash.update(tensor.contiguous().numpy().tobytes())
             return logits
 
@@ -184,8 +186,9 @@ def forward(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
             if count:
                 parts.append((sequence, count))
         read.append(stepper.step(parts)[0])
-    streams = torch.cat(read)
-    return streams, stepper.runner.model.compute_logits(streams)
+    streams, model = torch.cat(read), stepper.runner.model
+    assert isinstance(model, DeepseekV4)
+    return streams, model.links.join(model.compute_logits(streams))
 
 
 @torch.inference_mode()
@@ -196,10 +199,11 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     text = [draw.randrange(stepper.runner.model.config.vocab_size) for _ in range(length + 1)]
     (streams,) = stepper.step([(stepper.sequence(text[:-1]), length)])
     head = runner.model.draft_head
+    assert isinstance(runner.model, DeepseekV4)
     assert head is not None and stepper.inputs is not None
     following = torch.tensor(text[1:])
     found = head(stepper.inputs, streams, following, runner.cache, runner.segments)
-    return found, head.compute_logits(found, 0)
+    return found, runner.model.links.join(head.compute_logits(found, 0))
 
 
 Outputs = list[tuple[list[list[int]], str | None, int]]

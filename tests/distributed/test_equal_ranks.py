@@ -17,17 +17,18 @@ from finwhale import SamplingParams
 from finwhale.chat.grammar import regex_guide
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
-from finwhale.distributed.collectives import Alone
+from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import DeepseekV4
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
+from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.tables.reference import OPS as REFERENCE
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -255,7 +256,8 @@ def test_demo_model(processes: RankProcesses, size: int) -> None:
 class Absent:
     """Collectives of a rank whose peers never come."""
 
-    rank = Rank(0, 2)
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
 
     def all_reduce(self, x: torch.Tensor, *, overwrite: bool = False) -> torch.Tensor:
         raise AssertionError("this rank would wait for ever")
@@ -274,7 +276,7 @@ class Absent:
 @torch.inference_mode()
 def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     """The ranks build one after the other. Nothing else may skip a collective."""
-    engine = open_engine(path, Absent(), max_num_seqs=2, draft_tokens=1)
+    engine = open_engine(path, Absent(Rank(0, 2)), max_num_seqs=2, draft_tokens=1)
     runner = local_executor(engine.executor).runner
     largest = Largest(num_tokens=8, num_seqs=2, max_len=300, drafts=(1,))
     widths: set[int] = set()
@@ -282,15 +284,53 @@ def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     SignatureRun(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
     assert widths == {VOCAB}
     with pytest.raises(AssertionError, match="for ever"):
-        runner.model.compute_logits(torch.zeros(1, *runner.model.residual_shape))
+        streams = torch.zeros(1, *runner.model.residual_shape)
+        runner.model.sample(runner.model.compute_logits(streams), SamplingBatch())
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@torch.inference_mode()
+def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
+    """Each row count that one rank builds for, and both kinds of candidates."""
+
+    def calls(collectives: Collectives) -> tuple[set[Any], set[Any], set[Any]]:
+        runner = local_executor(open_engine(path, collectives, max_num_seqs=2).executor).runner
+        ops, model, whole, parts, merged = runner.ops, runner.model, set(), set(), set()
+
+        def sample(logits_SV: torch.Tensor, batch: SamplingBatch) -> SampledTokens:
+            whole.add((*logits_SV.shape, batch.filters is not None, batch.needs_whole_rows))
+            return ops.sample(logits_SV, batch)
+
+        def candidates(logits_SV: torch.Tensor, batch: SamplingBatch, first: int) -> torch.Tensor:
+            parts.add((*logits_SV.shape, batch.filters is not None, first))
+            return ops.best_candidates(logits_SV, batch, first)
+
+        def merge(candidates_SC: torch.Tensor) -> SampledTokens:
+            merged.add(tuple(candidates_SC.shape))
+            return ops.merge_candidates(candidates_SC)
+
+        own = replace(ops, sample=sample, best_candidates=candidates, merge_candidates=merge)
+        assert isinstance(model, DeepseekV4)
+        one = collectives.rank.size == 1
+        model.sample = sample if one else SampleFromParts(own, model.links, model.vocab_part.start)
+        largest = Largest(num_tokens=8, num_seqs=3, max_len=300)
+        SignatureRun(model, runner.groups, own, runner.cache, largest, eager=True)()
+        return whole, parts, merged
+
+    one_rank, no_parts, _ = calls(Alone())
+    whole, parts, merged = calls(Absent(Rank(1, 2)))
+    assert whole == one_rank and not no_parts
+    rows = {shape[0] for shape in whole}
+    assert parts == {(n, VOCAB // 2, False, VOCAB // 2) for n in rows} | {
+        (1, VOCAB // 2, True, VOCAB // 2)
+    }
+    assert merged == {(n, 2) for n in rows}
 
 
 @torch.inference_mode()
 def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
     def sizes(rank: Rank) -> ModelSizes:
-        collectives = Absent()
-        collectives.rank = rank
-        engine = open_engine(path, collectives, max_num_seqs=2)
+        engine = open_engine(path, Absent(rank), max_num_seqs=2)
         return local_executor(engine.executor).runner.model.launch_sizes
 
     whole, part = sizes(Rank(0, 1)), sizes(Rank(1, 4))

@@ -20,7 +20,7 @@ def test_the_largest_steps_touch_one_page(
     """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
     runner = new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.executor.runner
     chosen: list[torch.Tensor] = []
-    sample = runner.ops.sample
+    sample = runner.model.sample
 
     def watching(logits: torch.Tensor, batch: object) -> object:
         found = sample(logits, batch)  # type: ignore[arg-type]
@@ -30,8 +30,8 @@ def test_the_largest_steps_touch_one_page(
     for pools in runner.cache.pools.values():
         for pool in pools.values():
             pool.fill_(0.5)
-    ops = type("Ops", (), {"sample": staticmethod(watching)})()
-    steps = LargestSteps(runner.model, runner.groups, ops, runner.cache)
+    monkeypatch.setattr(runner.model, "sample", watching)
+    steps = LargestSteps(runner.model, runner.groups, runner.cache)
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
     chosen.clear()

@@ -36,8 +36,8 @@ PARAMS = (
 class Sampler:
     """The engine's side of sampling and a rank's, one step at a time."""
 
-    def __init__(self, sample: Sample) -> None:
-        self.rank, self.receiver = RankSampler(sample), Receiver(torch.device("cpu"))
+    def __init__(self, sample: Sample, vocab_size: int = VOCAB_SIZE) -> None:
+        self.rank, self.receiver = RankSampler(sample, vocab_size), Receiver(torch.device("cpu"))
         self.reader = TokenReader()
         self.sequences: dict[Hashable, Sequence] = {}
         self.slots = 0
@@ -181,7 +181,7 @@ def test_logprobs() -> None:
 
 
 def test_more_logprobs_and_top_k_than_tokens() -> None:
-    sampler = Sampler(sample)
+    sampler = Sampler(sample, 5)
     sampler.add(0, SamplingParams(seed=0, logprobs=100, top_k=2**31 - 1), [], 5)
     (token,) = sampler.sample([0], torch.zeros(1, 5))
     assert token.logprobs is not None and len(token.logprobs) == 5

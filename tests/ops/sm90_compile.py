@@ -260,7 +260,7 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
     sampling.greedy(f32(N, 129280))
     logits = f32(N, 129280)
-    every = replace(every_choice(logits), logprobs=())
+    every = replace(every_choice(N, 129280, logits.device), logprobs=())
     sampling.sample(logits, every)
     for first in (0, 64640):
         sampling.best_candidates(logits, without_filters(every), first)

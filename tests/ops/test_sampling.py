@@ -9,7 +9,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from finwhale.ops.sampling import SampledTokens
+from finwhale.ops.sampling import SampledTokens, noise_cpu
 from finwhale.ops.sampling.cases import CASES, GREEDY, MIXED, Case, Row, batch
 from finwhale.ops.sampling.cpu import sample as cpu_sample
 from finwhale.ops.sampling.noise import MASK, gumbel, of_bits, philox
@@ -274,12 +274,18 @@ def test_philox_has_the_published_words(counter: list[int], key: list[int], word
     assert " ".join(f"{int(word):08x}" for word in found) == words
 
 
-def test_the_noise_is_precise_at_both_ends() -> None:
+def bits_and_edges() -> tuple[list[int], torch.Tensor, torch.Tensor]:
+    """64 random bits, many times, and numbers about the powers of two; and their two words."""
     edges = [2**i + d for i in range(65) for d in (-1, 0, 1)]
     edges = sorted({n for e in edges for n in (e, 2**64 - 1 - e) if 0 <= n < 2**64})
     rng = np.random.default_rng(0)
     bits = edges + [int(n) for n in rng.integers(0, 2**64, 20_000, np.uint64)]
     high, low = (torch.tensor(part) for part in zip(*(divmod(n, 2**32) for n in bits), strict=True))
+    return bits, high, low
+
+
+def test_the_noise_is_precise_at_both_ends() -> None:
+    bits, high, low = bits_and_edges()
     found = of_bits(high, low).double().numpy()
     assert np.isfinite(found).all()
     for n, got in zip(bits, found.tolist(), strict=True):
@@ -287,6 +293,21 @@ def test_the_noise_is_precise_at_both_ends() -> None:
         # Of a fraction near 1 the other one has the digits.
         want = -math.log(-math.log1p(-w) if w < 0.5 else -math.log(u))
         assert got == pytest.approx(want, rel=2.5e-7, abs=2.5e-7), n
+
+
+def test_the_cpu_s_noise_has_the_definition_s_bits() -> None:
+    _, high, low = bits_and_edges()
+    words = torch.stack((high, low)).numpy().astype(np.uint32)
+    assert torch.equal(torch.from_numpy(-noise_cpu.of_bits(words)), of_bits(high, low))
+    most = 2**32 - 1
+    seeds = torch.tensor([0, -1, 7, 2**63 - 1, -(2**63), most, -most, 1 << 32])
+    indices, positions = torch.tensor([0, most, 1, 2, most - 1, 0, 5, most]), torch.arange(8) * most
+    positions //= 7
+    for first, count in ((0, 4096), (0, 1), (77, 5000), (2**20 + 255, 2), (300, 256)):
+        asked = seeds, indices, positions, count, first
+        assert torch.equal(noise_cpu.gumbel(*asked), gumbel(*asked))
+    none = torch.empty(0, dtype=torch.int64)
+    assert noise_cpu.gumbel(none, none, none, 5).shape == (0, 5)
 
 
 def test_noise_belongs_to_seed_continuation_position_and_token() -> None:

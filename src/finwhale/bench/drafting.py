@@ -47,7 +47,7 @@ class ForcedAcceptance:
         runner = executor.runner
         assert runner.verifications is not None
         self._steps, self.rate = runner.verifications, rate
-        self._sample = runner.ops.sample
+        self._sample = runner.model.sample
         self._vocab = runner.model.config.vocab_size
         self._drawn = torch.zeros((), dtype=torch.float64, device=runner.device)
 
@@ -79,7 +79,7 @@ def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
 
 def _choose(rate: float | None, executor: LocalExecutor) -> None:
     """Make a rank sample with forced acceptance; None: as usual."""
-    sample = executor.runner.ops.sample if rate is None else ForcedAcceptance(executor, rate)
+    sample = executor.runner.model.sample if rate is None else ForcedAcceptance(executor, rate)
     executor.sampler.choose_with(sample)
 
 

@@ -11,6 +11,9 @@ from finwhale.errors import FinwhaleError
 # messages, so that no other kernels are compiled.
 WIDTH = 32
 LENGTHS = (WIDTH, 2**12 + WIDTH, 2**18, 2**20 + WIDTH)
+# Rows of 8 bytes that ranks exchange when they sample. Triton compiles a kernel for multiples of 8
+# rows and another one for other numbers.
+ROWS = (1, 8)
 
 
 def self_check(collectives: Collectives, device: torch.device) -> None:
@@ -44,6 +47,11 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
             _compare(collectives, rows, wanted[rank.rows(len(wanted))], "all ranks")
             whole = collectives.all_gather_rows(rows, len(wanted))
             _compare(collectives, whole, wanted, "all ranks")
+    for num_rows in ROWS:
+        known = [_known(index, num_rows, device).long()[:, None] for index in range(rank.size)]
+        gathered = collectives.all_gather(known[rank.index], 1)
+        for sender, column in enumerate(gathered.split(1, 1)):
+            _compare(collectives, column, known[sender], f"rank {sender}")
 
 
 def _known(index: int, length: int, device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 The engine, the server and the commands use models through this module and `registry.py` only.
 
 Legend: N tokens of a step, all sequences one after the other; M rows whose logits are wanted; H
-residual streams; D hidden; V vocabulary.
+residual streams; D hidden; X tokens of the vocabulary whose logits this rank computes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from finwhale.ops.attention import layout as row_layout
 from finwhale.ops.indexer import layout as key_layout
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.paging import BLOCK_TOKENS, PageTable, Tokens
+from finwhale.ops.sampling import Sample
 
 P = ParamSpec("P")
 FieldKind = Literal["row", "key", "state"]
@@ -328,7 +329,7 @@ class DraftHead(Protocol):
         ...
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """Logits [M,V] float32 of rows that the head returned.
+        """This rank's logits [M,X] float32 of rows that the head returned.
 
         Args:
             draft_step: index of the draft that the logits are for.
@@ -363,13 +364,26 @@ class Model(Protocol):
 
     @property
     def draft_head(self) -> DraftHead | None: ...
+    @property
+    def vocab_part(self) -> range:
+        """The ids of the tokens whose logits this rank computes. One rank computes all."""
+        ...
+
+    @property
+    def sample(self) -> Sample:
+        """Samples from the ranks' logits: each rank gives its own [S,X], and all get the tokens.
+
+        The tokens are those that the sampling operator chooses from the whole rows. With several
+        ranks, the call is a collective; one rank calls the operator itself.
+        """
+        ...
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns their residual streams [N,H,D]."""
         ...
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """Logits [M,V] float32 of residual streams [M,H,D]."""
+        """This rank's logits [M,X] float32 of residual streams [M,H,D]; no collective."""
         ...
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:

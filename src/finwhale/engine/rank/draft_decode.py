@@ -7,7 +7,7 @@ the device, so the host can launch that step before it knows them. On a GPU, eac
 captured graph for a batch size and a K.
 
 Legend: B sequences of a step (padded to a captured size), W = 1 + K, N = B * W tokens, H residual
-streams, D hidden, V vocabulary, R rows of the step tables.
+streams, D hidden, X tokens of this rank's part of the vocabulary.
 """
 
 import bisect
@@ -51,7 +51,7 @@ class _Step:
     Attributes:
         inputs: inputs of the model's forward.
         verifying, drafting: the two graphs; None: nothing is captured.
-        logits: [N,V] float32.
+        logits: [N,X] float32.
         streams: residual streams [N,H,D].
     """
 
@@ -127,7 +127,7 @@ class Verifications:
 
     @torch.inference_mode()
     def verify(self, plan: StepPlan) -> Tensor:
-        """Run the model's forward: logits [count * W, V] float32, valid until the next step."""
+        """Run the model's forward: logits [count * W, X] float32, valid until the next step."""
         assert plan.draft is not None
         count, width = len(plan.slots), plan.lengths[0]
         self._count = count

@@ -5,7 +5,8 @@ follows it. It then drafts after the last token that is certain. The device deci
 the step are accepted, so the next drafts do not wait for the host.
 
 Legend: N tokens of the step, M rows whose logits are wanted, B sequences that get drafts, G of them
-with equal numbers of drafts, K the most drafts of a sequence, H residual streams, D hidden.
+with equal numbers of drafts, K the most drafts of a sequence, H residual streams, D hidden,
+X tokens of this rank's part of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Forward:
 
     Attributes:
         streams: residual streams [N,H,D].
-        logits: [M,V] float32: logits of the tokens in rows batch.logits_rows.
+        logits: [M,X] float32: this rank's logits of the tokens in rows batch.logits_rows.
     """
 
     batch: Batch

@@ -58,7 +58,7 @@ class LocalExecutor:
     ) -> None:
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
-        self.sampler = Sampler(runner.ops.sample)
+        self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
         self.receiver: Receiver | NoReceiver = Receiver(runner.device)
         self._open: _OpenStep | None = None
 

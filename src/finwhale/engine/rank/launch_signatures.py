@@ -77,10 +77,14 @@ class SignatureRun:
             self._logits(rows)
         # Sampling kernels have one signature with filters and one without. Log-probabilities use
         # no such kernel, and would look up a token that was not drawn.
-        logits = torch.zeros((1, self.model.config.vocab_size), device=self.device)
-        every = replace(every_choice(logits), logprobs=())
+        whole, part = self.model.config.vocab_size, len(self.model.vocab_part)
+        every = replace(every_choice(1, whole, self.device), logprobs=())
+        logits = torch.zeros((1, whole), device=self.device)
         self.ops.sample(logits, every)
         self.ops.sample(logits, without_filters(every))
+        if part < whole:
+            logits = torch.zeros((1, part), device=self.device)
+            self.model.sample(logits, without_filters(every))
 
     def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """Yield (number of tokens, most tokens of one sequence, bounds of the eager part).
@@ -145,7 +149,12 @@ class SignatureRun:
     def _logits(self, rows: int) -> None:
         shape = (rows, *self.model.residual_shape)
         streams = torch.empty(shape, dtype=self.model.dtype, device=self.device)
-        self.ops.sample(self.model.compute_logits(streams), SamplingBatch())
+        logits = self.model.compute_logits(streams)
+        self.model.sample(logits, SamplingBatch())
+        if logits.shape[1] < self.model.config.vocab_size:
+            # Other signatures than those of whole rows, which steps with filters sample from.
+            joined = torch.empty((rows, self.model.config.vocab_size), device=self.device)
+            self.ops.sample(joined, SamplingBatch())
         if self.drafts and self.model.draft_head is not None:
             self.model.draft_head.compute_logits(streams, 0)
 

@@ -69,10 +69,9 @@ class LargestSteps:
         self,
         model: Model,
         groups: Sequence[CacheGroup],
-        ops: Ops,
         cache: PagedCache,
     ) -> None:
-        self.model, self.groups, self.ops, self.cache = model, tuple(groups), ops, cache
+        self.model, self.groups, self.cache = model, tuple(groups), cache
         self.device = model.device
         for pages in cache.pages.values():
             # Tokens of these steps read rows that were never written, so those must be finite.
@@ -84,7 +83,7 @@ class LargestSteps:
         pages = CachePlan({g.name: PAGE + 1 for g in groups}, 0, 0, 0)
         packed = ops.capabilities.packed_cache
         cache = allocate_cache(groups, pages, model.dtype, model.device, packed)
-        return cls(model, groups, ops, cache)
+        return cls(model, groups, cache)
 
     def workspace_bytes(self, largest: Largest) -> int:
         """GPU memory of the steps beside weights and cache, captured graphs included.
@@ -106,7 +105,7 @@ class LargestSteps:
                 # streams.
                 rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
                 streams = math.prod(self.model.residual_shape) * self.model.dtype.itemsize
-                workspace += rows * (self.model.config.vocab_size * 4 + streams)
+                workspace += rows * (len(self.model.vocab_part) * 4 + streams)
                 num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
             workspace += num_graphs * GRAPH_BYTES
         return workspace
@@ -147,7 +146,9 @@ class LargestSteps:
         streams = self.model(inputs, self.cache, Inline())
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
-        self.ops.sample(logits, every_choice(logits))
+        self.model.sample(
+            logits, every_choice(len(logits), self.model.config.vocab_size, self.device)
+        )
         if largest.draft_tokens:
             assert self.model.draft_head is not None
             streams = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
@@ -183,13 +184,12 @@ class LargestSteps:
         )
 
 
-def every_choice(logits: Tensor) -> SamplingBatch:
-    """Every sampling option on every row of [S,V] logits, with masks that allow every token."""
-    num_rows, vocab_size = logits.shape
-    rows = torch.arange(num_rows, device=logits.device)
+def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
+    """Every sampling option on every row, with masks that allow every token."""
+    rows = torch.arange(num_rows, device=device)
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=logits.device)
+        return torch.full((num_rows,), value, dtype=dtype, device=device)
 
     top_k = min(64, vocab_size)
     return SamplingBatch(
@@ -218,7 +218,7 @@ def every_choice(logits: Tensor) -> SamplingBatch:
         allowed=AllowedTokens(
             rows_G=rows,
             words_GW=torch.full(
-                (num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=logits.device
+                (num_rows, -(-vocab_size // 32)), -1, dtype=torch.int32, device=device
             ),
         ),
         logprobs=(LogprobRows(rows_G=rows, num_top=min(MAX_LOGPROBS, vocab_size)),),

@@ -71,7 +71,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def logits(self, plan: StepPlan) -> Tensor:
-        """Compute the logits [M,V] float32 that the plan wants."""
+        """Compute this rank's part [M,X] float32 of the logits that the plan wants."""
         if self.graphs is not None and self.graphs.fits(plan):
             return self.graphs.run(plan)
         if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
@@ -93,7 +93,7 @@ class ModelRunner:
 
     def _logits_of(self, streams: Tensor, rows: Tensor) -> Tensor:
         if not len(rows):
-            return streams.new_empty(0, self.model.config.vocab_size, dtype=torch.float32)
+            return streams.new_empty(0, len(self.model.vocab_part), dtype=torch.float32)
         return self.model.compute_logits(streams.index_select(0, rows))
 
     @torch.inference_mode()

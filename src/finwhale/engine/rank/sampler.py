@@ -34,12 +34,11 @@ class _Fixed:
     """Inputs of the operator that depend only on the slots and their order; reused between steps.
 
     Attributes:
-        slots, vocab_size: the slots and the vocabulary size of these inputs.
+        slots: the slots of these inputs.
         drawing: the rows that are not greedy; `filters` has one entry for each.
     """
 
     slots: tuple[int, ...] | None = None
-    vocab_size: int = 0
     drawing: Sequence[int] = ()
     filters: Filters | None = None
     bias: Bias | None = None
@@ -53,16 +52,17 @@ class Sampler:
     or on its slot.
 
     Args:
-        sample: the platform's sampling operator.
+        sample: samples from the model's logits (Model.sample).
+        vocab_size: of the whole model.
     """
 
-    def __init__(self, sample: Sample) -> None:
-        self._sample = sample
+    def __init__(self, sample: Sample, vocab_size: int) -> None:
+        self._sample, self._vocab_size = sample, vocab_size
         self._settings: dict[int, SamplingSettings] = {}
         self._fixed = _Fixed()
 
     def choose_with(self, sample: Sample) -> None:
-        """Replace the sampling operator: for measurements."""
+        """Replace `sample`: for measurements."""
         self._sample = sample
 
     def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
@@ -75,26 +75,24 @@ class Sampler:
             self._fixed = _Fixed()
 
     def sample(
-        self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
+        self, plan: SamplingPlan, logits_SX: Tensor, further_B: Tensor | None = None
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
         Args:
-            logits_SV: [S,V] float32, one row for each row of the plan; not changed.
+            logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
             further_B: int64 on the device: number of tokens by which the rows of each sequence come
                 later than the plan says. Each sequence has the same number of consecutive rows.
         """
-        return self._sample(logits_SV, self.prepare(plan, logits_SV, further_B))
+        assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
+        return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_B))
 
-    def prepare(
-        self, plan: SamplingPlan, logits_SV: Tensor, further_B: Tensor | None = None
+    def _batch(
+        self, plan: SamplingPlan, device: torch.device, further_B: Tensor | None
     ) -> SamplingBatch:
-        """Build the operator's arguments."""
-        device, (num_rows, vocab_size) = logits_SV.device, logits_SV.shape
-        assert num_rows == len(plan.slots), "one row of logits for each choice"
         fixed = self._fixed
-        if fixed.slots != plan.slots or fixed.vocab_size != vocab_size:
-            fixed = self._fixed = self._fix(plan.slots, vocab_size, device)
+        if fixed.slots != plan.slots:
+            fixed = self._fixed = self._fix(plan.slots, device)
         positions_R = None
         if fixed.filters is not None:
             positions_R = _positions(fixed.drawing, plan, further_B, device)
@@ -107,7 +105,8 @@ class Sampler:
             logprobs=fixed.logprobs,
         )
 
-    def _fix(self, slots: tuple[int, ...], vocab_size: int, device: torch.device) -> _Fixed:
+    def _fix(self, slots: tuple[int, ...], device: torch.device) -> _Fixed:
+        vocab_size = self._vocab_size
         settings = [self._settings[slot] for slot in slots]
         wanted: dict[int, list[int]] = {}
         for row, one in enumerate(settings):
@@ -120,7 +119,6 @@ class Sampler:
         drawing = [row for row, one in enumerate(settings) if not one.greedy]
         return _Fixed(
             slots=slots,
-            vocab_size=vocab_size,
             drawing=drawing,
             filters=_filters(settings, drawing, vocab_size, device),
             bias=_bias(settings, device),

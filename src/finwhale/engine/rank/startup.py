@@ -363,7 +363,7 @@ class _Start:
         if self.device.type != "cuda" or not self.capabilities.bounded_workspace:
             return MemoryUse(weights=weights, workspace=0, cache=cache)
         largest = self._largest(runner.max_model_len)
-        LargestSteps(runner.model, self.groups, self.ops, runner.cache).run(largest)
+        LargestSteps(runner.model, self.groups, runner.cache).run(largest)
         torch.cuda.synchronize(self.device)
         held = torch.cuda.memory_reserved(self.device) - reserved_before
         free, total = torch.cuda.mem_get_info(self.device)

@@ -5,7 +5,7 @@ post step -> residual streams. `compute_logits` collapses the residual streams (
 and projects them.
 
 Legend: N tokens, R rows of this rank, M rows whose logits are wanted, H residual streams, D hidden,
-V vocabulary.
+V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from torch import Tensor
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
-from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -28,7 +28,7 @@ from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.ops.paging import Tokens
-from finwhale.ops.sampling import SamplingBatch
+from finwhale.ops.sampling import Sample, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +72,8 @@ class DeepseekV4:
 
     Attributes:
         part: the sizes of this rank's part.
+        vocab_part: the ids of the tokens whose rows of the LM head this rank holds.
+        sample: samples from the ranks' logits [M,X].
     """
 
     def __init__(
@@ -88,6 +90,11 @@ class DeepseekV4:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
         self.links = RankLinks(collectives, partial_dtype)
+        rank, width = collectives.rank, config.vocab_size // collectives.rank.size
+        self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
+        self.sample: Sample = ops.sample
+        if rank.size > 1:
+            self.sample = SampleFromParts(ops, self.links, self.vocab_part.start)
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
@@ -193,9 +200,9 @@ class DeepseekV4:
         return self.links.whole(streams, len(inputs.token_ids))
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
-        """Logits [M,V] float32 of the residual streams [M,H,D]."""
+        """This rank's logits [M,X] float32 of the residual streams [M,H,D]."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.links.join(self.linear(hidden, self.weights.head)).float()
+        return self.linear(hidden, self.weights.head).float()
 
 
 class MtpLayer:
@@ -217,7 +224,7 @@ class MtpLayer:
         self.rms_norm = ops.rms_norm
         self.linear = ops.linear
         self.hc_head = ops.hc_head
-        self.sample = ops.sample
+        self.sample = model.sample
         self.params = mhc_params(config)
         self.eps = config.rms_norm_eps
         number = config.num_hidden_layers
@@ -250,10 +257,12 @@ class MtpLayer:
         return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
 
     def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """Logits [M,V] float32 of this layer's residual streams, the same for every draft step."""
+        """This rank's logits [M,X] float32 of this layer's residual streams, the same for every
+        draft step.
+        """
         assert draft_step >= 0
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
-        return self.links.join(self.linear(hidden, self.head)).float()
+        return self.linear(hidden, self.head).float()
 
     def draft(
         self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments

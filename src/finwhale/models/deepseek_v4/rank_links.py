@@ -20,6 +20,8 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
+from finwhale.ops import Ops
+from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
 # From this number of tokens on, the ranks share them out. Each of 8 ranks then has more rows than
 # mHC's kernels for few tokens take, so that a row has the same bits either way.
@@ -82,6 +84,27 @@ class RankLinks:
             yield
         finally:
             self._collectives = kept
+
+
+class SampleFromParts:
+    """Samples from logits that the ranks divide: a Sample whose logits are this rank's columns.
+
+    Every rank gets the tokens that `ops.sample` chooses from the whole rows. If no row needs its
+    whole logits, the ranks exchange only their best candidates, 8 bytes a row. Otherwise they join
+    the logits of all rows.
+
+    Args:
+        first: the token id of this rank's first column.
+    """
+
+    def __init__(self, ops: Ops, links: RankLinks, first: int) -> None:
+        self._ops, self._links, self._first = ops, links, first
+
+    def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
+        if batch.needs_whole_rows:
+            return self._ops.sample(self._links.join(logits_SV), batch)
+        candidates_S1 = self._ops.best_candidates(logits_SV, batch, self._first)
+        return self._ops.merge_candidates(self._links.join(candidates_S1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Sampling on a CPU: the plain greedy step in numpy, everything else as defined."""
+"""Sampling on a CPU: steps without filters in numpy, everything else as defined."""
 
 import numpy as np
 import torch
@@ -6,14 +6,27 @@ from torch import Tensor
 
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling.noise_cpu import gumbel
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     """torch shares a row's maximum between threads, which costs more than it saves here."""
-    if not batch.plain:
-        return definition.sample(logits_SV, batch)
-    logits = logits_SV.numpy()
+    if batch.needs_whole_rows:
+        return definition.sample(logits_SV, batch, noise=gumbel)
+    logits, filters = logits_SV.numpy(), batch.filters
     # The first of equal maxima; of a row with a NaN, the NaN.
     ids = logits.argmax(-1)
     finite = np.isfinite(logits[np.arange(len(ids)), ids])
+    if filters is not None:
+        assert batch.positions_R is not None
+        rows_R = slice(None) if filters.rows_R is None else filters.rows_R.numpy()
+        noise = gumbel(filters.seeds_R, filters.indices_R, batch.positions_R, logits.shape[1])
+        values = noise.numpy()
+        values *= filters.temperature_R.numpy()[:, None]
+        values += logits[rows_R]
+        ids[rows_R] = values.argmax(-1)
     return SampledTokens(ids_S=torch.from_numpy(ids), valid_S=torch.from_numpy(finite))
+
+
+def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+    return definition.best_candidates(logits_SV, batch, first, noise=gumbel)

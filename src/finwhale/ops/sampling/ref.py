@@ -1,5 +1,7 @@
 """The reference implementation of sampling."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,8 +23,10 @@ WEIGHT_SCALE = float(1 << 44)
 LARGEST = 0x7FFFFFFF  # int32
 INFINITY = 0x7F800000  # the bits of a float32
 
+Noise = Callable[[Tensor, Tensor, Tensor, int, int], Tensor]  # noise.gumbel
 
-def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
+
+def sample(logits_SV: Tensor, batch: SamplingBatch, *, noise: Noise = gumbel) -> SampledTokens:
     penalised_SV = logits_SV
     if batch.penalties is not None:
         penalised_SV = penalise(logits_SV, batch.penalties)
@@ -35,7 +39,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         rows_R = slice(None) if batch.filters.rows_R is None else batch.filters.rows_R
         x_RV = penalised_SV[rows_R]
         kept_RV = keep(x_RV, max_S[rows_R], batch.filters)
-        values_RV = perturb(x_RV, batch).masked_fill_(~kept_RV, -torch.inf)
+        values_RV = perturb(x_RV, batch, noise=noise).masked_fill_(~kept_RV, -torch.inf)
         ids_S[rows_R] = values_RV.max(dim=-1).indices
     logprobs = measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=max_S.isfinite(), logprobs=logprobs)
@@ -61,11 +65,11 @@ def restrict(logits_SV: Tensor, a: AllowedTokens) -> Tensor:
     return logits_SV.index_copy(0, a.rows_G, x_GV)
 
 
-def perturb(x_RV: Tensor, batch: SamplingBatch, first: int = 0) -> Tensor:
+def perturb(x_RV: Tensor, batch: SamplingBatch, first: int = 0, noise: Noise = gumbel) -> Tensor:
     """logit + temperature * noise of the rows that draw, for the tokens from `first` on."""
     f = batch.filters
     assert f is not None and batch.positions_R is not None
-    noise_RV = gumbel(f.seeds_R, f.indices_R, batch.positions_R, x_RV.shape[1], first)
+    noise_RV = noise(f.seeds_R, f.indices_R, batch.positions_R, x_RV.shape[1], first)
     return x_RV + f.temperature_R[:, None] * noise_RV
 
 
@@ -92,16 +96,19 @@ def keep(x_RV: Tensor, max_R: Tensor, f: Filters) -> Tensor:
     return kept_RV
 
 
-def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
+def best_candidates(
+    logits_SV: Tensor, batch: SamplingBatch, first: int, *, noise: Noise = gumbel
+) -> Tensor:
     if batch.needs_whole_rows:
         raise ValueError("candidates of a part of the vocabulary need a batch without filters")
     values_SV = logits_SV
     if batch.filters is not None:
         rows_R = batch.filters.rows_R
         if rows_R is None:
-            values_SV = perturb(logits_SV, batch, first)
+            values_SV = perturb(logits_SV, batch, first, noise)
         else:
-            values_SV = logits_SV.index_copy(0, rows_R, perturb(logits_SV[rows_R], batch, first))
+            values_RV = perturb(logits_SV[rows_R], batch, first, noise)
+            values_SV = logits_SV.index_copy(0, rows_R, values_RV)
     max_S, ids_S = values_SV.max(dim=-1)
     bits_S = (max_S + 0.0).view(torch.int32)
     order_S = torch.where(bits_S < 0, bits_S ^ LARGEST, bits_S).masked_fill_(max_S.isnan(), LARGEST)

@@ -1,4 +1,4 @@
-"""Operators on a CPU, float32: numpy, and torch for sampling that is not greedy."""
+"""Operators on a CPU, float32: numpy, and torch for sampling with filters or penalties."""
 
 import torch
 
@@ -20,8 +20,8 @@ from finwhale.ops.moe.cpu import (
 )
 from finwhale.ops.moe.ref import finish_experts
 from finwhale.ops.norm.cpu import rms_norm
-from finwhale.ops.sampling.cpu import sample
-from finwhale.ops.sampling.ref import best_candidates, merge_candidates
+from finwhale.ops.sampling.cpu import best_candidates, sample
+from finwhale.ops.sampling.ref import merge_candidates
 
 OPS = Ops(
     capabilities=Capabilities(
