@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hosts
+long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -48,6 +48,10 @@ long-soak seconds="600":
 # Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine.
 long-hosts:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_hosts.py tests/long/test_ray.py
+
+# Two demo engines behind vllm-router.
+long-replicas:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
 
 # The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":
