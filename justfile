@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas
+long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -52,6 +52,10 @@ long-hosts:
 # Two demo engines behind vllm-router.
 long-replicas:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
+
+# The schemas of the files in deploy/.
+long-deploy:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py
 
 # The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":
