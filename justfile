@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak
+long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -45,7 +45,19 @@ long-page:
 long-soak seconds="600":
     FINWHALE_SOAK_SECONDS={{ seconds }} pytest -n0 tests/server/test_soak.py
 
-# The same against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
+# Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine.
+long-hosts:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_hosts.py tests/long/test_ray.py
+
+# Two demo engines behind vllm-router.
+long-replicas:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
+
+# The schemas of the files in deploy/.
+long-deploy:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py
+
+# The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":
     #!/usr/bin/env bash
     set -euo pipefail

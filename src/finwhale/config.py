@@ -10,6 +10,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import check_types, option
 
 Activations = Literal["as-trained", "exact"]
+DistributedExecutor = Literal["spawn", "ray"]
 DraftTokens = int | Literal["auto"]
 DtypeName = Literal["float32", "bfloat16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -37,6 +38,11 @@ class EngineConfig:
         f"{RANK_COUNTS[-1]}. On a CPU, number of processes, for tests",
         unset="as many as --device names, else the fewest that hold the model; 1 on a CPU",
         metavar="N",
+    )
+    distributed_executor: DistributedExecutor = option(
+        "spawn",
+        "how the processes of several ranks start: spawn starts them on this host; ray starts one "
+        "actor of a Ray cluster for each GPU. Under torchrun, its processes are the ranks",
     )
     dtype: DtypeName | None = option(
         None,

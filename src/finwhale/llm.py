@@ -12,6 +12,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import (
     Activations,
+    DistributedExecutor,
     DraftTokens,
     DtypeName,
     EngineConfig,
@@ -19,6 +20,7 @@ from finwhale.config import (
     WoAInput,
 )
 from finwhale.demo import DEMO_PATH
+from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.errors import RequestError
@@ -58,6 +60,7 @@ class LLM:
         progress: Progress | None = None,
         device: str | None = None,
         tensor_parallel_size: int | None = None,
+        distributed_executor: DistributedExecutor = "spawn",
         dtype: DtypeName | None = None,
         activations: Activations = "as-trained",
         wo_a_input: WoAInput = "fp8",
@@ -253,9 +256,15 @@ class LLM:
 
 
 def open_engine(
-    config: EngineConfig, path: str | Path | None = None, progress: Progress | None = None
+    config: EngineConfig,
+    path: str | Path | None = None,
+    progress: Progress | None = None,
+    place: Place | None = None,
 ) -> Engine:
     """Open an engine with the weights and the tokenizer of a checkpoint, as `LLM` does.
+
+    Args:
+        place: of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
@@ -263,7 +272,7 @@ def open_engine(
     directory = DEMO_PATH if path is None else Path(path)
     model_config, weights = _find_weights(config, directory, progress)
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
-    return start_engine(config, model_config, weights, tokenizer)
+    return start_engine(config, model_config, weights, tokenizer, place)
 
 
 def _find_weights(

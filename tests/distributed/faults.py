@@ -5,12 +5,13 @@ import time
 from typing import Any
 
 from finwhale.distributed.launch import CONNECTING, Seat
+from finwhale.distributed.peers import StoreAddress
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker
 
 
-def wrong_clock(open_worker: OpenRank, port: int, seat: Seat) -> None:
+def wrong_clock(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
     """The clocks jump, forwards and backwards, and the rank is slow."""
     draw = random.Random(0)
     time.time = time.monotonic = time.perf_counter = lambda: draw.uniform(-1e9, 1e9)
@@ -22,23 +23,23 @@ def wrong_clock(open_worker: OpenRank, port: int, seat: Seat) -> None:
         return message
 
     seat.read = slow  # type: ignore[method-assign]
-    run_worker(open_worker, port, seat)
+    run_worker(open_worker, address, seat)
 
 
-def no_memory(open_worker: OpenRank, port: int, seat: Seat) -> None:
+def no_memory(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
     def load(start: Any) -> None:
         raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
 
     startup._Start._load = load  # type: ignore[assignment, method-assign]
-    run_worker(open_worker, port, seat)
+    run_worker(open_worker, address, seat)
 
 
-def not_connecting(open_worker: OpenRank, port: int, seat: Seat) -> None:
+def not_connecting(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
     seat.report(CONNECTING)
     time.sleep(1000)
 
 
-def no_memory_in_a_step(open_worker: OpenRank, port: int, seat: Seat) -> None:
+def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
     execute, steps = LocalExecutor.execute, []
 
     def failing(executor: LocalExecutor, plan: Any) -> Any:
@@ -48,4 +49,4 @@ def no_memory_in_a_step(open_worker: OpenRank, port: int, seat: Seat) -> None:
         return execute(executor, plan)
 
     LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
-    run_worker(open_worker, port, seat)
+    run_worker(open_worker, address, seat)

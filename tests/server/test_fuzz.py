@@ -35,7 +35,8 @@ OPERATIONS = {
     "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/responses": "POST",
     "/v1/messages": "POST", "/v1/messages/count_tokens": "POST", "/v1/models": "GET",
     "/v1/models/{name}": "GET", "/tokenize": "POST", "/detokenize": "POST",
-    "/health/live": "GET", "/health/ready": "GET", "/metrics": "GET", "/live": "GET",
+    "/health": "GET", "/health/live": "GET", "/health/ready": "GET", "/metrics": "GET",
+    "/live": "GET",
 }  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.teams import spawn
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup
@@ -97,7 +98,7 @@ def stub_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     open_stub = partial(stub_executor, config, model_config)
     executor: LocalExecutor | Ranks = open_stub(Peers())
     if config.tensor_parallel_size not in (None, 1):
-        executor = open_ranks(open_stub, open_stub, ["cpu"] * config.tensor_parallel_size)
+        executor = open_ranks(open_stub, open_stub, spawn(["cpu"] * config.tensor_parallel_size))
     return Engine(config, model_config, executor, Tokenizer.open(DEMO_PATH))
 
 

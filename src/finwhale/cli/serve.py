@@ -12,6 +12,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.demo import DEMO_PATH
+from finwhale.distributed.hosts import Place, work_at
 from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
@@ -37,6 +38,10 @@ DEMO_NAME = "finwhale-demo"
 def run(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     config = _server_config(args, os.environ)
+    place = Place.find(os.environ)
+    if place is not None and place.rank.index:
+        logs.configure(config.log_level)
+        work_at(place)
     directory = DEMO_PATH if args.path is None else Path(args.path)
     if not directory.is_dir():
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
@@ -46,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
     logs.configure(config.log_level)
-    load = partial(load_engine, args.path, config.log_level, engine)
+    load = partial(load_engine, args.path, config.log_level, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
     return serve(config, tokenizer, architecture.chat_dialect(directory), load)
 
@@ -93,7 +98,8 @@ def _parser() -> argparse.ArgumentParser:
         "/v1/responses, /v1/messages and more. The page at / has a chat with the model.",
         epilog=f"The environment variable {KEYS_VARIABLE} may hold API keys too, separated by "
         "commas. On SIGTERM the server finishes the running requests and ends; a second SIGTERM "
-        "ends it at once.",
+        "ends it at once. Under torchrun, each of its processes holds one rank of the model, and "
+        "rank 0 serves.",
     )
     add_path(parser)
     add_options(parser.add_argument_group("server"), ServerConfig, default_thinking=None)

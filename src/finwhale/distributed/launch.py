@@ -1,10 +1,13 @@
-"""Worker processes of one host: started, watched and ended by the process that owns them.
+"""Worker processes, watched and ended by the process that owns them.
 
 Rank 0 runs in the owner's process; rank i in worker i - 1. Each worker has a socket to its owner
-for what is rare (errors, log records, counts), and reads messages from a ring (ring.py).
+for what is rare (errors, log records, counts), and an inbox for the owner's messages.
 
-A worker ends when its owner ends, however that happens: the kernel kills it (PR_SET_PDEATHSIG), and
-a thread of the worker sees the socket close.
+`Spawned` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects workers
+that torchrun or Ray has started on one or several hosts.
+
+A worker ends when its owner ends, however that happens: a thread of the worker sees the socket
+close. The kernel also kills the workers of this host (PR_SET_PDEATHSIG).
 """
 
 import contextlib
@@ -24,6 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import NoReturn, Protocol
 
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import CAPACITY, Ring
@@ -48,6 +52,7 @@ _MAIN = (
     "worker_main(*map(int, sys.argv[2:6]))"
 )
 _PR_SET_PDEATHSIG = 1
+_STOP = b""  # the owner's last message to a worker
 
 
 # --- Messages of a worker -------------------------------------------------------------------------
@@ -66,7 +71,7 @@ OPENING = Phase("opening the model")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The worker is ready to read messages from the ring."""
+    """The worker is ready to read messages from its inbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +110,115 @@ Report = Phase | Opened | Failed | Counts | Answer | logging.LogRecord
 # --- The owner's side -----------------------------------------------------------------------------
 
 
+class Process(Protocol):
+    """The process of a worker, as its owner sees it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def beats(self) -> int:
+        """How many heartbeats the process has had."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether a signal is known to have stopped the process."""
+        ...
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait for the end of the process. Returns whether it has ended in this time."""
+        ...
+
+    def ending(self) -> str:
+        """How the process has ended; follows its name in a message."""
+        ...
+
+    def kill(self) -> None:
+        """End the process at once. Any thread may call this."""
+        ...
+
+
+class Crew(Protocol):
+    """The processes of ranks 1 to `len(labels)`.
+
+    Attributes:
+        labels: the place and device of each process, for messages.
+    """
+
+    labels: Sequence[str]
+
+    def start(self) -> list[tuple[Connection, Process]]:
+        """The processes, each with a socket. The thread that calls this watches them."""
+        ...
+
+    def write(self, message: bytes, wait: Callable[[], None]) -> None:
+        """Put a message into every inbox.
+
+        Args:
+            wait: called whenever an inbox has no room; it may raise.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the processes held, after they have ended."""
+        ...
+
+
+class Spawned:
+    """Processes that this process starts on its host."""
+
+    def __init__(self, labels: Sequence[str], capacity: int = CAPACITY) -> None:
+        self.labels = labels
+        self._ring = Ring.create(len(labels), capacity)
+        self.write = self._ring.write
+
+    def start(self) -> list[tuple[Connection, Process]]:
+        started: list[tuple[Connection, Process]] = []
+        size = 1 + len(self.labels)
+        for index in range(1, size):
+            ours, theirs = Pipe()
+            numbers = [theirs.fileno(), self._ring.file, index, size]
+            process = subprocess.Popen(
+                # Not multiprocessing: that would run the user's own main module again.
+                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=numbers[:2],
+                # A terminal's Ctrl-C and Ctrl-Z are for the owner.
+                start_new_session=True,
+            )
+            theirs.close()
+            started.append((ours, _Child(process, self._ring, index - 1)))
+        os.close(self._ring.file)  # the mapping stays
+        return started
+
+    def close(self) -> None:
+        """The ring's memory is freed with its last process."""
+
+
+class _Child:
+    """A process that this process has started, reader `reader` of a ring."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", ring: Ring, reader: int) -> None:
+        self.pid, self.kill = process.pid, process.kill
+        self._process, self._ring, self._reader = process, ring, reader
+
+    def beats(self) -> int:
+        return self._ring.beats(self._reader)
+
+    def is_stopped(self) -> bool:
+        return is_stopped(self.pid)
+
+    def wait(self, seconds: float | None) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.poll() is not None
+
+    def ending(self) -> str:
+        if not self.wait(2):
+            return "has closed its connection"
+        code = self._process.returncode
+        return f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
+
+
 @dataclass(slots=True)
 class _Worker:
     """One worker, as the watching thread knows it.
@@ -119,7 +233,7 @@ class _Worker:
     rank: Rank
     label: str
     control: Connection
-    process: "subprocess.Popen[bytes]"
+    process: Process
     phase: Phase | None = None
     phase_s: float = 0.0
     opened: bool = False
@@ -130,14 +244,14 @@ class _Worker:
 
 
 class Workers:
-    """The worker processes of ranks 1 to `len(labels)`, and the thread that watches them.
+    """The worker processes of all ranks but the first, and the thread that watches them.
 
     Once a worker has failed, all of them are killed, and `check` raises. A worker never decides
     anything; so without one of them the others are of no use.
 
     Args:
         work: called in every worker with its Seat; picklable.
-        labels: the device of each worker, for messages.
+        crew: the processes.
 
     Attributes:
         steady: nothing starts or compiles any more, so that heartbeats must come regularly.
@@ -145,15 +259,12 @@ class Workers:
             it, as if its GPU waits for a rank that is gone. Ends the process.
     """
 
-    def __init__(
-        self, work: Callable[["Seat"], None], labels: Sequence[str], capacity: int = CAPACITY
-    ) -> None:
-        self.size = 1 + len(labels)
+    def __init__(self, work: Callable[["Seat"], None], crew: Crew) -> None:
+        self.size = 1 + len(crew.labels)
         self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
-        self.ring = Ring.create(len(labels), capacity)
         self._payload = pickle.dumps(work)
-        self._labels = labels
+        self._crew = crew
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
         self._failure: FinwhaleError | None = None
@@ -179,7 +290,7 @@ class Workers:
     def send(self, message: bytes) -> None:
         """Write a message for all workers. Raises if one has failed."""
         self.check()
-        self.ring.write(message, self._wait_for_room)
+        self._crew.write(message, self._wait_for_room)
 
     def _wait_for_room(self) -> None:
         self.check()
@@ -260,26 +371,14 @@ class Workers:
             self._end()
 
     def _start(self) -> None:
-        for index, label in enumerate(self._labels, 1):
-            rank = Rank(index, self.size)
-            ours, theirs = Pipe()
-            numbers = [theirs.fileno(), self.ring.file, index, self.size]
-            process = subprocess.Popen(
-                # Not multiprocessing: that would run the user's own main module again.
-                [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                pass_fds=numbers[:2],
-                # A terminal's Ctrl-C and Ctrl-Z are for the owner.
-                start_new_session=True,
-            )
-            theirs.close()
-            self._workers.append(_Worker(rank, label, ours, process))
+        for index, (control, process) in enumerate(self._crew.start(), 1):
+            rank, label = Rank(index, self.size), self._crew.labels[index - 1]
+            self._workers.append(_Worker(rank, label, control, process))
         level = logging.getLogger("finwhale").getEffectiveLevel()
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.control.send((os.getpid(), level))
                 worker.control.send_bytes(self._payload)
-        os.close(self.ring.file)  # the mapping stays
 
     def _receive(self, worker: _Worker) -> None:
         while self._failure is None and worker.control.poll():
@@ -287,7 +386,7 @@ class Workers:
                 report: Report = worker.control.recv()
             except (EOFError, OSError):
                 if not self._closing:
-                    self._fail(None, f"{name(worker)} {_ending(worker.process)}")
+                    self._fail(None, f"{name(worker)} {worker.process.ending()}")
                 return
             if isinstance(report, logging.LogRecord):
                 report.msg = f"{name(worker)}: {report.msg}"
@@ -304,11 +403,11 @@ class Workers:
                 worker.opened = True
 
     def _check_heartbeat(self, worker: _Worker, spent: float) -> None:
-        beats = self.ring.beats(worker.rank.index - 1)
+        beats = worker.process.beats()
         worker.phase_s += spent
         worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0
         worker.beats = beats
-        if worker.silent_s >= STOPPED_S and is_stopped(worker.process.pid):
+        if worker.silent_s >= STOPPED_S and worker.process.is_stopped():
             self._fail(None, f"{name(worker)} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
             self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
@@ -327,21 +426,20 @@ class Workers:
         """End all workers: in good order, or at once after a failure. Leaves no zombie."""
         began = time.monotonic()
         if self._failure is None:
-            # A worker that is not in its loop yet is killed.
+            # A worker that does not take this message is killed.
             for worker in self._workers:
                 with contextlib.suppress(OSError):
-                    worker.control.close()
+                    worker.control.send_bytes(_STOP)
             patience = STOP_S
         else:
             patience = 0.0
         for worker in self._workers:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(max(0.0, began + patience - time.monotonic()))
-            if worker.process.poll() is None:
+            if not worker.process.wait(max(0.0, began + patience - time.monotonic())):
                 worker.process.kill()
-            worker.process.wait()
+                worker.process.wait(None)
         for worker in self._workers:
             worker.control.close()
+        self._crew.close()
         while self._failure is not None and self._inside and not self._closing:
             if time.monotonic() - began > STUCK_S:
                 self.on_stuck(str(self._failure))
@@ -369,15 +467,30 @@ def is_stopped(pid: int) -> bool:
     return state == "T"
 
 
-def _ending(process: "subprocess.Popen[bytes]") -> str:
-    try:
-        code = process.wait(2)
-    except subprocess.TimeoutExpired:
-        return "has closed its connection"
-    return f"was killed by signal {-code}" if code < 0 else f"has ended with exit code {code}"
-
-
 # --- A worker's side ------------------------------------------------------------------------------
+
+
+class Inbox(Protocol):
+    """The messages of the owner, as their worker sees them."""
+
+    def read(self) -> bytes:
+        """Wait for the next message, and take it."""
+        ...
+
+    def beat(self) -> None:
+        """Tell the owner that this process runs."""
+        ...
+
+
+class _RingInbox:
+    def __init__(self, ring: Ring, reader: int) -> None:
+        self._ring, self._reader = ring, reader
+
+    def read(self) -> bytes:
+        return self._ring.read(self._reader)
+
+    def beat(self) -> None:
+        self._ring.beat(self._reader)
 
 
 class Seat:
@@ -387,10 +500,10 @@ class Seat:
         counters: read at every heartbeat; a change is reported. None: nothing to report.
     """
 
-    def __init__(self, rank: Rank, control: Connection, ring: Ring) -> None:
+    def __init__(self, rank: Rank, control: Connection, inbox: Inbox) -> None:
         self.rank = rank
         self.counters: Callable[[], Mapping[str, int]] | None = None
-        self._control, self._ring = control, ring
+        self._control, self._inbox = control, inbox
         self._lock = threading.Lock()
 
     def report(self, report: Report) -> None:
@@ -400,21 +513,23 @@ class Seat:
 
     def read(self) -> bytes:
         """The next message from the owner."""
-        return self._ring.read(self.rank.index - 1)
+        return self._inbox.read()
 
     def _beat(self) -> None:
         told: dict[str, int] = {}
         while True:
-            self._ring.beat(self.rank.index - 1)
+            self._inbox.beat()
             if self.counters is not None and (counts := dict(self.counters())) != told:
                 told = counts
                 self.report(Counts(counts))
             time.sleep(BEAT_S)
 
     def _end_with_owner(self) -> None:
+        code = 1
         with contextlib.suppress(EOFError, OSError):
-            self._control.recv_bytes()
-        os._exit(0)  # at once: a device that waits for another rank would hold the process
+            assert self._control.recv_bytes() == _STOP
+            code = 0
+        os._exit(code)  # at once: a device that waits for another rank would hold the process
 
 
 class _Forwarding(logging.Handler):
@@ -433,17 +548,26 @@ class _Forwarding(logging.Handler):
         self._seat.report(record)
 
 
-def worker_main(control: int, ring: int, index: int, size: int) -> None:
-    """Run a worker until its owner ends it (Workers._start has the arguments)."""
+def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
+    """Run a worker until its owner ends it (Spawned.start has the arguments)."""
     connection = Connection(control)
     owner, level = connection.recv()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
         os._exit(1)  # the owner ended before it could be asked to take this process along
+    inbox = _RingInbox(Ring(ring, size - 1), index - 1)
+    run_seat(Seat(Rank(index, size), connection, inbox), connection, level)
+
+
+def run_seat(seat: Seat, control: Connection, level: int) -> NoReturn:
+    """Receive a worker's task, and work until the owner ends this process.
+
+    Args:
+        level: of the log records that are forwarded.
+    """
     faulthandler.enable()
-    seat = Seat(Rank(index, size), connection, Ring(ring, size - 1))
     seat.report(Phase("importing"))
-    payload = connection.recv_bytes()
+    payload = control.recv_bytes()
     for target in (seat._beat, seat._end_with_owner):
         threading.Thread(target=target, name=target.__name__, daemon=True).start()
     root = logging.getLogger()

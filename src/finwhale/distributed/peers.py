@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finwhale.distributed.rank import ALONE, Rank
+from finwhale.errors import FinwhaleError
 
 HOST = "127.0.0.1"
 POLL_S = 0.002
@@ -63,16 +65,55 @@ class Peers:
         return f"finwhale.peers/{self._calls}/{index}"
 
 
-def host_store() -> TCPStore:
-    """A store on a free port of the loopback interface, served by this process."""
-    return TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where ranks reach a store.
 
-
-def join_store(port: int) -> TCPStore:
-    """The store that another process of this host serves.
-
-    Raises:
-        RuntimeError: the port cannot be reached in CONNECT_S seconds.
+    Attributes:
+        prefix: of all keys.
     """
-    timeout = timedelta(seconds=CONNECT_S / 2)
-    return TCPStore(HOST, port, is_master=False, timeout=timeout, wait_for_workers=False)
+
+    host: str
+    port: int
+    prefix: str = "finwhale"
+
+    def join(self, timeout_seconds: float = CONNECT_S / 2) -> Store:
+        """Connect to the store that another process serves.
+
+        Raises:
+            FinwhaleError: the store cannot be reached.
+        """
+        return self._open(is_master=False, timeout_seconds=timeout_seconds)
+
+    def serve(self) -> Store:
+        """Serve the store from this process. Raises FinwhaleError."""
+        return self._open(is_master=True, timeout_seconds=CONNECT_S / 2)
+
+    def _open(self, *, is_master: bool, timeout_seconds: float) -> Store:
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            store = TCPStore(
+                self.host,
+                self.port,
+                is_master=is_master,
+                timeout=timeout,
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            where = f"{self.host} port {self.port}"
+            raise FinwhaleError(
+                f"cannot connect to the ranks' store on {where}: {reason}"
+            ) from error
+        return PrefixStore(self.prefix, store)
+
+
+def serve_store(host: str = HOST) -> tuple[Store, StoreAddress]:
+    """A store on a free port, served by this process.
+
+    Args:
+        host: the address of this host, as the other ranks reach it.
+    """
+    store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    address = StoreAddress(host, store.port)
+    return PrefixStore(address.prefix, store), address

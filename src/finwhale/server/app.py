@@ -168,6 +168,7 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         health = Health(status="dead" if failure else "alive", reason=failure)
         return JSONResponse(health.model_dump(), 503 if failure else 200)
 
+    @app.get("/health", responses={503: {"model": Health}}, name="healthy")
     @app.get("/health/ready", responses={503: {"model": Health}})
     async def ready() -> Response:
         """Whether the server accepts requests: the model is loaded and it is not stopping."""

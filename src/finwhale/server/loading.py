@@ -4,16 +4,20 @@ import logging
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
 from finwhale.llm import open_engine
 from finwhale.server import logs
 
 
-def load_engine(path: str | None, log_level: str, config: EngineConfig) -> Engine:
+def load_engine(
+    path: str | None, log_level: str, config: EngineConfig, place: Place | None = None
+) -> Engine:
     """Opens an engine in the process that will run it, and logs the progress.
 
     Args:
         path: directory of a checkpoint; None: the demo model.
+        place: of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
@@ -28,7 +32,7 @@ def load_engine(path: str | None, log_level: str, config: EngineConfig) -> Engin
             tenth = done * 10 // total
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
-    engine = open_engine(config, path, progress)
+    engine = open_engine(config, path, progress, place)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)
     return engine

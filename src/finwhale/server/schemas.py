@@ -17,6 +17,8 @@ Names = Annotated[list[str], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Json = dict[str, Any]
+# Of the fields that vllm-router and sglang-router add to a request.
+_ROUTERS = "routers add this value, which has no effect; no other value is supported"
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
     "temperature",
@@ -103,6 +105,9 @@ class OpenAIBody(SamplingBody):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream_options: StreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
+    no_stop_trim: Literal[False] = Field(default=False, description=_ROUTERS)
+    skip_special_tokens: Literal[True] = Field(default=True, description=_ROUTERS)
+    return_hidden_states: Literal[False] = Field(default=False, description=_ROUTERS)
 
     @property
     def wants_usage(self) -> bool:
@@ -163,6 +168,10 @@ class ChatBody(OpenAIBody):
     safety_identifier: str | None = Field(default=None, description="no effect")
     prompt_cache_key: str | None = Field(default=None, description="no effect")
     prompt_cache_retention: str | None = Field(default=None, description="no effect")
+    continue_final_message: Literal[False] = Field(default=False, description=_ROUTERS)
+    separate_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
+    stream_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
+    include_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
 
 
 class ResponsesBody(SamplingBody):

@@ -4,6 +4,7 @@ import time
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
+from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.warmup import warm_up
 from finwhale.engine.rank.ranks import open_executor
@@ -16,14 +17,18 @@ def start_engine(
     model_config: ModelConfig,
     weights: Weights,
     tokenizer: Tokenizer | None,
+    place: Place | None = None,
 ) -> Engine:
     """Open the ranks, make their engine and warm it up, so that no request waits for a compilation.
+
+    Args:
+        place: of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    executor = open_executor(config, model_config, weights)
+    executor = open_executor(config, model_config, weights, place)
     engine = Engine(config, model_config, executor, tokenizer)
     if executor.description.needs_warm_up:
         began = time.monotonic()

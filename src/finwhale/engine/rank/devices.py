@@ -55,6 +55,30 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     return tuple(f"cuda:{index}" for index in range(size))
 
 
+def device_kind(config: EngineConfig, size: int) -> str:
+    """The kind of device of `size` ranks that a launcher has placed, one GPU for each.
+
+    Raises:
+        FinwhaleError: the options contradict the launcher.
+    """
+    if config.tensor_parallel_size not in (None, size):
+        raise FinwhaleError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but the launcher has placed "
+            f"{size} ranks: leave the option out"
+        )
+    if size not in RANK_COUNTS:
+        raise FinwhaleError(
+            f"a model runs on {_either(RANK_COUNTS)} ranks, but the launcher has placed {size}"
+        )
+    kind, indices = parse_device(config.device)
+    if indices:
+        raise FinwhaleError(
+            f"device {config.device!r} names GPUs, but the launcher gives each rank its own: use "
+            "CUDA_VISIBLE_DEVICES to choose the GPUs of a host"
+        )
+    return kind or Platform.detect().device_type
+
+
 def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
     """The kind of device, None if it is left open, and the GPUs that are named.
 

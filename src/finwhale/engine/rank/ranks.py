@@ -1,5 +1,7 @@
 """The executor of several ranks: one in this process, the others in worker processes.
 
+teams.py says where the worker processes come from.
+
 Every rank opens the same model with its own share of the weights, and executes every plan. Only
 rank 0 brings results to the host. The ranks wait for each other inside the model, so that none can
 go on without the others: if one fails, in whatever way, the engine dies.
@@ -20,10 +22,12 @@ from functools import partial
 from typing import TypeVar
 
 import torch
+from torch._C._distributed_c10d import Store
 
 from finwhale.config import RANK_COUNTS, EngineConfig
+from finwhale.distributed.hosts import Place
 from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, Seat, Workers
-from finwhale.distributed.peers import Peers, host_store, join_store
+from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
@@ -32,6 +36,7 @@ from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_exec
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
+from finwhale.engine.rank.teams import Team, at_place, on_ray, spawn
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
@@ -50,21 +55,30 @@ EXIT_S = 5  # for the exit of a process whose device waits for a rank that is go
 
 
 def open_executor(
-    config: EngineConfig, model_config: ModelConfig, weights: Weights
+    config: EngineConfig, model_config: ModelConfig, weights: Weights, place: Place | None = None
 ) -> "LocalExecutor | Ranks":
     """Open the ranks of a model: the one of this process, and worker processes for others.
+
+    Args:
+        place: of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
-    devices = choose_devices(config, partial(fewest_ranks, config, model_config))
-    if len(devices) == 1:
-        return open_one(config, model_config, weights, devices, Peers())
+    if place is not None:
+        team = at_place(config, place)
+    elif config.distributed_executor == "ray":
+        team = on_ray(config)
+    else:
+        devices = choose_devices(config, partial(fewest_ranks, config, model_config))
+        if len(devices) == 1:
+            return open_one(config, model_config, weights, devices, Peers())
+        team = spawn(devices)
     return open_ranks(
-        partial(open_one, config, model_config, weights, devices),
-        partial(open_one, config, model_config, weights.without_progress(), devices),
-        devices,
+        partial(open_one, config, model_config, weights, team.devices),
+        partial(open_one, config, model_config, weights.without_progress(), team.devices),
+        team,
     )
 
 
@@ -108,21 +122,19 @@ def open_one(
     return open_rank(mine, model_config, weights, peers)
 
 
-def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[str]) -> "Ranks":
-    """Start a process for each rank but the first, and open all ranks.
+def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Ranks":
+    """Open all ranks: the first in this process, the others in a process each.
 
     Args:
         open_first: opens rank 0, in this process.
         open_worker: opens each of the other ranks in its process; picklable.
-        devices: of each rank, for messages.
 
     Raises:
         FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
     """
-    store = host_store()
-    workers = Workers(partial(run_worker, open_worker, store.port), devices[1:])
+    workers = Workers(partial(run_worker, open_worker, team.address), team.crew)
     try:
-        local = open_first(Peers(Rank(0, len(devices)), store, workers.check))
+        local = open_first(Peers(Rank(0, workers.size), team.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
         # Without a rank, its connections break.
@@ -131,7 +143,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, devices: Sequence[st
         if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
-    return Ranks(local, workers, store)
+    return Ranks(local, workers, team.store)
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
@@ -146,7 +158,7 @@ class Ranks:
     `sample`, on any rank, is an EngineDeadError.
     """
 
-    def __init__(self, local: LocalExecutor, workers: Workers, store: object) -> None:
+    def __init__(self, local: LocalExecutor, workers: Workers, store: Store) -> None:
         self.local, self.workers = local, workers
         self._store = store  # later connections need it
         self._close = weakref.finalize(self, _close, os.getpid(), workers, local)
@@ -271,14 +283,10 @@ def _limit_exit() -> None:
     signal.alarm(EXIT_S)
 
 
-def run_worker(open_worker: OpenRank, port: int, seat: Seat) -> None:
+def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
     seat.report(CONNECTING)
-    try:
-        store = join_store(port)
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise FinwhaleError(f"cannot connect to rank 0 on port {port}: {reason}") from error
+    store = address.join()
     seat.report(OPENING)
     executor = open_worker(Peers(seat.rank, store))
     executor.receiver = NoReceiver()

@@ -1,0 +1,355 @@
+"""Workers that torchrun or Ray has started, on one or several hosts: they connect to rank 0.
+
+Each worker has two TCP connections to rank 0: one for its reports, and one for plans, on which its
+heartbeats go the other way. Both ends prove that they know a secret before anything is unpickled.
+Who can read the ranks' store knows the secret, so the network between the hosts must be trusted.
+"""
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import NoReturn, Self
+
+from torch._C._distributed_c10d import Store
+
+from finwhale.distributed.launch import CONNECT_S, TICK_S, Process, Seat, run_seat
+from finwhale.distributed.peers import StoreAddress
+from finwhale.distributed.rank import Rank
+from finwhale.errors import FinwhaleError
+
+logger = logging.getLogger(__name__)
+
+LOST_MS = 6000  # a connection is lost when a host has not confirmed what was sent for so long
+HANDSHAKE_S = 5
+_INVITATION = "hosts/invitation"
+_SECRET_BYTES = 32
+
+
+# --- Where a process is ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The place that torchrun has given this process.
+
+    Attributes:
+        local_index: number of this process among those of its host.
+        serves_store: rank 0 serves the store; otherwise the launcher does.
+    """
+
+    rank: Rank
+    local_index: int
+    store: StoreAddress
+    serves_store: bool
+
+    @classmethod
+    def find(cls, environment: Mapping[str, str]) -> Self | None:
+        """The place that the variables of torchrun describe; None: this process is alone.
+
+        Raises:
+            FinwhaleError: a variable is not a number, or contradicts another.
+        """
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        if not all(name in environment for name in (*names, "MASTER_ADDR")):
+            return None
+        try:
+            index, size, local_index, port = (int(environment[name]) for name in names)
+        except ValueError as error:
+            raise FinwhaleError(f"{', '.join(names)} in the environment: {error}") from error
+        if not 0 <= index < size:
+            raise FinwhaleError(f"RANK {index} in the environment is not below WORLD_SIZE {size}")
+        if size == 1:
+            return None
+        attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = StoreAddress(environment["MASTER_ADDR"], port, f"finwhale/{attempt}")
+        agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(Rank(index, size), local_index, store, serves_store=not agent)
+
+    def open_store(self) -> Store:
+        """The ranks' store, for rank 0. Raises FinwhaleError."""
+        return self.store.serve() if self.serves_store else self.store.join()
+
+
+@dataclass(frozen=True, slots=True)
+class Invitation:
+    """How a worker reaches rank 0."""
+
+    host: str
+    port: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a worker says of itself, on each of its connections.
+
+    Attributes:
+        plans: the connection is for plans; otherwise it is for reports.
+    """
+
+    index: int
+    plans: bool
+    host: str
+    local_index: int
+    pid: int
+
+
+# --- Rank 0 ---------------------------------------------------------------------------------------
+
+
+class RemoteCrew:
+    """The workers that have connected (launch.Crew).
+
+    Args:
+        close: called after the workers have ended.
+    """
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        workers: Sequence["RemoteWorker"],
+        close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.labels, self.close = labels, close
+        self._workers = workers
+
+    def start(self) -> list[tuple[Connection, Process]]:
+        return [(worker.control, worker) for worker in self._workers]
+
+    def write(self, message: bytes, wait: Callable[[], None]) -> None:
+        try:
+            for worker in self._workers:
+                # A full connection blocks until `kill` closes it.
+                worker.plans.send_bytes(message)
+        except OSError:
+            while True:  # until the watching thread has noticed
+                wait()
+
+
+class RemoteWorker:
+    """One worker that has connected (launch.Process)."""
+
+    def __init__(self, reports: "_Admitted", plans: "_Admitted") -> None:
+        self.introduction = reports.introduction
+        self.pid = reports.introduction.pid
+        self.control, self.plans = reports.connection, plans.connection
+        self._sockets = (reports.socket, plans.socket)
+        self._beats = 0
+        self._ended = False
+
+    def beats(self) -> int:
+        try:
+            while self.plans.poll():
+                self.plans.recv_bytes()
+                self._beats += 1
+        except (EOFError, OSError):
+            self._ended = True
+        return self._beats
+
+    def is_stopped(self) -> bool:
+        return False  # the heartbeats tell
+
+    def wait(self, seconds: float | None) -> bool:
+        end = float("inf") if seconds is None else time.monotonic() + seconds
+        self.beats()
+        while not self._ended and (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(OSError):
+                self.plans.poll(min(left, TICK_S))
+            self.beats()
+        return self._ended
+
+    def ending(self) -> str:
+        return "has ended, or the connection to it is lost"
+
+    def kill(self) -> None:
+        """Close the connections. The worker ends when it sees that."""
+        for end in self._sockets:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    introduction: Introduction
+    connection: Connection
+    socket: socket.socket
+
+
+class Reception:
+    """Where rank 0 waits for its workers.
+
+    Args:
+        host: the address of this host, as the workers reach it.
+    """
+
+    def __init__(self, host: str) -> None:
+        everywhere = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere else socket.AF_INET
+        self._listener = socket.create_server(("", 0), family=family, dualstack_ipv6=everywhere)
+        port = self._listener.getsockname()[1]
+        self.invitation = Invitation(host, port, secrets.token_bytes(_SECRET_BYTES))
+
+    def publish(self, store: Store) -> None:
+        """Write the invitation into the ranks' store."""
+        store.set(_INVITATION, f"{self.invitation.port} {self.invitation.secret.hex()}")
+
+    def receive(self, size: int, check: Callable[[], None] = lambda: None) -> list[RemoteWorker]:
+        """Wait for the workers of ranks 1 to size - 1; returns them in order.
+
+        Args:
+            check: called now and then; it may raise.
+
+        Raises:
+            FinwhaleError: a worker has not connected for CONNECT_S seconds.
+        """
+        found: dict[tuple[int, bool], _Admitted] = {}
+        wanted = {(index, plans) for index in range(1, size) for plans in (False, True)}
+        end = time.monotonic() + CONNECT_S
+        self._listener.settimeout(TICK_S)
+        with self._listener:
+            while missing := sorted({index for index, _ in wanted - found.keys()}):
+                if time.monotonic() > end:
+                    ranks = ", ".join(f"rank {index}" for index in missing)
+                    raise FinwhaleError(f"not connected for {CONNECT_S:.0f} s: {ranks}")
+                check()
+                try:
+                    connection, address = self._listener.accept()
+                except TimeoutError:
+                    continue
+                admitted = self._admit(connection)
+                key = admitted and (admitted.introduction.index, admitted.introduction.plans)
+                if admitted is None or key not in wanted or key in found:
+                    logger.warning("refused a connection from %s", address[0])
+                    connection.close()
+                    continue
+                found[key] = admitted
+        return [RemoteWorker(found[i, False], found[i, True]) for i in range(1, size)]
+
+    def _admit(self, end: socket.socket) -> _Admitted | None:
+        """The worker at the other end; None: it does not know the secret."""
+        connection = _connection(end)
+        secret = self.invitation.secret
+        try:
+            with _limited(end, HANDSHAKE_S):
+                deliver_challenge(connection, secret)
+                answer_challenge(connection, secret)
+                introduction = connection.recv()
+        except (OSError, EOFError, AuthenticationError):
+            connection.close()
+            return None
+        return _Admitted(introduction, connection, end)
+
+
+# --- A worker -------------------------------------------------------------------------------------
+
+
+def work_at(place: Place) -> NoReturn:
+    """Run the rank of this process until rank 0 ends it.
+
+    Raises:
+        FinwhaleError: rank 0 cannot be reached.
+    """
+    begin = time.monotonic()
+    store = place.store.join(CONNECT_S)
+    left = max(1.0, CONNECT_S - (time.monotonic() - begin))
+    try:
+        store.wait([_INVITATION], timedelta(seconds=left))
+    except RuntimeError as error:
+        raise FinwhaleError(
+            f"rank {place.rank.index} has waited {CONNECT_S:.0f} s for rank 0 to begin"
+        ) from error
+    port, secret = store.get(_INVITATION).decode().split()
+    invitation = Invitation(place.store.host, int(port), bytes.fromhex(secret))
+    work_for(invitation, place.rank, place.local_index)
+
+
+def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
+    """Run a rank in this process until rank 0 ends it.
+
+    Raises:
+        FinwhaleError: rank 0 cannot be reached.
+    """
+    try:
+        control, plans = (
+            _enter(
+                invitation,
+                Introduction(rank.index, plans, socket.gethostname(), local_index, os.getpid()),
+            )
+            for plans in (False, True)
+        )
+        _, level = control.recv()
+    except (OSError, EOFError, AuthenticationError) as error:
+        where = f"{invitation.host} port {invitation.port}"
+        raise FinwhaleError(
+            f"rank {rank.index} cannot connect to rank 0 on {where}: {error or 'refused'}"
+        ) from error
+    # Rank 0 decides when this process ends.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    run_seat(Seat(rank, control, _Line(plans)), control, level)
+
+
+class _Line:
+    """A connection for plans (launch.Inbox)."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def read(self) -> bytes:
+        try:
+            return self._connection.recv_bytes()
+        except (OSError, EOFError):
+            os._exit(1)
+
+    def beat(self) -> None:
+        try:
+            self._connection.send_bytes(b"")
+        except OSError:
+            os._exit(1)
+
+
+def _enter(invitation: Invitation, introduction: Introduction) -> Connection:
+    end = socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S / 2)
+    connection = _connection(end)
+    # Others may be before this process in rank 0's queue.
+    with _limited(end, int(CONNECT_S)):
+        answer_challenge(connection, invitation.secret)
+        deliver_challenge(connection, invitation.secret)
+        connection.send(introduction)
+    end.close()
+    return connection
+
+
+# --- Sockets --------------------------------------------------------------------------------------
+
+
+def _connection(end: socket.socket) -> Connection:
+    """A connection over a TCP socket, which stays open."""
+    end.settimeout(None)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+    return Connection(os.dup(end.fileno()))
+
+
+@contextlib.contextmanager
+def _limited(end: socket.socket, seconds: int) -> Iterator[None]:
+    """Inside, reading and writing raises OSError after so long."""
+    _limit(end, seconds)
+    yield
+    _limit(end, 0)
+
+
+def _limit(end: socket.socket, seconds: int) -> None:
+    """0: no limit."""
+    for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, name, struct.pack("@ll", seconds, 0))

@@ -1,0 +1,101 @@
+"""Ranks as actors of Ray, one for each GPU of a placement group. Needs the extra `ray`."""
+
+import os
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import get_node_ip_address
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from finwhale.distributed.hosts import Invitation, work_for
+from finwhale.distributed.launch import CONNECT_S
+from finwhale.distributed.rank import Rank
+from finwhale.errors import FinwhaleError
+
+
+class Actors:
+    """The actors of `size` ranks. Rank 0 is this process; its actor only holds its GPU.
+
+    Connects to the cluster that RAY_ADDRESS names or that runs on this host; otherwise Ray starts
+    one on this host alone.
+
+    Args:
+        kind: of each rank's device; a rank on a "cpu" takes one of Ray's CPUs.
+
+    Attributes:
+        host: the address of this host, as the other hosts reach it.
+        local_index: of rank 0's GPU on this host.
+
+    Raises:
+        FinwhaleError: the cluster has too few free GPUs.
+    """
+
+    def __init__(self, size: int, kind: str) -> None:
+        try:
+            if not ray.is_initialized():
+                ray.init()
+        except (RayError, ConnectionError) as error:
+            raise FinwhaleError(f"cannot connect to Ray: {error}") from error
+        self.host = get_node_ip_address()
+        resource = "CPU" if kind == "cpu" else "GPU"
+        bundles = [{resource: 1.0} for _ in range(size)]
+        bundles[0][f"node:{self.host}"] = 0.001  # on this host
+        self._group = placement_group(bundles, strategy="PACK")
+        try:
+            ray.get(self._group.ready(), timeout=CONNECT_S)
+            actor = ray.remote(_Actor)
+            self._actors = [
+                actor.options(
+                    num_cpus=bundle.get("CPU", 0),
+                    num_gpus=bundle.get("GPU", 0),
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, index),
+                ).remote()
+                for index, bundle in enumerate(bundles)
+            ]
+            self.local_index = ray.get(self._actors[0].local_index.remote(), timeout=CONNECT_S)
+        except GetTimeoutError as error:
+            self.close()
+            raise FinwhaleError(
+                f"Ray has had no room for {CONNECT_S:.0f} s: {size} {resource}s are wanted, one of "
+                "them on this host"
+            ) from error
+        self._working: list[ray.ObjectRef[None]] = []
+
+    def work_for(self, invitation: Invitation) -> None:
+        """Let each actor but the first run its rank."""
+        size = len(self._actors)
+        self._working = [
+            actor.work_for.remote(invitation, Rank(index, size))
+            for index, actor in enumerate(self._actors[1:], 1)
+        ]
+
+    def check(self) -> None:
+        """Raise FinwhaleError if an actor has ended."""
+        ended, _ = ray.wait(self._working, timeout=0)
+        for reference in ended:
+            try:
+                ray.get(reference)
+            except RayError as error:
+                rank = 1 + self._working.index(reference)
+                lines = str(error).strip().splitlines()
+                raise FinwhaleError(f"rank {rank}, an actor of Ray: {lines[-1]}") from error
+
+    def close(self) -> None:
+        """Free the GPUs, and end the actors that are left."""
+        remove_placement_group(self._group)
+
+
+class _Actor:
+    def local_index(self) -> int:
+        """The number of this actor's GPU on its host."""
+        gpus = ray.get_gpu_ids()
+        if not gpus:
+            return 0
+        # Ranks of one host write each other's memory, so each must see all GPUs. Nothing has used
+        # CUDA in this process yet.
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        return int(gpus[0])
+
+    def work_for(self, invitation: Invitation, rank: Rank) -> None:
+        work_for(invitation, rank, self.local_index())

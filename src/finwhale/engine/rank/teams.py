@@ -1,0 +1,103 @@
+"""Brings the ranks together: spawned here, placed by torchrun, or started as actors of Ray."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from torch._C._distributed_c10d import Store
+
+from finwhale.config import EngineConfig
+from finwhale.distributed.hosts import Place, Reception, RemoteCrew, RemoteWorker
+from finwhale.distributed.launch import Crew, Spawned
+from finwhale.distributed.peers import StoreAddress, serve_store
+from finwhale.engine.rank.devices import device_kind
+from finwhale.errors import FinwhaleError
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """The processes of all ranks, of which this one has rank 0.
+
+    Attributes:
+        devices: of each rank.
+        crew: the other ranks' processes.
+        store: what this process tells the other ranks.
+        address: where the other ranks reach the store.
+    """
+
+    devices: tuple[str, ...]
+    crew: Crew
+    store: Store
+    address: StoreAddress
+
+
+def spawn(devices: Sequence[str]) -> Team:
+    """A process on this host for each device but the first."""
+    return Team(tuple(devices), Spawned(devices[1:]), *serve_store())
+
+
+def at_place(config: EngineConfig, place: Place) -> Team:
+    """The processes that a launcher such as torchrun has placed.
+
+    Raises:
+        FinwhaleError: the options contradict the launcher, or a process does not connect.
+    """
+    if config.distributed_executor != "spawn":
+        raise FinwhaleError(
+            f"distributed_executor is {config.distributed_executor!r}, but torchrun has started "
+            "this process: leave the option out"
+        )
+    kind = device_kind(config, place.rank.size)
+    store = place.open_store()
+    reception = Reception(place.store.host)
+    reception.publish(store)
+    workers = reception.receive(place.rank.size)
+    devices = _devices(kind, place.local_index, workers)
+    return Team(devices, RemoteCrew(_labels(devices, workers), workers), store, place.store)
+
+
+def on_ray(config: EngineConfig) -> Team:
+    """One actor of Ray for each GPU.
+
+    Raises:
+        FinwhaleError: ray is not installed, has too few GPUs, or an actor does not connect.
+    """
+    size = config.tensor_parallel_size
+    if size in (None, 1):
+        raise FinwhaleError("distributed_executor 'ray' needs a tensor_parallel_size above 1")
+    assert size is not None
+    kind = device_kind(config, size)
+    try:
+        ray_actors = import_module("finwhale.distributed.ray_actors")
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise FinwhaleError(
+            "distributed_executor 'ray' needs ray: pip install 'finwhale[ray]'"
+        ) from error
+    actors = ray_actors.Actors(size, kind)
+    try:
+        store, address = serve_store(actors.host)
+        reception = Reception(actors.host)
+        actors.work_for(reception.invitation)
+        workers = reception.receive(size, actors.check)
+    except BaseException:
+        actors.close()
+        raise
+    devices = _devices(kind, actors.local_index, workers)
+    crew = RemoteCrew(_labels(devices, workers), workers, actors.close)
+    return Team(devices, crew, store, address)
+
+
+def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
+    """The device of each rank. `local_index`: of rank 0."""
+    if kind == "cpu":
+        return ("cpu",) * (1 + len(workers))
+    indices = [local_index, *(worker.introduction.local_index for worker in workers)]
+    return tuple(f"{kind}:{index}" for index in indices)
+
+
+def _labels(devices: Sequence[str], workers: Sequence[RemoteWorker]) -> list[str]:
+    """Device and host of each rank but the first."""
+    pairs = zip(devices[1:], workers, strict=True)
+    return [f"{device} of {worker.introduction.host}" for device, worker in pairs]

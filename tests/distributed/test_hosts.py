@@ -1,0 +1,165 @@
+"""Workers that a launcher has placed: where they are, who may connect, and what their end does."""
+
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+
+import pytest
+
+from finwhale import FinwhaleError
+from finwhale.config import EngineConfig
+from finwhale.distributed import hosts
+from finwhale.distributed.hosts import Introduction, Invitation, Place, Reception, RemoteCrew
+from finwhale.distributed.peers import StoreAddress
+from finwhale.distributed.rank import Rank
+from finwhale.engine.rank.devices import device_kind
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+}
+
+
+def introduction(index: int, plans: bool = False) -> Introduction:
+    return Introduction(index, plans, "host", 0, os.getpid())
+
+
+def test_a_place_is_found_in_the_environment() -> None:
+    place = Place.find(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    store = StoreAddress("node0", 29500, "finwhale/2")
+    assert place == Place(Rank(3, 4), 1, store, serves_store=True)
+    agent = Place.find(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert agent is not None and not agent.serves_store
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{}, {"RANK": "0", "WORLD_SIZE": "2"}, TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}],
+)
+def test_a_process_alone_has_no_place(environment: Mapping[str, str]) -> None:
+    assert Place.find(environment) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [({"RANK": "four"}, "in the environment: invalid"), ({"RANK": "4"}, "not below WORLD_SIZE 4")],
+)
+def test_a_wrong_environment_is_refused(wrong: Mapping[str, str], message: str) -> None:
+    with pytest.raises(FinwhaleError, match=message):
+        Place.find({**TORCHRUN, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "size", "message"),
+    [
+        ({"tensor_parallel_size": 2}, 4, "is 2, but the launcher has placed 4"),
+        ({}, 3, "1, 2, 4 or 8 ranks, but the launcher has placed 3"),
+        ({"device": "cuda:0,1"}, 2, "use CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_options_that_contradict_the_launcher(
+    options: Mapping[str, object], size: int, message: str
+) -> None:
+    with pytest.raises(FinwhaleError, match=message):
+        device_kind(EngineConfig(**options), size)
+
+
+LOADED: list[str] = []
+
+
+def load(what: str) -> None:
+    LOADED.append(what)
+
+
+class Trap:
+    """Its pickle says that it was loaded."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, ...]]:
+        return load, ("trap",)
+
+
+def test_only_who_knows_the_secret_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a wrong secret, nor bytes that are no handshake, nor silence keeps others out."""
+    monkeypatch.setattr(hosts, "HANDSHAKE_S", 1)
+    reception = Reception("127.0.0.1")
+    invitation = reception.invitation
+    wrong = Invitation(invitation.host, invitation.port, b"x" * 32)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(reception.receive, 2)
+        silent = socket.create_connection(("127.0.0.1", invitation.port))
+        stray = socket.create_connection(("127.0.0.1", invitation.port))
+        data = pickle.dumps(Trap())
+        stray.sendall(len(data).to_bytes(4, "big") + data)
+        with pytest.raises(AuthenticationError):
+            hosts._enter(wrong, introduction(1))
+        for index, plans in ((7, False), (1, False), (1, False), (1, True)):
+            hosts._enter(invitation, introduction(index, plans))
+        (worker,) = received.result(20)
+    assert worker.introduction == introduction(1)
+    assert not LOADED
+    for end in (silent, stray):
+        end.close()
+
+
+def test_a_missing_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosts, "CONNECT_S", 0.5)
+    with pytest.raises(FinwhaleError, match=r"not connected for 0 s: rank 1, rank 2"):
+        Reception("127.0.0.1").receive(3)
+
+
+@pytest.fixture
+def connected() -> tuple[RemoteCrew, hosts.RemoteWorker, list]:
+    reception = Reception("127.0.0.1")
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(reception.receive, 2)
+        ends = [hosts._enter(reception.invitation, introduction(1, plans)) for plans in (0, 1)]
+        (worker,) = received.result(20)
+    return RemoteCrew(["cpu"], [worker]), worker, ends
+
+
+def test_plans_and_heartbeats_arrive(connected: tuple) -> None:
+    crew, worker, (_, plans) = connected
+    messages = [b"", b"x", b"y" * 300_000]
+    line = hosts._Line(plans)
+    writer = threading.Thread(target=lambda: [crew.write(m, pytest.fail) for m in messages])
+    writer.start()
+    assert [line.read() for _ in messages] == messages
+    writer.join(10)
+    assert worker.beats() == 0
+    for _ in range(3):
+        line.beat()
+    end = time.monotonic() + 10
+    while worker.beats() < 3:
+        assert time.monotonic() < end
+    assert not worker.wait(0.01)
+    plans.close()
+    assert worker.wait(10)
+
+
+def test_a_worker_that_reads_nothing_holds_up_the_writer_until_it_is_killed(
+    connected: tuple,
+) -> None:
+    class GivenUpError(Exception):
+        pass
+
+    def give_up() -> None:
+        raise GivenUpError
+
+    crew, worker, (control, _) = connected
+    killer = threading.Timer(0.5, worker.kill)
+    killer.start()
+    with pytest.raises(GivenUpError):
+        while True:
+            crew.write(b"x" * 2**20, give_up)
+    assert killer.finished.is_set()
+    assert worker.wait(None)
+    with pytest.raises((EOFError, OSError)):
+        control.recv_bytes()

@@ -1,0 +1,114 @@
+"""Processes that serve a model over HTTP, and what the tests ask of them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import openai
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [end.getsockname()[1] for end in sockets]
+    for end in sockets:
+        end.close()
+    return ports
+
+
+class Program:
+    """A process in a session of its own, with its output in a file."""
+
+    def __init__(
+        self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def close(self) -> None:
+        """End the process, and every descendant that is still there."""
+        found = [self.process.pid, *descendants(self.process.pid)]
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process."""
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            parents.setdefault(int(fields[1]), []).append(int(path.name))
+    found, waiting = [], [pid]
+    while waiting:
+        children = parents.get(waiting.pop(), [])
+        found += children
+        waiting += children
+    return found
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, programs: Sequence[Program]) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "\n".join(program.output for program in programs)
+        time.sleep(0.1)
+
+
+def client(port: int) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+    )
+
+
+def is_ready(port: int) -> bool:
+    with suppress(openai.APIError):
+        return bool(client(port).models.list().data)
+    return False
+
+
+def complete(port: int, prompt: object, max_tokens: int = 16) -> str:
+    """The greedy continuation of a prompt."""
+    one = client(port)
+    answer = one.completions.create(
+        model=one.models.list().data[0].id,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        temperature=0,
+        logprobs=0,
+        extra_body={"ignore_eos": True},
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.tokens is not None
+    return " ".join(logprobs.tokens)
