@@ -29,7 +29,7 @@ class Stepper:
         self._engine = engine if isinstance(engine, Engine) else None
         assert self._engine is None or not self._engine.has_work
         rank = engine if isinstance(engine, LocalExecutor) else local_executor(engine.executor)
-        self.runner = rank.runner
+        self.runner, self._collectives = rank.runner, rank.collectives
         self.pages = PageManager(self.runner.groups, self.runner.cache_plan.num_pages)
         self.planner = StepPlanner(self.runner.model.config.vocab_size)
         self.inputs: StepInputs | None = None
@@ -117,7 +117,8 @@ class Stepper:
     @torch.inference_mode()
     def logits(self, streams: Tensor) -> Tensor:
         """Logits [count, V] float32, computed one row at a time, as in a decode."""
-        return torch.cat([self.runner.model.compute_logits(row) for row in torch.split(streams, 1)])
+        rows = [self.runner.model.compute_logits(row) for row in torch.split(streams, 1)]
+        return self._collectives.all_gather(torch.cat(rows), 1)
 
     def read(self, token_ids: Sequence[int], cuts: Sequence[int] = ()) -> Tensor:
         """The residual streams [T,H,D] of a whole text, computed in chunks that end at `cuts`."""
