@@ -19,13 +19,14 @@ from tests.ops.test_triton_mhc import PARAMS, state, weight
 from torch import Tensor
 
 from finwhale.distributed import ref
+from finwhale.distributed.collectives import Alone
 from finwhale.distributed.push import Push
 from finwhale.errors import EngineDeadError
 from finwhale.models.deepseek_v4.rank_links import RankLinks
 from finwhale.ops.mhc import MhcOfRanks, mhc_triton
 from finwhale.ops.ranks import PartialSum
 
-from .test_push import SIZES, Nothing, ranks
+from .test_push import SIZES, ranks
 
 FUSED = replace(SIZES, fused_tokens=40, fused_programs=40)
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -123,7 +124,9 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
         channel = pushes[index].channel(2, 2)
         assert channel is not None
         partial_sum = PartialSum(parts[index], channel)
-        y, *_, streams = mhc_triton.mhc_post_pre(partial_sum, *mixes, w, PARAMS)
+        post, res, residual = mixes
+        found = mhc_triton.mhc_post_pre(partial_sum, post, res, residual, w, PARAMS)
+        y, *_, streams = found
         assert y.isnan().all()
         assert streams.isnan().all()
         with pytest.raises(EngineDeadError, match=f"rank {index} waited in vain for rank 2$"):
@@ -133,10 +136,6 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
 
 
 def test_the_shape_chooses_who_adds() -> None:
-    class AllReduces(Nothing):
-        def all_reduce(self, x: Tensor) -> Tensor:
-            return x
-
     def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> RankLinks:
         options = mhc_triton.Options(few_tokens=few_tokens)
 
@@ -145,7 +144,7 @@ def test_the_shape_chooses_who_adds() -> None:
 
         sizes = replace(SIZES, nccl=0, fused_tokens=fused_tokens, fused_programs=fused_programs)
         (push, _) = ranks(2, sizes)
-        push._nccl = AllReduces()
+        push._nccl = Alone()
         mhc = MhcOfRanks(num_programs, mhc_triton.mhc_post, mhc_triton.mhc_post_pre)
         return RankLinks(push, None, mhc)
 

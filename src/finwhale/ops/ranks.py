@@ -47,7 +47,9 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """Stands for the sum of all ranks' x, rounded to the dtype of x. It must be read exactly once.
+    """Stands for the sum of all ranks' x, rounded to the dtype of x.
+
+    An operator that reads it makes an exchange, so all ranks read it equally often.
 
     Attributes:
         x: [N,D] of this rank, float32 or bfloat16.
