@@ -342,7 +342,9 @@ def test_launch_sizes_are_those_of_a_rank(path: Path) -> None:
 def test_partial_sums_in_float32() -> None:
     """Two ranks of bfloat16 activations: the blocks' outputs are rounded once, after the sum."""
     links = RankLinks(Alone(), torch.float32)
-    assert links.sum(torch.ones(1, 2), torch.bfloat16).dtype == torch.bfloat16
+    total = links.sum(torch.ones(1, 2), torch.bfloat16)
+    assert isinstance(total, torch.Tensor)
+    assert total.dtype == torch.bfloat16
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(8, 64, generator=generator).bfloat16() for _ in range(2))
     each = torch.randn(8, 3, 64, generator=generator).bfloat16()

@@ -23,9 +23,9 @@ from finwhale.distributed import push_triton, ref, self_check
 from finwhale.distributed.push import Push
 from finwhale.distributed.push_sizes import SIZES as SIZES_OF
 from finwhale.distributed.push_sizes import PushSizes
-from finwhale.distributed.push_triton import Channel
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import EngineDeadError
+from finwhale.ops.ranks import Channel
 
 SIZES = PushSizes(one_shot=2**11, two_shot=2**12, gather=2**11, bulk=2**14)
 CPU = torch.device("cpu")

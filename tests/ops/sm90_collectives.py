@@ -8,8 +8,7 @@ from torch import Tensor
 from finwhale.distributed import push_triton
 from finwhale.distributed.push import WORD_BYTES
 from finwhale.distributed.push_sizes import SIZES
-from finwhale.distributed.push_triton import Channel
-from finwhale.distributed.rank import Rank
+from finwhale.ops.ranks import Channel
 
 FAULTS = 2**40  # the address that a launch passes
 ROW_BYTES = 2 * 4096
@@ -25,7 +24,8 @@ def channel(size: int, bulk: bool) -> Channel:
     capacity = (sizes.bulk // size if bulk else sizes.gather) // WORD_BYTES
     programs = capacity // block
     return Channel(
-        Rank(1, size),
+        1,
+        size,
         meta(2, size, capacity, dtype=torch.int32 if bulk else torch.int64),
         meta(programs, size) if bulk else None,
         meta(2, size, dtype=torch.int64),

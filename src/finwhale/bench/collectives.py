@@ -3,9 +3,13 @@
 One process a GPU. Each result is compared with the reference first. A time is that of one call in
 a captured graph of 20 calls: the median over replays, on the slowest rank. The floor is the bytes
 that any all-reduce must send from a rank over the rate of NVLink. Every wait ends after a time.
+
+mHC operators are measured on a whole sum ("mhc alone"), after a sum ("sum, mhc") and with the sum
+in their first kernel ("fused"). "sum, mhc" less "mhc alone" is what a sum costs in a layer now.
 """
 
 import functools
+import itertools
 import multiprocessing.connection
 import sys
 import time
@@ -33,9 +37,14 @@ from finwhale.distributed.nccl import Nccl, new_group
 from finwhale.distributed.push_sizes import SIZES, PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.ranks import PartialSum
+from finwhale.platform import Platform
 
 ROWS = (1, 2, 6, 16, 32, 64, 128, 256, 1024, 2048, 8192)
 GATHERED_ROWS = (1, 8, 32)
+MHC_ROWS = (1, 2, 4, 6, 8, 16, 24, 32, 48, 64)
 VOCAB_SIZE = 129280
 CALLS = 20
 REPLAYS = 30
@@ -47,6 +56,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Call = Callable[[Tensor], Tensor]
 Line = dict[str, Any]
 Send = Callable[[Line], None]
+MhcCall = Callable[[Tensor | PartialSum], tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,7 @@ class Job:
     widths: Sequence[int]
     dtypes: Sequence[str]
     tune: bool
+    sum: bool
     gather: bool
 
 
@@ -330,16 +341,103 @@ def measure_gathers(ranks: Ranks, send: Send) -> None:
             send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
 
 
-def lose_a_rank(ranks: Ranks, send: Send) -> None:
+class Mhc:
+    """The mHC operators on tensors that are the same on all ranks, except for x."""
+
+    def __init__(self, ranks: Ranks, ops: Ops, rows: int, width: int) -> None:
+        generator = torch.Generator(ranks.device).manual_seed(0)
+        normal = functools.partial(torch.randn, generator=generator, device=ranks.device)
+        self.ops = ops
+        self.mixes = normal(rows, 4).abs(), normal(rows, 4, 4).softmax(-1)
+        self.residual = normal(rows, 4, width).bfloat16()
+        fn = normal(24, 4 * width) * width**-0.5
+        self.weight = MhcWeight(fn, normal(24), normal(24), normal(width))
+        self.params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+
+    def post_pre(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
+        rest = *self.mixes, self.residual, self.weight, self.params
+        if isinstance(x, Tensor):
+            return self.ops.mhc_post_pre(x, *rest)
+        assert self.ops.mhc_of_ranks is not None
+        return self.ops.mhc_of_ranks.mhc_post_pre(x, *rest)
+
+    def post(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
+        if isinstance(x, Tensor):
+            return (self.ops.mhc_post(x, *self.mixes, self.residual),)
+        assert self.ops.mhc_of_ranks is not None
+        return (self.ops.mhc_of_ranks.mhc_post(x, *self.mixes, self.residual),)
+
+
+def fused_sizes(ranks: Ranks) -> PushSizes:
+    return replace(SIZES[ranks.rank.size], fused_tokens=128, fused_programs=2048)
+
+
+def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
+    """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
+    assert ops.mhc_of_ranks is not None
+    made = make_push(ranks, fused_sizes(ranks), False, WAIT_SECONDS)
+    for dtype, width, rows in itertools.product(job.dtypes, job.widths, MHC_ROWS):
+        mhc = Mhc(ranks, ops, rows, width)
+        x = random_rows(ranks, rows, width, DTYPES[dtype])
+        total = ref.all_reduce(ranks.gathered(x)).bfloat16()
+        channel = made.channel(rows, ops.mhc_of_ranks.num_programs(rows, width))
+        if channel is None:
+            continue
+        operators: dict[str, MhcCall] = {"mhc_post_pre": mhc.post_pre, "mhc_post": mhc.post}
+        for name, operator in operators.items():
+            calls = {
+                "mhc alone": functools.partial(operator, total),
+                "sum, mhc": functools.partial(_sum_first, ranks, operator, x),
+                "fused": functools.partial(operator, PartialSum(x, channel)),
+            }
+            for how, call in calls.items():
+                line = {"what": name, "implementation": how, "dtype": dtype, "width": width}
+                line |= {"rows": rows, "bytes": x.numel() * x.element_size()}
+                send(line | attempt(ranks, functools.partial(_mhc, ranks, call, operator(total))))
+
+
+def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
+    """As the model does."""
+    return operator(ranks.collectives.all_reduce(x).to(torch.bfloat16))
+
+
+def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Tensor, ...]) -> Line:
+    """Time one call, after comparing the bits of its results."""
+    right = all(map(torch.equal, call(), wanted))
+    ranks.synchronise()
+    times, result = time_calls(ranks, lambda: call()[0])
+    right &= torch.equal(result, wanted[0])
+    same = all(torch.equal(part, result) for part in ranks.gathered(result))
+    return {"us": times, "right": right, "same_on_all_ranks": same}
+
+
+def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], Tensor]]]:
+    """Calls of a Push that wait for the other ranks, and its sizes."""
+    device, sizes = ranks.device, SIZES[ranks.rank.size]
+    small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
+    calls: dict[str, tuple[PushSizes, Callable[[Any], Tensor]]] = {
+        "small all_reduce": (sizes, lambda made: made.all_reduce(small)),
+        "large all_reduce": (sizes, lambda made: made.all_reduce(large)),
+    }
+    if ops.mhc_of_ranks is not None:
+        mhc, x = Mhc(ranks, ops, 1, 4096), torch.ones((1, 4096), device=device)
+
+        def fused(made: Any) -> Tensor:
+            return mhc.post_pre(PartialSum(x, made.channel(1, 128)))[0]
+
+        calls["fused mhc_post_pre"] = fused_sizes(ranks), fused
+    return calls
+
+
+def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     lost = ranks.rank.size - 1
-    for num_bytes in (2**14, 2**22):
-        made = make_push(ranks, SIZES[ranks.rank.size], False, LOST_SECONDS)
+    for name, (sizes, call) in waits(ranks, ops).items():
+        made = make_push(ranks, sizes, False, LOST_SECONDS)
         ranks.barrier()
-        x = torch.ones(num_bytes // 4, device=ranks.device)
         start, named = time.perf_counter(), ranks.rank.index == lost
         if not named:
-            total = made.all_reduce(x)
+            total = call(made)
             ranks.synchronise()
             try:
                 made.check()
@@ -347,7 +445,7 @@ def lose_a_rank(ranks: Ranks, send: Send) -> None:
                 named = f"rank {lost}" in str(error) and bool(total.isnan().any())
         seconds = time.perf_counter() - start
         flags = ranks.gathered(torch.tensor([int(named)], device=ranks.device))
-        line = {"what": "lost rank", "bytes": num_bytes, "seconds": round(seconds, 3)}
+        line = {"what": "lost rank", "call": name, "seconds": round(seconds, 3)}
         send(line | {"right": bool(torch.cat(flags).all())})
 
 
@@ -384,11 +482,15 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
         name = type(ranks.collectives).__name__
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
         with torch.inference_mode():
-            measure_sums(ranks, job, send)
+            if job.sum:
+                measure_sums(ranks, job, send)
             if job.gather:
                 measure_gathers(ranks, send)
             if not cpu and not isinstance(ranks.collectives, Nccl):
-                lose_a_rank(ranks, send)
+                ops = load_ops(Platform.detect())
+                if ops.mhc_of_ranks is not None:
+                    measure_mhc(ranks, ops, job, send)
+                lose_a_rank(ranks, ops, send)
         ranks.barrier()
     except Exception:
         results.send({"what": "failure", "error": f"rank {index}: {traceback.format_exc()}"})
@@ -476,7 +578,8 @@ def main(argv: Sequence[str]) -> int:
         "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
     )
     parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
-    parser.add_argument("--no-gather", action="store_true", help="measure sums only")
+    parser.add_argument("--no-sum", action="store_true", help="leave out the all-reduces")
+    parser.add_argument("--no-gather", action="store_true", help="leave out the all-gathers")
     parser.add_argument(
         "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
     )
@@ -489,7 +592,15 @@ def main(argv: Sequence[str]) -> int:
     size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
-    job = Job(args.device, args.rows, args.widths, args.dtypes, args.tune, not args.no_gather)
+    job = Job(
+        args.device,
+        args.rows,
+        args.widths,
+        args.dtypes,
+        args.tune,
+        not args.no_sum,
+        not args.no_gather,
+    )
     console, lines = Console(), []
 
     def show(line: Line) -> None:

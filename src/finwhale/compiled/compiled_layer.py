@@ -11,6 +11,7 @@ from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import contiguous_rows
+from finwhale.ops.ranks import PartialSum
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the
 # time, and the graphs, which are made for few rows, save nothing.
@@ -37,7 +38,7 @@ class CompiledLayer:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | PartialSum,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -46,6 +47,7 @@ class CompiledLayer:
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> LayerState:
+        assert isinstance(x, Tensor), "the compiled mode runs on one rank"
         if x.shape[0] > self.max_tokens:
             return self.layer(x, inputs, tables, cache, segments, post_mix, res_mix, residual)
         attn = self.layer.attn

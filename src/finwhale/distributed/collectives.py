@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from finwhale.distributed.rank import ALONE, Rank
+from finwhale.ops.ranks import Channel
 
 
 class Collectives(Protocol):
@@ -80,6 +81,18 @@ class Collectives(Protocol):
         """
         ...
 
+    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
+        """A channel for an operator that adds the ranks' x itself; None: call `all_reduce`.
+
+        Every rank gets a channel, or none does. The operator counts as a collective: every rank
+        calls it in the same order, on the stream of the collectives.
+
+        Args:
+            num_tokens: rows of x.
+            num_programs: the most programs of the operator that exchange words.
+        """
+        ...
+
     def check(self) -> None:
         """Raise if a collective gave up waiting for a rank. Does not synchronise with the GPU.
 
@@ -107,6 +120,9 @@ class Alone:
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x
+
+    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
+        return None
 
     def check(self) -> None:
         pass

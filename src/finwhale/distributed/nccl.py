@@ -10,6 +10,7 @@ from torch._C import _distributed_c10d as c10d
 
 from finwhale.distributed import ref
 from finwhale.distributed.rank import Rank
+from finwhale.ops.ranks import Channel
 
 
 def new_group(rank: Rank, store: c10d.Store, name: str, timeout: timedelta) -> dist.ProcessGroup:
@@ -72,6 +73,9 @@ class Nccl:
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         parts = self._parts(ref.padded(x, self.rank.share(num_rows)))
         return parts.flatten(0, 1)[:num_rows]
+
+    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
+        return None
 
     def check(self) -> None:
         """NCCL's watchdog ends the process if a rank is missing."""

@@ -23,9 +23,10 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from finwhale.distributed import push_triton
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.push_sizes import SIZES, PushSizes
-from finwhale.distributed.push_triton import Channel
 from finwhale.distributed.rank import Rank
 from finwhale.errors import EngineDeadError
+from finwhale.ops.ranks import Channel
+from finwhale.ops.ranks_triton import POISON
 
 # A poll reads this GPU's own L2; an H200 makes about this many a second.
 POLLS_PER_SECOND = 2_000_000
@@ -73,28 +74,41 @@ class Push:
         words = max(self.sizes.one_shot, self.sizes.gather, -(-self.sizes.two_shot // rank.size))
         self._small = self._channel(allocate, device, words, bulk=False)
         self._bulk = self._channel(allocate, device, self.sizes.bulk // rank.size, bulk=True)
+        self._fused: Channel | None = None
+        if self.sizes.fused_tokens > 0:
+            block, programs = self.sizes.fused_block, self.sizes.fused_programs
+            self._fused = self._channel(
+                allocate, device, WORD_BYTES * block * programs, bulk=False, block=block
+            )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         barrier()  # no rank sends before all have poisoned their buffers
 
     def _channel(
-        self, allocate: Allocate, device: torch.device, num_bytes: int, *, bulk: bool
+        self,
+        allocate: Allocate,
+        device: torch.device,
+        num_bytes: int,
+        *,
+        bulk: bool,
+        block: int | None = None,
     ) -> Channel:
         """A channel that carries messages of `num_bytes` from each rank to each other one."""
         size = self.rank.size
-        block = self.sizes.bulk_block if bulk else self.sizes.block
+        block = block or (self.sizes.bulk_block if bulk else self.sizes.block)
         programs = -(-num_bytes // (WORD_BYTES * block))
         capacity = programs * block
         dtype = torch.int32 if bulk else torch.int64
         buffer_bytes = 2 * size * capacity * dtype.itemsize
         flag_bytes = programs * size * 4 if bulk else 0
         memory, addresses = allocate(buffer_bytes + flag_bytes)
-        memory[:buffer_bytes].fill_(push_triton.POISON)
+        memory[:buffer_bytes].fill_(POISON)
         memory[buffer_bytes:].zero_()
         pointers = [*addresses, *(address + buffer_bytes for address in addresses)]
         flags = memory[buffer_bytes:].view(torch.int32) if bulk else None
         return Channel(
-            self.rank,
+            self.rank.index,
+            size,
             memory[:buffer_bytes].view(dtype),
             flags,
             torch.tensor(pointers, dtype=torch.int64, device=device),
@@ -177,6 +191,10 @@ class Push:
         disconnect = getattr(self._nccl, "close", None)
         if disconnect is not None:
             disconnect()
+
+    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
+        fits = num_tokens <= self.sizes.fused_tokens and num_programs <= self.sizes.fused_programs
+        return self._fused if fits else None
 
     def check(self) -> None:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]

@@ -18,6 +18,10 @@ class PushSizes:
         nccl: all-reduces from this size on use NCCL, unless sums are ordered.
         block: words of a program whose words carry flags; one warp checks them without a barrier.
         bulk_block: words of a program that sends flags for itself.
+        fused_tokens: the most tokens whose partial sums the operator that reads them adds itself
+            (`Collectives.channel`); 0: none.
+        fused_programs: the most programs of such an operator. All of them run at once on an H200.
+        fused_block: the most words of such a program.
     """
 
     one_shot: int
@@ -29,6 +33,9 @@ class PushSizes:
     warps: int = 1
     bulk_block: int = 2048
     bulk_warps: int = 8
+    fused_tokens: int = 0
+    fused_programs: int = 256
+    fused_block: int = 512
 
     def shot(self, num_bytes: int) -> Shot:
         """The algorithm of an all-reduce."""

@@ -1,72 +1,21 @@
 """Collectives as Triton kernels that push words into the other ranks' memory.
 
-A word is 4 bytes: a float32 or two bfloat16. The kernels for small messages send each word with a
-flag in one 8-byte store (NCCL's "LL" protocol): the receiver polls the words themselves, so that
-neither a barrier nor a fence stands between the data and its flag. The memory model needs no more:
-8-byte accesses are single-copy atomic at system scope, also as parts of 16-byte vector accesses;
-the stores are write-through and the loads volatile, so that both are strong operations at system
-scope. The kernel for large messages sends words without flags, which halves the traffic, and then
+`finwhale/ops/ranks_triton.py` describes how the kernels for small messages exchange words with
+flags. The kernel for large messages sends words without flags, which halves the traffic, and then
 one flag for each program and peer, released and acquired at system scope.
 
-Program b of a rank exchanges words with program b of every other rank and with no other program.
-It counts its exchanges; this count, the epoch, is the flag. An exchange uses the half of the buffer
-that the parity of its epoch selects. A rank cannot be two exchanges ahead of another, because it
-needs the words of every rank to finish one. So it never overwrites words that a slower rank still
-reads. Every exchange writes all words of the program's region, so that a flag in the buffer is
+Here program b of a rank exchanges words with program b of every other rank and with no other
+program, and every exchange writes all words of the program's region. So a flag in the buffer is
 that of the exchange before the last, even after epochs wrap around.
-
-The sums are a tree of pairs: rank r computes ((x[r] + x[r^1]) + (x[r^2] + x[r^3])) + ... Additions
-commute, so that all ranks get the bits of ((x[0] + x[1]) + (x[2] + x[3])) + ...
-
-Each wait is bounded. When it gives up, the kernel names the missing ranks in `faults`, sets `limit`
-to 0, so that later kernels do not wait at all, and returns NaN for what is missing.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.distributed.rank import Rank
-
-# Bytes of a fresh buffer: no flag of an early epoch, and NaN as float32 and as bfloat16.
-POISON = 0xFF
-
-Phases = tuple[int, int]  # the first and the last that a launch runs
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """Memory through which the programs of all ranks exchange words.
-
-    Attributes:
-        buffer: of this rank, [2, size, capacity]: int64 for words with flags, int32 without.
-        flags: [programs, size] int32; None if words carry flags.
-        pointers: [2, size] int64: the addresses of all ranks' buffers, and of all ranks' flags.
-        epochs: [programs] int32: the number of exchanges of each program.
-        limit: [1] int32: how often a wait polls before it gives up.
-        faults: address of [size] int32 that the host can read: 1 for a rank that was missing.
-        block: words of a program.
-        capacity: words that a rank sends to another in one exchange, a multiple of `block`.
-    """
-
-    rank: Rank
-    buffer: Tensor
-    flags: Tensor | None
-    pointers: Tensor
-    epochs: Tensor
-    limit: Tensor
-    faults: int
-    block: int
-    capacity: int
-    warps: int
-
-    def arguments(self) -> tuple[Tensor | int, ...]:
-        """Arguments of every kernel."""
-        flags = () if self.flags is None else (self.flags,)
-        return (self.buffer, *flags, self.pointers, self.epochs, self.limit, self.faults)
+from finwhale.ops.ranks import Channel, Phases
+from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_words
 
 
 @triton.jit
@@ -75,94 +24,6 @@ def _begin(DEPENDENT: tl.constexpr):
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _peer_memory(pointers_ptr, place, offsets, element: tl.constexpr):
-    """Pointers into a rank's memory, whose address is loaded."""
-    base = tl.load(pointers_ptr + place).to(tl.pointer_type(element))
-    return tl.multiple_of(base + offsets, 16)
-
-
-@triton.jit
-def _with_flag(words, epoch):
-    return (epoch.to(tl.int64) << 32) | words.to(tl.uint32, bitcast=True).to(tl.int64)
-
-
-@triton.jit
-def _send(pointers_ptr, words, epoch, rank, peer, W, capacity, BLOCK: tl.constexpr):
-    """Push words with flags to a peer."""
-    place = ((epoch & 1) * W + rank) * capacity + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    target = _peer_memory(pointers_ptr, peer, place, tl.int64)
-    tl.store(target, _with_flag(words, epoch), cache_modifier=".wt")
-
-
-@triton.jit
-def _receive(
-    buffer_ptr,
-    limit_ptr,
-    faults,
-    own,
-    epoch,
-    rank,
-    capacity,
-    W: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Wait for the words of all ranks: [W, BLOCK], row j from rank ^ j, row 0 this rank's own."""
-    j = tl.arange(0, W)[:, None]
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + place
-    other = _with_flag(own, epoch)[None, :]
-    is_peer = (j > 0) & (place >= 0)
-    limit = tl.load(limit_ptr)
-    packed = tl.load(source, mask=is_peer, other=other, volatile=True)
-    missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))
-    polls = 0
-    while (missing > 0) & (polls < limit):
-        packed = tl.load(source, mask=is_peer, other=other, volatile=True)
-        missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))
-        polls += 1
-    arrived = (packed >> 32).to(tl.int32) == epoch
-    if missing > 0:
-        _report(limit_ptr, faults, tl.min(arrived.to(tl.int32), axis=1) == 0, rank, W)
-    return tl.where(arrived, packed.to(tl.int32), -1)
-
-
-@triton.jit
-def _report(limit_ptr, faults, is_missing, rank, W: tl.constexpr):
-    """Name the missing ranks to the host, and let no later kernel wait."""
-    peer = rank ^ tl.arange(0, W)
-    tl.store(faults.to(tl.pointer_type(tl.int32)) + peer, 1, mask=is_missing)
-    tl.store(limit_ptr, 0)
-
-
-@triton.jit
-def _by_pairs(x, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum [W, BLOCK] over W as a tree of pairs."""
-    x = tl.trans(x)
-    if W == 8:
-        even, odd = tl.split(tl.reshape(x, [BLOCK, 4, 2]))
-        x = even + odd
-    if W >= 4:
-        even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
-        x = even + odd
-    even, odd = tl.split(tl.reshape(x, [BLOCK, 1, 2]))
-    return tl.reshape(even + odd, [BLOCK])
-
-
-@triton.jit
-def _sum(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the values of [W, BLOCK] words over W in float32, and round once."""
-    if BFLOAT16:
-        low = _by_pairs((words << 16).to(tl.float32, bitcast=True), W, BLOCK)
-        high = _by_pairs((words & -65536).to(tl.float32, bitcast=True), W, BLOCK)
-        low = low.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-        high = high.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
-        return low | (high << 16)
-    else:
-        total = _by_pairs(words.to(tl.float32, bitcast=True), W, BLOCK)
-        return total.to(tl.int32, bitcast=True)
 
 
 # In the kernels below, phases FIRST to LAST run. A launch runs all of them; a test without several
@@ -197,10 +58,10 @@ def _one_shot_kernel(
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
-            _send(pointers_ptr, own, epoch, rank, rank ^ j, W, capacity, BLOCK)
+            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
     if LAST == 1:
-        words = _receive(buffer_ptr, limit_ptr, faults, own, epoch, rank, capacity, W, BLOCK)
-        tl.store(out_ptr + offsets, _sum(words, BFLOAT16, W, BLOCK), mask=offsets < n)
+        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
+        tl.store(out_ptr + offsets, sum_words(words, BFLOAT16, W, BLOCK), mask=offsets < n)
         tl.store(epochs_ptr + program, epoch)
 
 
@@ -236,17 +97,19 @@ def _two_shot_kernel(
             peer = rank ^ j
             place = peer * part + inside
             words = tl.load(x_ptr + place, mask=(inside < part) & (place < n), other=0)
-            _send(pointers_ptr, words, epoch, rank, peer, W, capacity, BLOCK)
+            send(pointers_ptr, words, None, epoch, inside, rank, peer, W, capacity)
     if (FIRST <= 1) & (LAST >= 1):
         own = tl.load(x_ptr + offsets, mask=is_own, other=0)
-        words = _receive(buffer_ptr, limit_ptr, faults, own, epoch, rank, capacity, W, BLOCK)
-        total = _sum(words, BFLOAT16, W, BLOCK)
+        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, inside, rank, capacity, W)
+        total = sum_words(words, BFLOAT16, W, BLOCK)
         tl.store(out_ptr + offsets, total, mask=is_own)
         for j in tl.static_range(1, W):
-            _send(pointers_ptr, total, epoch + 1, rank, rank ^ j, W, capacity, BLOCK)
+            send(pointers_ptr, total, None, epoch + 1, inside, rank, rank ^ j, W, capacity)
     if LAST == 2:
         own = tl.zeros([BLOCK], tl.int32)
-        words = _receive(buffer_ptr, limit_ptr, faults, own, epoch + 1, rank, capacity, W, BLOCK)
+        words = receive(
+            buffer_ptr, limit_ptr, faults, own, None, epoch + 1, inside, rank, capacity, W
+        )
         j = tl.arange(0, W)[:, None]
         place = (rank ^ j) * part + inside[None, :]
         tl.store(out_ptr + place, words, mask=(j > 0) & (inside < part)[None, :] & (place < n))
@@ -280,9 +143,9 @@ def _all_gather_kernel(
     own = tl.load(x_ptr + offsets, mask=offsets < n, other=0)
     if FIRST == 0:
         for j in tl.static_range(1, W):
-            _send(pointers_ptr, own, epoch, rank, rank ^ j, W, capacity, BLOCK)
+            send(pointers_ptr, own, None, epoch, offsets, rank, rank ^ j, W, capacity)
     if LAST == 1:
-        words = _receive(buffer_ptr, limit_ptr, faults, own, epoch, rank, capacity, W, BLOCK)
+        words = receive(buffer_ptr, limit_ptr, faults, own, None, epoch, offsets, rank, capacity, W)
         peer = rank ^ tl.arange(0, W)[:, None]
         row = offsets // width
         place = (row * (W * width) + offsets % width)[None, :] + peer * width
@@ -294,7 +157,7 @@ def _all_gather_kernel(
 def _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK: tl.constexpr):
     """Push words without flags to a peer."""
     place = ((epoch & 1) * W + rank) * capacity + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(_peer_memory(pointers_ptr, peer, place, tl.int32), words, mask=mask)
+    tl.store(peer_memory(pointers_ptr, peer, place, tl.int32), words, mask=mask)
 
 
 @triton.jit
@@ -317,7 +180,7 @@ def _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W: tl.constexpr):
         ahead = tl.atomic_add(flags, 0, sem="acquire", scope="sys") - epoch
         polls += 1
     if tl.min(ahead) < 0:
-        _report(limit_ptr, faults, ahead < 0, rank, W)
+        report(limit_ptr, faults, ahead < 0, rank, W)
     tl.debug_barrier()
     return ahead >= 0
 
@@ -365,7 +228,7 @@ def _bulk_kernel(
         came = _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W)
         source = buffer_ptr + (epoch & 1) * W * capacity + slot
         words = tl.load(source, mask=is_peer, other=own[None, :], volatile=True)
-        total = _sum(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
+        total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + offsets, total, mask=is_own)
         for k in tl.static_range(1, W):
             peer = rank ^ k
@@ -427,7 +290,7 @@ def _reduce_scatter_kernel(
         j = tl.arange(0, W)[:, None]
         source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + slot[None, :]
         words = tl.load(source, mask=(j > 0) & mask[None, :], other=own[None, :], volatile=True)
-        total = _sum(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
+        total = sum_words(tl.where(came[:, None], words, -1), BFLOAT16, W, BLOCK)
         tl.store(out_ptr + inside, total, mask=mask)
         tl.store(epochs_ptr + program, epoch)
 
@@ -491,10 +354,10 @@ def one_shot(
         out,
         *channel.arguments(),
         len(x),
-        channel.rank.index,
+        channel.index,
         channel.capacity,
         BFLOAT16=bfloat16,
-        W=channel.rank.size,
+        W=channel.size,
         BLOCK=channel.block,
         FIRST=phases[0],
         LAST=phases[1],
@@ -508,17 +371,17 @@ def two_shot(
 ) -> None:
     """All-reduce x into out; [n] int32 words, n at most `size` times the channel's capacity."""
     kernel = _two_shot_kernel if channel.flags is None else _bulk_kernel
-    part = part_words(len(x), channel.rank.size)
+    part = part_words(len(x), channel.size)
     kernel[(triton.cdiv(part, channel.block),)](
         x,
         out,
         *channel.arguments(),
         len(x),
         part,
-        channel.rank.index,
+        channel.index,
         channel.capacity,
         BFLOAT16=bfloat16,
-        W=channel.rank.size,
+        W=channel.size,
         BLOCK=channel.block,
         FIRST=phases[0],
         LAST=phases[1],
@@ -537,9 +400,9 @@ def all_gather(
         *channel.arguments(),
         len(x),
         width,
-        channel.rank.index,
+        channel.index,
         channel.capacity,
-        W=channel.rank.size,
+        W=channel.size,
         BLOCK=channel.block,
         FIRST=phases[0],
         LAST=phases[1],
@@ -570,10 +433,10 @@ def reduce_scatter(
         len(x),
         part,
         start,
-        channel.rank.index,
+        channel.index,
         channel.capacity,
         BFLOAT16=bfloat16,
-        W=channel.rank.size,
+        W=channel.size,
         BLOCK=channel.block,
         FIRST=phases[0],
         LAST=phases[1],
@@ -599,9 +462,9 @@ def gather_parts(
         len(out),
         part,
         start,
-        channel.rank.index,
+        channel.index,
         channel.capacity,
-        W=channel.rank.size,
+        W=channel.size,
         BLOCK=channel.block,
         FIRST=phases[0],
         LAST=phases[1],

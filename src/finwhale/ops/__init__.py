@@ -17,7 +17,7 @@ from finwhale.ops.attention import PrepareQkv, SparseAttention
 from finwhale.ops.compressor import Compress
 from finwhale.ops.indexer import SelectEntries
 from finwhale.ops.linear import GroupedForm, GroupedLinear, Linear, PrepareLinear
-from finwhale.ops.mhc import HcHead, MhcPost, MhcPostPre, MhcPre
+from finwhale.ops.mhc import HcHead, MhcOfRanks, MhcPost, MhcPostPre, MhcPre
 from finwhale.ops.moe import (
     ExpertsCombine,
     ExpertsCompute,
@@ -88,9 +88,13 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """The operators of a table, one typed field each. The contracts' docstrings define them."""
+    """The operators of a table, one typed field each. The contracts' docstrings define them.
+
+    mhc_of_ranks: None if the table's mHC operators read only whole sums.
+    """
 
     capabilities: Capabilities
+    mhc_of_ranks: MhcOfRanks | None
     prepare_linear: PrepareLinear
     prepare_experts: PrepareExperts
     finish_experts: FinishExperts
@@ -134,7 +138,7 @@ class Ops:
         """(operator, "module.function(options)") for each field, in order; modules below ops."""
         rows = []
         for field in fields(self):
-            if field.name == "capabilities":
+            if field.name in ("capabilities", "mhc_of_ranks"):
                 continue
             fn = getattr(self, field.name)
             module = fn.__module__.removeprefix(f"{__name__}.")

@@ -15,9 +15,11 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import PagedCache, Segments, StepInputs
 from finwhale.ops import Ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
+from finwhale.ops.ranks import PartialSum
 
 ALONE = RankLinks(Alone())
-LayerState = tuple[Tensor, Tensor, Tensor, Tensor]
+BlockInput = tuple[Tensor, Tensor, Tensor, Tensor]
+LayerState = tuple[Tensor | PartialSum, Tensor, Tensor, Tensor]
 
 
 class Layer(Protocol):
@@ -25,7 +27,7 @@ class Layer(Protocol):
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | PartialSum,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -53,9 +55,9 @@ class DecoderLayer:
     and no mixes. Every later layer gets the four values that the previous layer returned; x is then
     the output [N,D] of that layer's last block. The MTP layer is a decoder layer too.
 
-    A block's output is a partial sum; the layer adds those of all ranks before anything reads it.
-    In steps of many tokens, arguments and results have the rows of this rank only, and the blocks'
-    inputs are gathered (`RankLinks`).
+    A block's output is a partial sum. The layer adds those of all ranks before anything reads it,
+    or passes a `PartialSum` on to the next mHC operator. In steps of many tokens, arguments and
+    results have the rows of this rank only, and the blocks' inputs are gathered (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.
@@ -73,6 +75,7 @@ class DecoderLayer:
     ) -> None:
         self.mhc_pre = ops.mhc_pre
         self.mhc_post_pre = ops.mhc_post_pre
+        self.mhc_of_ranks = ops.mhc_of_ranks
         self.params = mhc_params(config)
         self.weights = weights
         self.links = links
@@ -84,7 +87,7 @@ class DecoderLayer:
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | PartialSum,
         inputs: StepInputs,
         tables: RotaryTables,
         cache: PagedCache,
@@ -94,29 +97,45 @@ class DecoderLayer:
         residual: Tensor | None = None,
     ) -> LayerState:
         links, num_tokens = self.links, len(inputs.token_ids)
-        x, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
-        x = links.whole(x, num_tokens)
-        x = links.sum(self.attn(x, inputs, tables, cache, segments), x.dtype)
-        x, post_mix, res_mix, residual = self.cross(x, post_mix, res_mix, residual)
-        x = links.whole(x, num_tokens)
-        return links.sum(self.ffn(x, inputs), x.dtype), post_mix, res_mix, residual
+        y, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
+        y = links.whole(y, num_tokens)
+        total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
+        y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)
+        y = links.whole(y, num_tokens)
+        return links.sum(self.ffn(y, inputs), y.dtype), post_mix, res_mix, residual
 
     def enter(
         self,
-        x: Tensor,
+        x: Tensor | PartialSum,
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
-    ) -> LayerState:
+    ) -> BlockInput:
         """Compute attention's input and its mixes from the layer's arguments."""
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
+            assert isinstance(x, Tensor)
             return *self.mhc_pre(x, w, self.params), x
-        return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
+        return self._post_pre(x, post_mix, res_mix, residual, w)
 
-    def cross(self, x: Tensor, post_mix: Tensor, res_mix: Tensor, residual: Tensor) -> LayerState:
+    def cross(
+        self, x: Tensor | PartialSum, post_mix: Tensor, res_mix: Tensor, residual: Tensor
+    ) -> BlockInput:
         """Compute the experts' input and its mixes from attention's output."""
-        return self.mhc_post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn, self.params)
+        return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
+
+    def _post_pre(
+        self,
+        x: Tensor | PartialSum,
+        post_mix: Tensor,
+        res_mix: Tensor,
+        residual: Tensor,
+        w: MhcWeight,
+    ) -> BlockInput:
+        if isinstance(x, Tensor):
+            return self.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
+        assert self.mhc_of_ranks is not None
+        return self.mhc_of_ranks.mhc_post_pre(x, post_mix, res_mix, residual, w, self.params)
 
 
 def mhc_params(config: ModelConfig) -> MhcParams:

@@ -89,7 +89,7 @@ class DeepseekV4:
     ) -> None:
         self.config = config
         self.part = rank_config(config, collectives.rank.size, round_activations=round_activations)
-        self.links = RankLinks(collectives, partial_dtype)
+        self.links = RankLinks(collectives, partial_dtype, ops.mhc_of_ranks)
         rank, width = collectives.rank, config.vocab_size // collectives.rank.size
         self.vocab_part = range(rank.index * width, (rank.index + 1) * width)
         self.sample: Sample = ops.sample
@@ -98,6 +98,7 @@ class DeepseekV4:
         self.weights = weights
         self.linear = ops.linear
         self.mhc_post = ops.mhc_post
+        self.mhc_of_ranks = ops.mhc_of_ranks
         self.hc_head = ops.hc_head
         self.params = mhc_params(config)
         self.tables = RotaryTables(config, max_positions, weights.embed.device)
@@ -196,7 +197,11 @@ class DeepseekV4:
             x, post_mix, res_mix, residual = layer(
                 x, inputs, self.tables, cache, segments, post_mix, res_mix, residual
             )
-        streams = self.mhc_post(x, post_mix, res_mix, residual)
+        if isinstance(x, Tensor):
+            streams = self.mhc_post(x, post_mix, res_mix, residual)
+        else:
+            assert self.mhc_of_ranks is not None
+            streams = self.mhc_of_ranks.mhc_post(x, post_mix, res_mix, residual)
         return self.links.whole(streams, len(inputs.token_ids))
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from torch import Tensor
 from finwhale.distributed.collectives import Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.ops import Ops
+from finwhale.ops.mhc import MhcOfRanks
+from finwhale.ops.ranks import Channel, PartialSum
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
 # From this number of tokens on, the ranks share them out. Each of 8 ranks then has more rows than
@@ -36,16 +38,23 @@ class RankLinks:
 
     Args:
         partial_dtype: dtype of the partial sums of blocks; None: that of the activations.
+        mhc: the mHC operators that add partial sums themselves; None: the table has none.
 
     Attributes:
         shared_tokens: see SHARED_TOKENS.
     """
 
-    def __init__(self, collectives: Collectives, partial_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        collectives: Collectives,
+        partial_dtype: torch.dtype | None = None,
+        mhc: MhcOfRanks | None = None,
+    ) -> None:
         self.rank = collectives.rank
         self.partial_dtype = partial_dtype
         self.shared_tokens = SHARED_TOKENS
         self._collectives = collectives
+        self._mhc = mhc
 
     def shares(self, num_tokens: int) -> bool:
         """Whether the ranks share out the tokens between blocks. All ranks decide alike."""
@@ -56,13 +65,19 @@ class RankLinks:
         num_tokens = len(x_NX)
         return x_NX[self.rank.rows(num_tokens)] if self.shares(num_tokens) else x_NX
 
-    def sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor:
+    def sum(self, partial_ND: Tensor, dtype: torch.dtype) -> Tensor | PartialSum:
         """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
 
-        May overwrite the partial sums.
+        A `PartialSum` leaves the sum to the operators of `MhcOfRanks`. The choice depends only on
+        the shape, so that all ranks make the same one. May overwrite the partial sums.
         """
         if self.shares(len(partial_ND)):
             return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
+        if self._mhc is not None:
+            programs = self._mhc.num_programs(*partial_ND.shape)
+            channel = self._collectives.channel(len(partial_ND), programs) if programs else None
+            if channel is not None:
+                return PartialSum(partial_ND, channel)
         return self._collectives.all_reduce(partial_ND, overwrite=True).to(dtype)
 
     def whole(self, x_RX: Tensor, num_tokens: int) -> Tensor:
@@ -124,6 +139,9 @@ class _Apart:
 
     def all_gather_rows(self, x: Tensor, num_rows: int) -> Tensor:
         return x.new_zeros(num_rows, *x.shape[1:])
+
+    def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
+        return None
 
     def check(self) -> None:
         pass

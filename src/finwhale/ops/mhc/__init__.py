@@ -7,10 +7,13 @@ the output of the last block, whose post step is still pending, and the mixes fo
 first layer the mixes and the residual are None, and x is the residual streams [N,H,D] themselves.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
+
+from finwhale.ops.ranks import PartialSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +106,46 @@ class HcHead(Protocol):
     def __call__(self, streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
         """Returns the hidden states [N,D] in the streams' dtype."""
         ...
+
+
+class SumPost(Protocol):
+    """MhcPost of the sum over ranks."""
+
+    def __call__(
+        self, x_ND: PartialSum, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
+    ) -> Tensor: ...
+
+
+class SumPostPre(Protocol):
+    """MhcPostPre of the sum over ranks."""
+
+    def __call__(
+        self,
+        x_ND: PartialSum,
+        post_NH: Tensor,
+        res_NHH: Tensor,
+        residual_NHD: Tensor,
+        w: MhcWeight,
+        params: MhcParams,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MhcOfRanks:
+    """mHC operators that add the ranks' partial sums in the kernel that reads them.
+
+    The results have the bits of MhcPost and MhcPostPre of the sum, which is a tree of pairs in
+    float32, rounded to the dtype of the partial sums and then to that of the residual streams. If a
+    rank is missing, they contain NaN.
+
+    All ranks make the same calls in the same order. The kernels are not built ahead, because the
+    ranks build one after the other: the first call compiles one kernel for all numbers of tokens.
+
+    Attributes:
+        num_programs: takes N and D, and returns the most programs of a launch that exchange words;
+            0: the operators do not take N tokens.
+    """
+
+    num_programs: Callable[[int, int], int]
+    mhc_post: SumPost
+    mhc_post_pre: SumPostPre

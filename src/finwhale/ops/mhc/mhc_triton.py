@@ -8,7 +8,9 @@ input.
 - Up to FEW_TOKENS use `_streams_few_kernel` and `_block_input_kernel`. A program of the first has
   32 values of D, so even one token occupies D / 32 programs. A second row of programs of the second
   kernel runs the Sinkhorn iterations in parallel with the block's input. With `early_launch` both
-  start before the previous kernel ends, and read only weights until it has ended.
+  start before the previous kernel ends, and read only weights until it has ended. If x is a
+  `PartialSum`, `_sum_streams_few_kernel` takes the place of the first: each program exchanges its
+  tile of x with the same program of the other ranks.
 - More tokens use `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which divides D
   into slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads
   the residual streams a second time.
@@ -26,6 +28,7 @@ block input), 8 D more for the second pass if the residual streams exceed the L2
 second pass), are: Flash (D 4096) 0.4, 2.7, 153 (214); Pro (D 7168) 0.7, 4.8, 268 (375).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +42,9 @@ from finwhale.ops.mhc.residual_streams_triton import (
     _planes_kernel,
     _streams_few_kernel,
     _streams_many_kernel,
+    _sum_streams_few_kernel,
 )
+from finwhale.ops.ranks import Channel, PartialSum, Phases
 
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
@@ -99,6 +104,18 @@ def _check_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
+def _check_partial(partial: PartialSum, streams_NHD: Tensor, how: Options) -> None:
+    x, channel = partial.x, partial.channel
+    num_tokens, _, width = streams_NHD.shape
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"a partial sum is float32 or bfloat16, got {x.dtype}")
+    if width * x.element_size() % 4:
+        raise ValueError(f"a partial sum has whole words of 4 bytes, got {width} {x.dtype}")
+    programs = num_programs(num_tokens, width, options=how)
+    if not 0 < programs <= len(channel.epochs) or channel.block < TILE_VALUES:
+        raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
+
+
 # Plans of the first pass, then the plan of `mhc_post`, which has no GEMM.
 FEW = Plan(block_n=16, block_d=32, num_warps=4)
 MANY = Plan(block_n=64, block_d=32, slots=8, num_warps=4, stages=3)
@@ -106,6 +123,7 @@ MOST = replace(MANY, block_n=128, num_warps=8)  # the same bits
 MOST_TOKENS = 4096  # from here on
 MANY_FLOAT32 = Plan(block_n=32, block_d=16, slots=8, num_warps=8)
 POST_FEW = Plan(block_n=1, block_d=512, num_warps=4)
+TILE_VALUES = 512  # of x, in a program for few tokens
 POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 
 
@@ -113,6 +131,17 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
     last = MOST_TOKENS - 1
     return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last))
+
+
+def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
+    """See `MhcOfRanks`."""
+    if not 0 < num_tokens <= options.few_tokens:
+        return 0
+    return max(math.prod(_few_grid(plan, num_tokens, width)) for plan in (FEW, POST_FEW))
+
+
+def _few_grid(plan: Plan, num_tokens: int, width: int) -> tuple[int, int]:
+    return triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n)
 
 
 def _empty_parts(
@@ -139,18 +168,27 @@ def _planes(fn: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _run_streams(
     streams_NHD: Tensor,
-    post: tuple[Tensor, Tensor, Tensor] | None,
+    post: tuple[Tensor | PartialSum, Tensor, Tensor] | None,
     fn: Tensor | None,
     how: Options,
+    phases: Phases = (0, 1),
 ) -> tuple[Tensor, Tensor]:
     """The residual streams after the post step (x, post, res), if any, and the GEMM's parts
     [N,S,ROWS] float32: M results, then the sum of squares.
+
+    phases: of the exchange with the other ranks, as for the collectives' kernels.
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
     out_NHD, x, post_mix, res_mix = streams_NHD, streams_NHD, streams_NHD, streams_NHD
+    channel: Channel | None = None
     if post is not None:
-        x, post_mix, res_mix = post
+        given, post_mix, res_mix = post
+        if isinstance(given, PartialSum):
+            _check_partial(given, streams_NHD, how)
+            x, channel = given.x, given.channel
+        else:
+            x = given
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
     few = num_tokens <= how.few_tokens
@@ -169,16 +207,29 @@ def _run_streams(
     if few:
         options = {"launch_pdl": True} if how.early_launch else {}
         plan = POST_FEW if fn is None else FEW
-        grid = (triton.cdiv(width, plan.block_d), triton.cdiv(num_tokens, plan.block_n))
+        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(options)}
+        grid = _few_grid(plan, num_tokens, width)
+        if channel is not None:
+            del constants["POST"]
+            _sum_streams_few_kernel[grid](
+                x.view(-1).view(torch.int32),
+                *channel.arguments(),
+                channel.index,
+                channel.capacity,
+                *tensors[1:],
+                *sizes,
+                **constants,
+                BFLOAT16=x.dtype == torch.bfloat16,
+                W=channel.size,
+                REGION=channel.block,
+                FIRST=phases[0],
+                LAST=phases[1],
+                num_warps=plan.num_warps,
+                **options,
+            )
+            return out_NHD, parts
         _streams_few_kernel[grid](
-            *tensors,
-            *sizes,
-            **constants,
-            BLOCK_N=plan.block_n,
-            BLOCK_D=plan.block_d,
-            DEPENDENT=bool(options),
-            num_warps=plan.num_warps,
-            **options,
+            *tensors, *sizes, **constants, num_warps=plan.num_warps, **options
         )
         return out_NHD, parts
     if fn is not None:
@@ -287,7 +338,7 @@ def mhc_pre(
 
 
 def mhc_post(
-    x_ND: Tensor,
+    x_ND: Tensor | PartialSum,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,
@@ -298,7 +349,7 @@ def mhc_post(
 
 
 def mhc_post_pre(
-    x_ND: Tensor,
+    x_ND: Tensor | PartialSum,
     post_NH: Tensor,
     res_NHH: Tensor,
     residual_NHD: Tensor,

@@ -7,6 +7,8 @@ Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D
 import triton
 import triton.language as tl
 
+from finwhale.ops.ranks_triton import receive, send, sum_values
+
 
 @triton.jit
 def _settle(x, COMPILED: tl.constexpr):
@@ -99,6 +101,82 @@ def _squares(a, b, c, d):
 
 
 @triton.jit
+def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
+    """fn's columns for values d of each residual stream."""
+    mask = (row < M)[:, None] & (d < D)[None, :]
+    source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
+    f0 = tl.load(source, mask=mask, other=0.0)
+    f1 = tl.load(source + D, mask=mask, other=0.0)
+    f2 = tl.load(source + 2 * D, mask=mask, other=0.0)
+    f3 = tl.load(source + 3 * D, mask=mask, other=0.0)
+    return f0, f1, f2, f3
+
+
+@triton.jit
+def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
+    """Values d of each residual stream of some tokens."""
+    source = streams_ptr + token[:, None] * stride_n + d[None, :]
+    s0 = tl.load(source, mask=mask, other=0.0)
+    s1 = tl.load(source + stride_h, mask=mask, other=0.0)
+    s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
+    s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+    return s0, s1, s2, s3
+
+
+@triton.jit
+def _columns(post_ptr, res_ptr, token, is_token):
+    """The factors of each new residual stream."""
+    res = res_ptr + token * 16
+    post = post_ptr + token * 4
+    c0 = _column(res, post, 0, is_token)
+    c1 = _column(res, post, 1, is_token)
+    c2 = _column(res, post, 2, is_token)
+    c3 = _column(res, post, 3, is_token)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _post_tile(out_ptr, columns, streams, x, token, d, D, mask):
+    """The post step: store the new residual streams and return them."""
+    m0 = _mixed(columns[0], streams[0], streams[1], streams[2], streams[3], x)
+    m1 = _mixed(columns[1], streams[0], streams[1], streams[2], streams[3], x)
+    m2 = _mixed(columns[2], streams[0], streams[1], streams[2], streams[3], x)
+    m3 = _mixed(columns[3], streams[0], streams[1], streams[2], streams[3], x)
+    target = out_ptr + (token * 4)[:, None] * D + d[None, :]
+    tl.store(target, m0, mask=mask)
+    tl.store(target + D, m1, mask=mask)
+    tl.store(target + 2 * D, m2, mask=mask)
+    tl.store(target + 3 * D, m3, mask=mask)
+    return m0, m1, m2, m3
+
+
+@triton.jit
+def _parts_tile(
+    parts_ptr,
+    fn,
+    streams,
+    row,
+    token,
+    is_token,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Store the tile's part of the GEMM and of the sum of squares."""
+    squares = _squares(streams[0], streams[1], streams[2], streams[3])
+    turns = _take_turns(streams[0], streams[1], streams[2], streams[3], BLOCK_N, BLOCK_D)
+    streams = _settle(turns, COMPILED)
+    fn = _settle(_take_turns(fn[0], fn[1], fn[2], fn[3], ROWS, BLOCK_D), COMPILED)
+    total = _times_fn(streams, fn)
+    total = tl.where(row[None, :] == M, squares[:, None], total)
+    slot = token * tl.num_programs(0) + tl.program_id(0)
+    target = parts_ptr + slot[:, None] * ROWS + row[None, :]
+    tl.store(target, total, mask=is_token[:, None])
+
+
+@triton.jit
 def _streams_few_kernel(
     x_ptr,
     post_ptr,
@@ -119,53 +197,103 @@ def _streams_few_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    slot = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = slot * BLOCK_D + tl.arange(0, BLOCK_D)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, ROWS)
     is_token = token < N
     if M > 0:
-        fn_mask = (row < M)[:, None] & (d < D)[None, :]
-        source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
-        f0 = tl.load(source, mask=fn_mask, other=0.0)
-        f1 = tl.load(source + D, mask=fn_mask, other=0.0)
-        f2 = tl.load(source + 2 * D, mask=fn_mask, other=0.0)
-        f3 = tl.load(source + 3 * D, mask=fn_mask, other=0.0)
+        fn = _fn_tile(fn_ptr, row, d, D, M)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     mask = is_token[:, None] & (d < D)[None, :]
-    source = streams_ptr + token[:, None] * stride_n + d[None, :]
-    s0 = tl.load(source, mask=mask, other=0.0)
-    s1 = tl.load(source + stride_h, mask=mask, other=0.0)
-    s2 = tl.load(source + 2 * stride_h, mask=mask, other=0.0)
-    s3 = tl.load(source + 3 * stride_h, mask=mask, other=0.0)
+    streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
     if POST:
         x = tl.load(x_ptr + token[:, None] * D + d[None, :], mask=mask, other=0.0)
-        res = res_ptr + token * 16
-        post = post_ptr + token * 4
-        c0 = _column(res, post, 0, is_token)
-        c1 = _column(res, post, 1, is_token)
-        c2 = _column(res, post, 2, is_token)
-        c3 = _column(res, post, 3, is_token)
-        m0 = _mixed(c0, s0, s1, s2, s3, x)
-        m1 = _mixed(c1, s0, s1, s2, s3, x)
-        m2 = _mixed(c2, s0, s1, s2, s3, x)
-        m3 = _mixed(c3, s0, s1, s2, s3, x)
-        target = out_ptr + (token * 4)[:, None] * D + d[None, :]
-        tl.store(target, m0, mask=mask)
-        tl.store(target + D, m1, mask=mask)
-        tl.store(target + 2 * D, m2, mask=mask)
-        tl.store(target + 3 * D, m3, mask=mask)
-        s0, s1, s2, s3 = m0, m1, m2, m3
+        columns = _columns(post_ptr, res_ptr, token, is_token)
+        streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
     if M > 0:
-        squares = _squares(s0, s1, s2, s3)
-        streams = _settle(_take_turns(s0, s1, s2, s3, BLOCK_N, BLOCK_D), COMPILED)
-        fn = _settle(_take_turns(f0, f1, f2, f3, ROWS, BLOCK_D), COMPILED)
-        total = _times_fn(streams, fn)
-        total = tl.where(row[None, :] == M, squares[:, None], total)
-        target = parts_ptr + (token * tl.num_programs(0) + slot)[:, None] * ROWS + row[None, :]
-        tl.store(target, total, mask=is_token[:, None])
+        _parts_tile(
+            parts_ptr, fn, streams, row, token, is_token, M, ROWS, COMPILED, BLOCK_N, BLOCK_D
+        )
+
+
+# Compiled once for all numbers of tokens: the kernels are not built ahead (`MhcOfRanks`).
+@triton.jit(do_not_specialize=["N", "rank"])
+def _sum_streams_few_kernel(
+    x_ptr,
+    buffer_ptr,
+    pointers_ptr,
+    epochs_ptr,
+    limit_ptr,
+    faults,
+    rank,
+    capacity,
+    post_ptr,
+    res_ptr,
+    streams_ptr,
+    out_ptr,
+    fn_ptr,
+    parts_ptr,
+    N,
+    D,
+    stride_n,
+    stride_h,
+    M: tl.constexpr,
+    ROWS: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    W: tl.constexpr,
+    REGION: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """As `_streams_few_kernel`, of the sum of all ranks' x, whose words are passed.
+
+    The program sends its tile of x to every rank before it loads anything else. It exchanges the
+    words of tokens and columns that exist, through its own region of the channel.
+    """
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    row = tl.arange(0, ROWS)
+    is_token = token < N
+    WIDE: tl.constexpr = BLOCK_D // 2 if BFLOAT16 else BLOCK_D  # words of a token
+    WORDS: tl.constexpr = BLOCK_N * WIDE
+    i = tl.arange(0, WORDS)
+    place = program * REGION + i
+    width = D // (BLOCK_D // WIDE)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + i // WIDE
+    column = tl.program_id(0) * WIDE + i % WIDE
+    is_word = (n < N) & (column < width)
+    if (M > 0) & (LAST == 1):
+        fn = _fn_tile(fn_ptr, row, d, D, M)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    epoch = tl.load(epochs_ptr + program) + 1
+    own = tl.load(x_ptr + n * width + column, mask=is_word, other=0)
+    if FIRST == 0:
+        for j in tl.static_range(1, W):
+            send(pointers_ptr, own, is_word, epoch, place, rank, rank ^ j, W, capacity)
+    if LAST == 1:
+        mask = is_token[:, None] & (d < D)[None, :]
+        streams = _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask)
+        columns = _columns(post_ptr, res_ptr, token, is_token)
+        words = receive(
+            buffer_ptr, limit_ptr, faults, own, is_word, epoch, place, rank, capacity, W
+        )
+        tl.store(epochs_ptr + program, epoch)
+        x = tl.reshape(sum_values(words, BFLOAT16, W, WORDS), [BLOCK_N, BLOCK_D])
+        x = x.to(out_ptr.dtype.element_ty)
+        streams = _post_tile(out_ptr, columns, streams, x, token, d, D, mask)
+        if M > 0:
+            _parts_tile(
+                parts_ptr, fn, streams, row, token, is_token, M, ROWS, COMPILED, BLOCK_N, BLOCK_D
+            )
 
 
 @triton.jit

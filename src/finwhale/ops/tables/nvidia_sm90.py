@@ -16,6 +16,7 @@ from finwhale.ops.compressor.compress_triton import compress
 from finwhale.ops.indexer.select_entries_triton import select_entries
 from finwhale.ops.linear import linear_triton
 from finwhale.ops.linear import ref as linear_ref
+from finwhale.ops.mhc import MhcOfRanks
 from finwhale.ops.mhc import mhc_triton as mhc
 from finwhale.ops.moe.combine_triton import combine
 from finwhale.ops.moe.experts_hopper import compute, dispatch
@@ -65,6 +66,7 @@ def _table(num_multiprocessors: int) -> Ops:
         linear=bind(linears.linear, options=linear_options),
         grouped_form=(deepgemm or linear_ref).grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
+        mhc_of_ranks=_mhc_of_ranks(mhc_options),
         mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
         mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
         mhc_post=bind(mhc.mhc_post, options=mhc_options),
@@ -90,6 +92,14 @@ def _table(num_multiprocessors: int) -> Ops:
     )
 
 
+def _mhc_of_ranks(options: mhc.Options) -> MhcOfRanks:
+    return MhcOfRanks(
+        bind(mhc.num_programs, options=options),
+        bind(mhc.mhc_post, options=options),
+        bind(mhc.mhc_post_pre, options=options),
+    )
+
+
 def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
     """Replace the operators that divide their work by the number of tokens.
 
@@ -110,6 +120,7 @@ def _invariant(ops: Ops, num_multiprocessors: int) -> Ops:
         grouped_form=grouped_form,
         grouped_linear=bind(linears.grouped_linear, options=linear_options),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
+        mhc_of_ranks=_mhc_of_ranks(mhc_options),
         mhc_pre=bind(mhc.mhc_pre, options=mhc_options),
         mhc_post_pre=bind(mhc.mhc_post_pre, options=mhc_options),
         mhc_post=bind(mhc.mhc_post, options=mhc_options),

@@ -40,6 +40,7 @@ OPS = Ops(
     linear=linear,
     grouped_form=grouped_form,
     grouped_linear=grouped_linear,
+    mhc_of_ranks=None,
     mhc_pre=mhc_pre,
     mhc_post_pre=mhc_post_pre,
     mhc_post=mhc_post,

@@ -1,0 +1,135 @@
+"""How Triton kernels on several ranks exchange words: by pushing them into the others' memory.
+
+A word is 4 bytes: a float32 or two bfloat16. Each word is sent with a flag in one 8-byte store
+(NCCL's "LL" protocol): the receiver polls the words themselves, so that neither a barrier nor a
+fence stands between the data and its flag. The memory model needs no more: 8-byte accesses are
+single-copy atomic at system scope, also as parts of 16-byte vector accesses; the stores are
+write-through and the loads volatile, so that both are strong operations at system scope.
+
+Program b of a rank exchanges words with program b of every other rank and with no other program,
+in a region of the channel's buffers that no other program uses. It counts its exchanges; this
+count, the epoch, is the flag. An exchange uses the half of the region that the parity of its epoch
+selects.
+
+- **When a region may be overwritten.** A rank cannot be two exchanges ahead of another, because to
+  finish exchange e + 1 it needs at least one word of every rank's program b. That program sends the
+  words of exchange e + 1 only after it has read all words of exchange e.
+- **Launches of different sizes**, and different kernels, may share a channel. Each epoch belongs to
+  a program, not to a launch, and all ranks make the same launches in the same order. So program b
+  has the same epoch on all ranks even if only some launches have a program b.
+- **Which words are sent** may differ from exchange to exchange, as long as all ranks send the same
+  ones and every program sends some. A word that is left out keeps an old flag. The flag would be
+  taken for a new one only after exactly a multiple of 2^32 exchanges of this program.
+
+The programs of a launch wait for programs with the same number. They need not all run at once, as
+long as each GPU starts them in order: then the first unfinished program runs on all ranks.
+
+The sums are a tree of pairs: rank r computes ((x[r] + x[r^1]) + (x[r^2] + x[r^3])) + ... Additions
+commute, so that all ranks get the bits of ((x[0] + x[1]) + (x[2] + x[3])) + ...
+
+Each wait is bounded. When it gives up, the kernel names the missing ranks in `faults`, sets `limit`
+to 0, so that later kernels do not wait at all, and returns NaN for what is missing.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+import triton
+import triton.language as tl
+
+# Bytes of a fresh buffer: no flag of an early epoch, and NaN as float32 and as bfloat16.
+POISON = 0xFF
+
+
+@triton.jit
+def peer_memory(pointers_ptr, place, offsets, element: tl.constexpr):
+    """Pointers into a rank's memory, whose address is loaded."""
+    base = tl.load(pointers_ptr + place).to(tl.pointer_type(element))
+    return tl.multiple_of(base + offsets, 16)
+
+
+@triton.jit
+def _with_flag(words, epoch):
+    return (epoch.to(tl.int64) << 32) | words.to(tl.uint32, bitcast=True).to(tl.int64)
+
+
+@triton.jit
+def send(pointers_ptr, words, mask, epoch, place, rank, peer, W, capacity):
+    """Push words with flags to a peer; `place` is that of each word among those of an exchange."""
+    offsets = ((epoch & 1) * W + rank) * capacity + place
+    target = peer_memory(pointers_ptr, peer, offsets, tl.int64)
+    tl.store(target, _with_flag(words, epoch), mask=mask, cache_modifier=".wt")
+
+
+@triton.jit
+def receive(
+    buffer_ptr, limit_ptr, faults, own, mask, epoch, place, rank, capacity, W: tl.constexpr
+):
+    """Wait for the words of all ranks: [W, words], row j from rank ^ j, row 0 this rank's own."""
+    j = tl.arange(0, W)[:, None]
+    source = buffer_ptr + ((epoch & 1) * W + (rank ^ j)) * capacity + place[None, :]
+    other = _with_flag(own, epoch)[None, :]
+    is_peer = (j > 0) & (place >= 0)[None, :] if mask is None else (j > 0) & mask[None, :]
+    limit = tl.load(limit_ptr)
+    packed = tl.load(source, mask=is_peer, other=other, volatile=True)
+    missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))
+    polls = 0
+    while (missing > 0) & (polls < limit):
+        packed = tl.load(source, mask=is_peer, other=other, volatile=True)
+        missing = tl.sum(((packed >> 32).to(tl.int32) != epoch).to(tl.int32))
+        polls += 1
+    arrived = (packed >> 32).to(tl.int32) == epoch
+    if missing > 0:
+        report(limit_ptr, faults, tl.min(arrived.to(tl.int32), axis=1) == 0, rank, W)
+    return tl.where(arrived, packed.to(tl.int32), -1)
+
+
+@triton.jit
+def report(limit_ptr, faults, is_missing, rank, W: tl.constexpr):
+    """Name the missing ranks to the host, and let no later kernel wait."""
+    peer = rank ^ tl.arange(0, W)
+    tl.store(faults.to(tl.pointer_type(tl.int32)) + peer, 1, mask=is_missing)
+    tl.store(limit_ptr, 0)
+
+
+@triton.jit
+def _by_pairs(x, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum [W, BLOCK] over W as a tree of pairs."""
+    x = tl.trans(x)
+    if W == 8:
+        even, odd = tl.split(tl.reshape(x, [BLOCK, 4, 2]))
+        x = even + odd
+    if W >= 4:
+        even, odd = tl.split(tl.reshape(x, [BLOCK, 2, 2]))
+        x = even + odd
+    even, odd = tl.split(tl.reshape(x, [BLOCK, 1, 2]))
+    return tl.reshape(even + odd, [BLOCK])
+
+
+@triton.jit
+def _sum_halves(words, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the two bfloat16 of [W, BLOCK] words over W in float32, and round once."""
+    low = _by_pairs((words << 16).to(tl.float32, bitcast=True), W, BLOCK)
+    high = _by_pairs((words & -65536).to(tl.float32, bitcast=True), W, BLOCK)
+    return low.to(tl.bfloat16), high.to(tl.bfloat16)
+
+
+@triton.jit
+def sum_words(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum the values of [W, BLOCK] words over W in float32, and round once: words."""
+    if BFLOAT16:
+        low, high = _sum_halves(words, W, BLOCK)
+        low = low.to(tl.uint16, bitcast=True).to(tl.int32)
+        high = high.to(tl.uint16, bitcast=True).to(tl.int32)
+        return low | (high << 16)
+    else:
+        total = _by_pairs(words.to(tl.float32, bitcast=True), W, BLOCK)
+        return total.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def sum_values(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
+    """As `sum_words`, but returns the values in order: [BLOCK] or [2 BLOCK]."""
+    if BFLOAT16:
+        low, high = _sum_halves(words, W, BLOCK)
+        return tl.reshape(tl.join(low, high), [2 * BLOCK])
+    else:
+        return _by_pairs(words.to(tl.float32, bitcast=True), W, BLOCK)
