@@ -1,5 +1,6 @@
-"""Calls of the push kernels for the process that compiles for SM90 (sm90_worker.py)."""
+"""Calls of the kernels that read peers' memory, for the process that compiles for SM90."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor
 from finwhale.distributed import push_triton
 from finwhale.distributed.push import WORD_BYTES
 from finwhale.distributed.push_sizes import SIZES
-from finwhale.ops.ranks import Channel
+from finwhale.ops.mhc import MhcParams, MhcWeight, mhc_triton
+from finwhale.ops.ranks import Channel, PartialSum
 
 FAULTS = 2**40  # the address that a launch passes
 ROW_BYTES = 2 * 4096
@@ -57,4 +59,22 @@ def call_collectives(size: int) -> None:
     push_triton.all_gather(meta(8 * width), meta(8 * size * width), width, small, True)
 
 
-CALLS = {f"collectives-{size}": partial(call_collectives, size) for size in SIZES}
+def call_partial_sums(size: int) -> None:
+    """mHC of 8 rows of Flash, which adds the ranks' partial sums."""
+    rows, width = 8, 4096
+    of_ranks = replace(channel(size, bulk=False), block=512, capacity=2**18)
+    post, res = (meta(*shape, dtype=torch.float32) for shape in ((rows, 4), (rows, 4, 4)))
+    streams = meta(rows, 4, width, dtype=torch.bfloat16)
+    sizes = ((24, 4 * width), (24,), (24,), (width,))
+    w = MhcWeight(*(meta(*shape, dtype=torch.float32) for shape in sizes))
+    params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+    how = mhc_triton.Options(inline_asm=True, early_launch=True)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = PartialSum(meta(rows, width, dtype=dtype), of_ranks)
+        mhc_triton.mhc_post(x, post, res, streams, options=how)
+        mhc_triton.mhc_post_pre(x, post, res, streams, w, params, options=how)
+
+
+PUSH = {f"collectives-{size}": partial(call_collectives, size) for size in SIZES}
+PARTIAL_SUMS = {f"partial-sums-{size}": partial(call_partial_sums, size) for size in SIZES}
+CALLS = PUSH | PARTIAL_SUMS

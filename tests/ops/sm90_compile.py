@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,6 @@ from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.moe import router_triton as moe
 from finwhale.ops.norm import rms_norm_triton as norm
 from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.ranks import Channel, PartialSum
 from finwhale.ops.sampling import sample_triton as sampling
 
 from .index_ranges import Range, Ranges
@@ -237,17 +235,6 @@ def f32(*shape: int) -> Tensor:
     return meta(*shape, dtype=torch.float32)
 
 
-def channel(size: int) -> Channel:
-    """Of the operators that add the partial sums of `size` ranks."""
-    programs, block = 512, 512
-    capacity = programs * block
-    buffer = meta(2, size, capacity, dtype=torch.int64)
-    pointers = meta(2, size, dtype=torch.int64)
-    epochs, limit = (meta(count, dtype=torch.int32) for count in (programs, 1))
-    faults = 2**40  # the address that a launch passes
-    return Channel(1, size, buffer, None, pointers, epochs, limit, faults, block, capacity, 1)
-
-
 def call_mhc(D: int, N: int) -> None:
     params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
     w = MhcWeight(f32(24, 4 * D), f32(24), f32(24), f32(D))
@@ -258,12 +245,6 @@ def call_mhc(D: int, N: int) -> None:
     mhc.mhc_post(meta(N, D), post, res, streams, options=how)
     mhc.mhc_post_pre(meta(N, D), post, res, streams, w, params, options=how)
     mhc.hc_head(streams, head, params, options=how)
-    if N <= 32:
-        how = replace(how, early_launch=True)
-        for size, dtype in product((2, 4, 8), (torch.float32, torch.bfloat16)):
-            partial_sum = PartialSum(meta(N, D, dtype=dtype), channel(size))
-            mhc.mhc_post(partial_sum, post, res, streams, options=how)
-            mhc.mhc_post_pre(partial_sum, post, res, streams, w, params, options=how)
 
 
 def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:

@@ -35,6 +35,10 @@ BOUNDED = {
     ("moe.experts_triton._down_kernel", "unit_ptr"),
 }
 
+# Its epochs wrap by design, and addresses of peers' memory are numbers to the analysis. A call has
+# at most some hundred tokens (tests/distributed/test_partial_sums.py).
+READS_PEERS = {"mhc.residual_streams_triton._sum_streams_few_kernel"}
+
 
 @pytest.mark.parametrize("module, call", CALLS, ids=lambda value: value)
 def test_no_index_wraps(module: str, call: str, sm90: Compile) -> None:
@@ -53,7 +57,7 @@ def test_every_kernel_is_analysed(sm90: Compile) -> None:
     found = {
         report["kernel"] for module, call in CALLS for report in sm90(module, call, mode="names")
     }
-    assert found == kernel_names()
+    assert found == kernel_names() - READS_PEERS
 
 
 @pytest.mark.parametrize("call", sm90_wrong.CALLS)

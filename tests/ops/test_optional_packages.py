@@ -113,12 +113,12 @@ w = LinearWeight(torch.empty(256, 2048, dtype=torch.float8_e4m3fn), True, torch.
 def linear(n):
     linear_deepgemm.linear(torch.zeros(n, 2048, dtype=torch.bfloat16), w)
 with kernel_builds.collecting():
-    linear(2), linear(1500)
+    linear(17), linear(1500)
 collected = len(deep_gemm.calls)
 jobs = kernel_builds.jobs()
 loaded = kernel_builds.load()
 kernels = len(deep_gemm.configs)
-for n in (*range(2, 400), *range(400, 1501, 7), 1500):
+for n in (*range(17, 400), *range(400, 1501, 7), 1500):
     linear(n)
 before = kernel_builds.total
 linear_deepgemm.linear(torch.zeros(5000, 2048, dtype=torch.bfloat16), w)

@@ -1,4 +1,4 @@
-"""The push kernels compile for SM90 and fit; what spills is known."""
+"""The kernels that read peers' memory compile for SM90 and fit; what spills is known."""
 
 import pytest
 
@@ -10,7 +10,16 @@ from .conftest import Compile
 SPILLING = {"_two_shot_kernel": 32}  # bytes of stack a thread, outside the loops that poll
 
 
-@pytest.mark.parametrize("call", sm90_collectives.CALLS)
+@pytest.mark.parametrize("call", sm90_collectives.PARTIAL_SUMS)
+def test_mhc_of_partial_sums_compiles_and_fits(call: str, sm90: Compile) -> None:
+    reports = sm90("sm90_collectives", call)
+    assert {report["kernel"].rpartition(".")[2] for report in reports} >= {
+        "_sum_streams_few_kernel"
+    }
+    assert not any(report["spilled"] for report in reports), reports
+
+
+@pytest.mark.parametrize("call", sm90_collectives.PUSH)
 def test_push_kernels_compile_and_fit(call: str, sm90: Compile) -> None:
     reports = sm90("sm90_collectives", call)
     assert len(reports) == 10

@@ -21,7 +21,13 @@ NO_KERNELS = ("cases", "cpu", "layout", "noise", "ref")
 
 
 # Ranks on GPUs alone import these, in `connect`.
-BETWEEN_GPUS = ("finwhale.distributed.push", "finwhale.distributed.push_triton")
+BETWEEN_GPUS = (
+    "finwhale.distributed.push",
+    "finwhale.distributed.push_triton",
+    "finwhale.ops.ranks_triton",
+)
+# Needs the extra `ray`.
+RAY = "finwhale.distributed.ray_actors"
 
 
 def is_kernel(name: str) -> bool:
@@ -35,7 +41,7 @@ def is_kernel(name: str) -> bool:
 MODULES = sorted(
     info.name
     for info in pkgutil.walk_packages(finwhale.__path__, "finwhale.")
-    if not is_kernel(info.name)
+    if not is_kernel(info.name) and info.name != RAY
 )
 # A platform's table imports its kernels; those that import no compiler are tested here too.
 CPU_TABLE = "finwhale.ops.tables.cpu"

@@ -62,9 +62,15 @@ class StubRunner:
     Neighbouring rows get different tokens, so that the texts of the requests differ.
     """
 
-    def __init__(self, config: EngineConfig, groups: tuple[CacheGroup, ...], max_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        groups: tuple[CacheGroup, ...],
+        max_len: int,
+    ) -> None:
         self.device = torch.device("cpu")
-        self.ops = self
+        self.model, self.config = self, model_config  # this is the stub of the model too
         self.verifications = None
         self.tables = SlotTables([group.name for group in groups])
         most = config.max_num_seqs
@@ -131,7 +137,7 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
         compiled_layers=0,
         start_seconds={},
     )
-    runner: Any = StubRunner(config, groups, max_len)
+    runner: Any = StubRunner(config, model_config, groups, max_len)
     return LocalExecutor(runner, NothingToBuild(), description)
 
 
