@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 
-from . import sm90_attention, sm90_compile, sm90_experts
+from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts
 from .conftest import Compile
 from .kernel_sources import kernel_names
 
@@ -40,9 +40,10 @@ def test_it_compiles_and_fits(module: str, call: str, sm90: Compile) -> None:
 
 
 def test_every_kernel_is_compiled(sm90: Compile) -> None:
+    # tests/ops/test_sm90_collectives.py compiles PARTIAL_SUMS.
+    calls = [param.values for param in CALLS]
+    calls += [("sm90_collectives", call) for call in sm90_collectives.PARTIAL_SUMS]
     found = {
-        report["kernel"]
-        for module, call in (param.values for param in CALLS)
-        for report in sm90(module, call, mode="names")
+        report["kernel"] for module, call in calls for report in sm90(module, call, mode="names")
     }
     assert found == kernel_names()
