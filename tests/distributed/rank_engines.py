@@ -95,7 +95,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
         tables=SlotTables([group.name for group in groups]),
     )
     if config.draft_tokens and model.draft_head is not None:
-        runner.drafter = Drafter(model.draft_head, runner.cache, CPU)
+        runner.drafter = Drafter(model.draft_head, model.sample, runner.cache, CPU)
     runner.keep_sampled_in(torch.zeros(config.max_num_seqs, dtype=torch.int64))
     description = RankDescription(
         device="cpu",

@@ -82,8 +82,10 @@ class Oracle:
                 key = f"{result.request_id}/{output.index}"
                 self.known[key] = [*result.prompt_token_ids, *output.token_ids]
 
-    def propose(self, forward: Forward, plan: StepPlan, chosen: Tensor | None) -> Tensor | None:
-        drafts = self.real(forward, plan, chosen)
+    def propose(
+        self, forward: Forward, plan: StepPlan, chosen: Tensor | None, settings: Any
+    ) -> Tensor | None:
+        drafts = self.real(forward, plan, chosen, settings)
         if drafts is None or chosen is None:
             return drafts
         out = drafts.clone()
@@ -303,7 +305,9 @@ def test_the_distribution_is_the_model_s(
         last = [plan.token_ids[row] for row in plan.logits_rows]
         return Forward(engine.executor.runner.batches.build(plan), torch.empty(0), table[last])
 
-    def likeliest(forward: Forward, plan: StepPlan, chosen: Tensor | None) -> Tensor | None:
+    def likeliest(
+        forward: Forward, plan: StepPlan, chosen: Tensor | None, settings: Any
+    ) -> Tensor | None:
         """Of each row's token the likeliest next, and the next after it: as an MTP layer would."""
         assert chosen is not None
         proposing = [run for run in runs(plan, chosen) if run.propose]

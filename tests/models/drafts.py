@@ -1,7 +1,7 @@
 """Every draft that a real engine made, beside the logits that it should have been chosen from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
+from finwhale.ops.sampling.noise import gumbel
 
 from . import transcription
 
@@ -60,13 +61,18 @@ class Watch:
         self._verified(chunk, num_accepted)
 
 
+def params_of(place: int) -> SamplingParams:
+    """The sampling of the prompt of PROMPT_LENGTHS[place]: every second one draws."""
+    return SamplingParams(
+        temperature=0.8 * (place % 2), seed=place, n=1 + (place == 5), ignore_eos=True
+    )
+
+
 def generate(engine: Engine, encoded: list[int], max_tokens: int) -> dict[str, list[int]]:
     """Run prompts of all lengths, greedy and drawn; each sequence's whole text by its key."""
     results: list[RequestOutput] = []
     for place, length in enumerate(PROMPT_LENGTHS):
-        params = SamplingParams(
-            temperature=0.8 * (place % 2), seed=place, max_tokens=max_tokens, ignore_eos=True
-        )
+        params = replace(params_of(place), max_tokens=max_tokens)
         prompt = encoded[place : place + length]
         results.append(engine.add_request(str(place), prompt, params))
     while engine.has_work:
@@ -87,7 +93,8 @@ class Agreement:
         compared: drafts where the transcription's choice is no near tie.
         equal: of these, those that are the transcription's choice.
         ties: drafts that were left out.
-        worst: how far any draft's logit lies below the largest, over the largest magnitude.
+        worst: how far any draft's value lies below the largest, over the largest logit's magnitude.
+            A value is a logit and, where the request draws, temperature * noise.
     """
 
     compared: int = 0
@@ -95,15 +102,23 @@ class Agreement:
     ties: int = 0
     worst: float = 0.0
 
-    def add(self, logits: Tensor, draft: int, near_tie: float) -> None:
-        largest = logits.abs().max()
-        first, second = logits.topk(2).values
-        self.worst = max(self.worst, float((first - logits[draft]) / largest))
+    def add(self, logits: Tensor, noise: Tensor, draft: int, near_tie: float) -> None:
+        largest, values = logits.abs().max(), logits + noise
+        first, second = values.topk(2).values
+        self.worst = max(self.worst, float((first - values[draft]) / largest))
         if first - second < near_tie * largest:
             self.ties += 1
         else:
             self.compared += 1
-            self.equal += int(logits.argmax() == draft)
+            self.equal += int(values.argmax() == draft)
+
+
+def noise_of(key: str, position: int, num_tokens: int) -> Tensor:
+    """temperature * noise of the model's draw of the token at `position` of a sequence's text."""
+    place, index = map(int, key.split("/"))
+    params = params_of(place)
+    seed, output = torch.tensor([params.seed]), torch.tensor([position - PROMPT_LENGTHS[place]])
+    return params.temperature * gumbel(seed, torch.tensor([index]), output, num_tokens)[0]
 
 
 Streams = Callable[[list[int]], Tensor]
@@ -120,6 +135,8 @@ def compare(
     streams_of: Streams | None = None,
 ) -> list[Agreement]:
     """Compare each draft with the transcription, which gets the drafts before it.
+
+    The draft of a request that draws is chosen with the noise of the model's draw at its position.
 
     Args:
         near_tie: leave out choices whose two best logits differ by less than this share of the
@@ -141,5 +158,6 @@ def compare(
                 weights, config, streams[: len(ids) - 1], ids, proposal.drafts
             )
             for place, (row, draft) in enumerate(zip(logits, proposal.drafts, strict=True)):
-                agreements[place].add(row, draft, near_tie)
+                noise = noise_of(key, proposal.length + place, len(row))
+                agreements[place].add(row, noise, draft, near_tie)
     return agreements

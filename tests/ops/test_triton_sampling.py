@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from finwhale.ops.sampling import Filters, SamplingBatch, cases, draw_triton, ref
+from finwhale.ops.sampling import Filters, SamplingBatch, cases, cpu, draw_triton, ref
 from finwhale.ops.sampling import sample_triton as kernels
 from finwhale.ops.sampling.cases import GREEDY, Row
 from finwhale.ops.sampling.noise import of_bits
@@ -338,6 +338,36 @@ def test_candidates_of_shards_give_the_token_of_the_whole_row(shards: int) -> No
             assert torch.equal(found.ids_S, ref.merge_candidates(together).ids_S)
             assert torch.equal(found.valid_S, wanted.valid_S)
             assert found.ids_S[found.valid_S].tolist() == wanted.ids_S[wanted.valid_S].tolist()
+
+
+def test_a_row_of_temperature_0_is_greedy() -> None:
+    """As in a captured step of drafts: every row has a temperature, and some are 0."""
+    vocab_size, count = 3000, 8
+    logits = Inputs().normal(count, vocab_size)
+    logits[1, 77] = logits[1, 2077] = 9.0
+    logits[2], logits[4] = -torch.inf, 0.0
+    logits[6, 5] = torch.inf
+    filters = Filters(
+        rows_R=None,
+        temperature_R=torch.tensor([0.0, 0.0, 0.0, 1.0, 0.0, 0.7, 0.0, 0.0]),
+        seeds_R=torch.arange(count),
+        indices_R=torch.zeros(count, dtype=torch.int64),
+    )
+    positions = torch.tensor([0, 3, 2**20, 5, 6, 7, 8, 9])
+    batch = SamplingBatch(filters=filters, positions_R=positions)
+    found, plain = torch.tensor(assert_same(logits, batch)), ref.sample(logits, BATCH)
+    valid, greedy = plain.valid_S, filters.temperature_R == 0
+    assert valid.tolist() == [True, True, False, True, True, True, False, True]
+    assert torch.equal(found[valid], cpu.sample(logits, batch).ids_S[valid])
+    assert torch.equal(found[valid & greedy], plain.ids_S[valid & greedy])
+    assert not torch.equal(found[~greedy], plain.ids_S[~greedy])
+    assert found[1] == 77 and found[4] == 0
+    halves = [
+        kernels.best_candidates(part, batch, first)
+        for part, first in zip(logits.split(1500, 1), (0, 1500), strict=True)
+    ]
+    merged = kernels.merge_candidates(torch.cat(halves, 1)).ids_S
+    assert torch.equal(merged[valid], found[valid])
 
 
 def test_what_the_kernels_do_not_take_is_refused() -> None:

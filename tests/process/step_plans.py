@@ -53,7 +53,7 @@ class Noting:
         runner.read = noting_read
         if runner.verifications is not None:
             verify = runner.verifications.verify
-            runner.verifications.verify = lambda plan: self._note(verify(plan))
+            runner.verifications.verify = lambda *args: self._note(verify(*args))
 
     def _note(self, logits: Tensor) -> Tensor:
         self.bits.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())

@@ -295,6 +295,30 @@ class DraftStart:
     tables: Mapping[str, PageTable]
 
 
+ChooseDraft = Callable[[Tensor, int], Tensor]
+"""Chooses a draft of each sequence: (logits, k) -> ids.
+
+    logits: [B,X] float32: this rank's part of the logits for draft k, counted from 0.
+    ids: [B] int64, the same on all ranks, and valid even if logits are not finite.
+
+With several ranks, the call is a collective.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """The drafts of B sequences, one entry for each draft.
+
+    Attributes:
+        ids: [B] int64 each.
+        confidences: [B] float32 each: the probability that the draft is accepted if all drafts
+            before it are; None: the head does not estimate it.
+    """
+
+    ids: tuple[Tensor, ...]
+    confidences: tuple[Tensor, ...] | None = None
+
+
 class DraftHead(Protocol):
     """Layers that draft tokens from the model's residual streams.
 
@@ -320,11 +344,17 @@ class DraftHead(Protocol):
         ...
 
     def draft(
-        self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
-    ) -> Sequence[Tensor]:
-        """Draft the next `num_drafts` tokens after each sequence's newest one: [B] int64 each.
+        self,
+        start: DraftStart,
+        num_drafts: int,
+        cache: PagedCache,
+        segments: Segments,
+        choose: ChooseDraft,
+    ) -> Drafts:
+        """Draft the next `num_drafts` tokens after each sequence's newest one.
 
-        All are valid token ids, even those of padding rows.
+        Args:
+            choose: called once for each draft, in order.
         """
         ...
 

@@ -120,7 +120,7 @@ class RequestSampling:
     def __init__(
         self,
         params: SamplingParams,
-        prompt: Iterable[int],
+        prompt: Sequence[int],
         vocab_size: int,
         index: int = 0,
         matcher: TokenMatcher | None = None,
@@ -139,10 +139,10 @@ class RequestSampling:
             index=index,
             # Ranks compute in float32, where the smallest temperatures are 0.
             greedy=float(np.float32(params.temperature)) == 0.0,
+            num_prompt=len(prompt),
         )
         seen: SeenTokens | None = None
         if params.repetition_penalty != 1:
-            prompt = list(prompt)
             if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
                 wrong = next(i for i in prompt if not 0 <= i < vocab_size)
                 raise RequestError(f"prompt token id {wrong} is not in 0..{vocab_size - 1}")

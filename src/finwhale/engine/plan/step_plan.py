@@ -26,6 +26,7 @@ class SamplingSettings:
         logit_bias: pairs of token id and bias.
         seed, index: the request's seed and the index of the continuation determine the draws.
         greedy: whether the temperature is 0 when rounded to float32, in which ranks compute.
+        num_prompt: number of prompt tokens. The position of a draw counts from the prompt's end.
     """
 
     temperature: float
@@ -40,6 +41,7 @@ class SamplingSettings:
     seed: int
     index: int
     greedy: bool
+    num_prompt: int
 
 
 class SlotAdmission(NamedTuple):

@@ -11,6 +11,7 @@ streams, D hidden, X tokens of this rank's part of the vocabulary.
 """
 
 import bisect
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
+from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
+from finwhale.engine.rank.draft_noise import StaticDraftNoise
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
@@ -107,6 +109,7 @@ class Verifications:
         self._links = integers(rows).fill_(rows)
         self._sent_links: list[int] = []
         self._positions, self._chosen = integers(rows * width), integers(rows * width)
+        self._noise = StaticDraftNoise(rows, width - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._captured: dict[tuple[int, int], _Step] = {}
         self._step: _Step | None = None
@@ -126,8 +129,12 @@ class Verifications:
         self._step = None
 
     @torch.inference_mode()
-    def verify(self, plan: StepPlan) -> Tensor:
-        """Run the model's forward: logits [count * W, X] float32, valid until the next step."""
+    def verify(self, plan: StepPlan, settings: Mapping[int, SamplingSettings]) -> Tensor:
+        """Run the model's forward: logits [count * W, X] float32, valid until the next step.
+
+        Args:
+            settings: of the plan's slots.
+        """
         assert plan.draft is not None
         count, width = len(plan.slots), plan.lengths[0]
         self._count = count
@@ -137,6 +144,7 @@ class Verifications:
             size = count
         self._static.fill(plan, decode=False)
         self._link(plan.draft, size)
+        self._noise.fill(plan.slots, settings)
         if self._memory is None:
             self._step = None  # free its logits
             further = 0 if plan.draft.links is None else width - 1
@@ -238,8 +246,9 @@ class Verifications:
             ),
             tables=inputs.tables,
         )
-        drafts = self._head.draft(start, width - 1, self._cache, segments)
-        for place, ids in enumerate(drafts, start=1):
+        choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
+        drafts = self._head.draft(start, width - 1, self._cache, segments, choose)
+        for place, ids in enumerate(drafts.ids, start=1):
             self._carried[:size, place].copy_(ids)
 
     def _capture_all(self, memory: GraphMemory) -> None:

@@ -9,6 +9,7 @@ with equal numbers of drafts, K the most drafts of a sequence, H residual stream
 X tokens of this rank's part of the vocabulary.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.config import DraftTokens
-from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.step_plan import SamplingSettings, StepPlan
 from finwhale.engine.rank.batch import Batch
+from finwhale.engine.rank.draft_noise import choose_drafts
 from finwhale.engine.rank.host_transfer import send
 from finwhale.errors import FinwhaleError
 from finwhale.models.protocol import DraftHead, DraftStart, Inline, ModelConfig, PagedCache
 from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.sampling import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,18 +60,31 @@ def check_can_draft(draft_tokens: DraftTokens, config: ModelConfig) -> None:
 
 
 class Drafter:
-    """Makes drafts with a draft head."""
+    """Makes drafts with a draft head.
 
-    def __init__(self, head: DraftHead, cache: PagedCache, device: torch.device) -> None:
-        self._head, self._cache, self._device = head, cache, device
+    Args:
+        sample: samples from the model's logits (Model.sample).
+    """
+
+    def __init__(
+        self, head: DraftHead, sample: Sample, cache: PagedCache, device: torch.device
+    ) -> None:
+        self._head, self._sample, self._cache, self._device = head, sample, cache, device
         self._segments = Inline()
 
     @torch.inference_mode()
-    def propose(self, forward: Forward, plan: StepPlan, chosen_M: Tensor | None) -> Tensor | None:
+    def propose(
+        self,
+        forward: Forward,
+        plan: StepPlan,
+        chosen_M: Tensor | None,
+        settings: Mapping[int, SamplingSettings],
+    ) -> Tensor | None:
         """Run the draft head on a step's tokens, and make as many drafts as the plan says.
 
         Args:
             chosen_M: int64: the tokens sampled from the logits; None: none were sampled.
+            settings: of the plan's slots.
 
         Returns:
             int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K
@@ -106,8 +122,10 @@ class Drafter:
                 tokens=_one_each(positions_G, max_len),
                 tables={"window": _rows(inputs.tables["window"], places_G)},
             )
-            drafts = self._head.draft(start, count, self._cache, self._segments)
-            for row, ids in zip(out, drafts, strict=False):
+            slots = [plan.slots[places[i]] for i in group]
+            choose = choose_drafts(self._sample, [settings[slot] for slot in slots], positions_G)
+            drafts = self._head.draft(start, count, self._cache, self._segments, choose)
+            for row, ids in zip(out, drafts.ids, strict=False):
                 row.index_copy_(0, group_G, ids)
         return out
 

@@ -77,7 +77,7 @@ class LocalExecutor:
         began, steps = Instant(runner.device), runner.verifications
         if plan.draft.on_device:
             assert steps is not None
-            return _OpenStep(plan, steps.verify(plan), None, began)
+            return _OpenStep(plan, steps.verify(plan, self.sampler.settings), None, began)
         if steps is not None:
             steps.forget()
         forward = runner.read(plan)
@@ -113,7 +113,7 @@ class LocalExecutor:
             drafts = self.runner.verifications.draft(ids)
             return drafts if drafts.shape[1] else None
         assert self.runner.drafter is not None
-        found = self.runner.drafter.propose(step.forward, step.plan, ids)
+        found = self.runner.drafter.propose(step.forward, step.plan, ids, self.sampler.settings)
         return None if found is None else found.T
 
     def check(self) -> None:

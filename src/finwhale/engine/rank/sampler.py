@@ -54,11 +54,14 @@ class Sampler:
     Args:
         sample: samples from the model's logits (Model.sample).
         vocab_size: of the whole model.
+
+    Attributes:
+        settings: the settings of each slot.
     """
 
     def __init__(self, sample: Sample, vocab_size: int) -> None:
         self._sample, self._vocab_size = sample, vocab_size
-        self._settings: dict[int, SamplingSettings] = {}
+        self.settings: dict[int, SamplingSettings] = {}
         self._fixed = _Fixed()
 
     def choose_with(self, sample: Sample) -> None:
@@ -68,9 +71,9 @@ class Sampler:
     def admit(self, admitted: Sequence[SlotAdmission], freed: Sequence[int] = ()) -> None:
         """Free slots, then store the settings of new sequences."""
         for slot in freed:
-            self._settings.pop(slot, None)
+            self.settings.pop(slot, None)
         for slot, settings in admitted:
-            self._settings[slot] = settings
+            self.settings[slot] = settings
         if admitted:
             self._fixed = _Fixed()
 
@@ -107,7 +110,7 @@ class Sampler:
 
     def _fix(self, slots: tuple[int, ...], device: torch.device) -> _Fixed:
         vocab_size = self._vocab_size
-        settings = [self._settings[slot] for slot in slots]
+        settings = [self.settings[slot] for slot in slots]
         wanted: dict[int, list[int]] = {}
         for row, one in enumerate(settings):
             if one.logprobs is not None:
@@ -130,7 +133,7 @@ class Sampler:
     ) -> Penalties | None:
         if found is None:
             return None
-        settings = [self._settings[slots[row]] for row in found.rows]
+        settings = [self.settings[slots[row]] for row in found.rows]
 
         def spread(values: Sequence[float], dtype: type) -> NDArray[Any]:
             return np.repeat(np.array(values, dtype), found.lengths)
@@ -166,6 +169,18 @@ def _positions(
     return planned_R + further_B.index_select(0, sequences_R)
 
 
+def draw_arrays(
+    rows: Sequence[SamplingSettings],
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
+    """The temperature, seed and index of rows that draw, as `Filters` has them."""
+    return (
+        np.array([s.temperature for s in rows], np.float32),
+        # The 64 lowest bits of any integer.
+        np.array([s.seed & (1 << 64) - 1 for s in rows], np.uint64).view(np.int64),
+        np.array([s.index for s in rows], np.int64),
+    )
+
+
 def _filters(
     settings: Sequence[SamplingSettings],
     drawing: Sequence[int],
@@ -177,12 +192,8 @@ def _filters(
     rows = [settings[row] for row in drawing]
     top_k = {i: s.top_k for i, s in enumerate(rows) if 0 < s.top_k < vocab_size}
     top_p = {i: s.top_p for i, s in enumerate(rows) if s.top_p < 1}
-    arrays: dict[str, NDArray[Any]] = {
-        "temperature_R": np.array([s.temperature for s in rows], np.float32),
-        # The 64 lowest bits of any integer.
-        "seeds_R": np.array([s.seed & (1 << 64) - 1 for s in rows], np.uint64).view(np.int64),
-        "indices_R": np.array([s.index for s in rows], np.int64),
-    }
+    fields = ("temperature_R", "seeds_R", "indices_R")
+    arrays: dict[str, NDArray[Any]] = dict(zip(fields, draw_arrays(rows), strict=True))
     if len(rows) < len(settings):
         arrays["rows_R"] = np.array(drawing, np.int64)
     if any(s.min_p for s in rows):

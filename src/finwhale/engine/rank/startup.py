@@ -143,7 +143,7 @@ class _Start:
         compiled = self._compile(runner)
         head = runner.model.draft_head
         if config.draft_tokens and head is not None:
-            runner.drafter = Drafter(head, runner.cache, self.device)
+            runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
             if self.capabilities.captures_steps and config.enforce_eager:
                 runner.verifications = new_verifications(runner, config, None)
         runner.keep_sampled_in(self._capture(runner))

@@ -22,13 +22,20 @@ from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import DraftStart, PagedCache, Segments, StepInputs
+from finwhale.models.protocol import (
+    ChooseDraft,
+    Drafts,
+    DraftStart,
+    PagedCache,
+    Segments,
+    StepInputs,
+)
 from finwhale.ops import Ops
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.mhc import HcHeadWeight
 from finwhale.ops.paging import Tokens
-from finwhale.ops.sampling import Sample, SamplingBatch
+from finwhale.ops.sampling import Sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +236,6 @@ class MtpLayer:
         self.rms_norm = ops.rms_norm
         self.linear = ops.linear
         self.hc_head = ops.hc_head
-        self.sample = model.sample
         self.params = mhc_params(config)
         self.eps = config.rms_norm_eps
         number = config.num_hidden_layers
@@ -270,14 +276,19 @@ class MtpLayer:
         return self.linear(hidden, self.head).float()
 
     def draft(
-        self, start: DraftStart, num_drafts: int, cache: PagedCache, segments: Segments
-    ) -> list[Tensor]:
-        """Draft the most likely tokens after each sequence's newest one: [B] int64 per draft.
+        self,
+        start: DraftStart,
+        num_drafts: int,
+        cache: PagedCache,
+        segments: Segments,
+        choose: ChooseDraft,
+    ) -> Drafts:
+        """Draft the next tokens after each sequence's newest one.
 
         The input of each further draft is the previous draft and this layer's residual streams.
         """
         streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
-        drafts = [self._likeliest(streams, 0)]
+        drafts = [choose(self.compute_logits(streams, 0), 0)]
         for step in range(1, num_drafts):
             read = Tokens(
                 positions=torch.where(positions < 0, positions, positions + step),
@@ -288,12 +299,8 @@ class MtpLayer:
             )
             inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
             streams = self(inputs, streams, drafts[-1], cache, segments)
-            drafts.append(self._likeliest(streams, step))
-        return drafts
-
-    def _likeliest(self, streams_BHD: Tensor, draft_step: int) -> Tensor:
-        """Most likely tokens [B] int64; valid ids even if logits are not finite."""
-        return self.sample(self.compute_logits(streams_BHD, draft_step), SamplingBatch()).ids_S
+            drafts.append(choose(self.compute_logits(streams, step), step))
+        return Drafts(ids=tuple(drafts))
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:

@@ -19,7 +19,8 @@ class Filters:
 
     Attributes:
         rows_R: int64, rows of the logits; None: every row, in order.
-        temperature_R: float32, above 0 and at most 1e29.
+        temperature_R: float32, above 0 and at most 1e29. Without min_p, top_k and top_p, a row of
+            temperature 0 is greedy.
         seeds_R: int64, of which all 64 bits count.
         indices_R: int64 below 2^32, number of the continuation that the row belongs to.
         min_p_R: float32; None: no row has one. 0 keeps all tokens.

@@ -416,6 +416,7 @@ def _draw_kernel(
         r = _find(rows_ptr, R, row, ROWS).to(tl.int64)
     draws = r >= 0
     temperature = tl.load(temperature_ptr + r, mask=draws, other=1.0)
+    draws = draws & (temperature > 0.0)
     seed = tl.load(seeds_ptr + r, mask=draws, other=0)
     index = tl.load(indices_ptr + r, mask=draws, other=0).to(tl.int32)
     position = tl.load(positions_ptr + r, mask=draws, other=0).to(tl.int32)
