@@ -20,7 +20,9 @@ from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_forms import Graph
 from finwhale.compiled.graph_store import GraphStore, Traceable
 from finwhale.config import EngineConfig
+from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import launches
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
 
@@ -211,8 +213,8 @@ def test_layers_of_a_kind_share_their_graphs(
     tiny_path: Path, tmp_path: Path, one_thread: None
 ) -> None:
     llm = LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path))
-    model = llm.engine.executor.runner.model
-    assert model.draft_head is not None
+    model = local_executor(llm.engine.executor).runner.model
+    assert isinstance(model, DeepseekV4) and model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
     assert all(isinstance(layer, CompiledLayer) for layer in layers) and len(layers) == 5
 

@@ -23,6 +23,7 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
+from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import tiny_config
@@ -71,7 +72,7 @@ class Oracle:
         self.engine, self.right = engine, right
         self.draw = random.Random(seed)
         self.known: dict[str, list[int]] = {}
-        drafter = engine.executor.runner.drafter
+        drafter = local_executor(engine.executor).runner.drafter
         assert drafter is not None
         self.real = drafter.propose
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -83,16 +84,16 @@ class Oracle:
                 self.known[key] = [*result.prompt_token_ids, *output.token_ids]
 
     def propose(
-        self, forward: Forward, plan: StepPlan, chosen: Tensor | None, settings: Any
+        self, forward: Forward, plan: StepPlan, chosen_M: Tensor | None, settings: Any
     ) -> Tensor | None:
-        drafts = self.real(forward, plan, chosen, settings)
-        if drafts is None or chosen is None:
+        drafts = self.real(forward, plan, chosen_M, settings)
+        if drafts is None or chosen_M is None:
             return drafts
         out = drafts.clone()
         vocab = self.engine.model_config.vocab_size
         column = 0
         sequences = planned(self.engine, plan)
-        for sequence, end, verified in zip(sequences, plan.ends, runs(plan, chosen), strict=True):
+        for sequence, end, verified in zip(sequences, plan.ends, runs(plan, chosen_M), strict=True):
             if not verified.propose:
                 continue
             text = self.known.get(sequence.key, [])
@@ -171,9 +172,9 @@ def test_a_step_that_breaks_off_loses_nothing(
     engine = new_llm(draft_tokens=2).engine
     oracle = Oracle(engine, right=0.8)
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
-    drafter, count = engine.executor.runner.drafter, 0
+    drafter, count = local_executor(engine.executor).runner.drafter, 0
     assert drafter is not None
-    for owner, name in ((drafter, "propose"), (engine.executor.runner, "read")):
+    for owner, name in ((drafter, "propose"), (local_executor(engine.executor).runner, "read")):
         run_it = getattr(owner, name)
 
         def breaking(*args: Any, run_it: Any = run_it) -> Any:
@@ -203,7 +204,7 @@ def test_a_row_without_numbers_ends_one_request(
     oracle.learn(plain)
     for place, result in enumerate(plain):
         oracle.known[f"{place}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    read = engine.executor.runner.read
+    read = local_executor(engine.executor).runner.read
 
     def spoilt(plan: StepPlan) -> Forward:
         forward, at = read(plan), 0
@@ -216,7 +217,7 @@ def test_a_row_without_numbers_ends_one_request(
                 at += 1
         return replace(forward, logits=logits)
 
-    monkeypatch.setattr(engine.executor.runner, "read", spoilt)
+    monkeypatch.setattr(local_executor(engine.executor).runner, "read", spoilt)
     bad, good = (
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(plain)
@@ -259,7 +260,7 @@ def test_other_numbers_are_refused(value: Any) -> None:
 def test_without_an_mtp_layer(tmp_path: Path) -> None:
     config = tiny_config(0)
     layers = config["num_hidden_layers"]
-    heads = {
+    heads: dict[str, dict[str, Any]] = {
         "no MTP layer": {"num_nextn_predict_layers": 0},
         "DSpark": {
             "num_nextn_predict_layers": 3,
@@ -298,12 +299,13 @@ def test_the_distribution_is_the_model_s(
     table = torch.full((vocab, vocab), -torch.inf)
     generator = torch.Generator().manual_seed(8)
     table[:, :width] = 1.5 * torch.randn(vocab, width, generator=generator)
-    drafter = engine.executor.runner.drafter
+    runner = local_executor(engine.executor).runner
+    drafter = runner.drafter
     assert drafter is not None
 
     def tabled(plan: StepPlan) -> Forward:
         last = [plan.token_ids[row] for row in plan.logits_rows]
-        return Forward(engine.executor.runner.batches.build(plan), torch.empty(0), table[last])
+        return Forward(runner.batches.build(plan), torch.empty(0), table[last])
 
     def likeliest(
         forward: Forward, plan: StepPlan, chosen: Tensor | None, settings: Any
@@ -319,7 +321,7 @@ def test_the_distribution_is_the_model_s(
             out[1, column] = table[int(out[0, column])].argmax()
         return out
 
-    monkeypatch.setattr(engine.executor.runner, "read", tabled)
+    monkeypatch.setattr(runner, "read", tabled)
     monkeypatch.setattr(drafter, "propose", likeliest)
     draws = 10_000
     params = SamplingParams(
@@ -376,8 +378,9 @@ class Machine:
 
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3).engine
-        self.read = type(self.engine.executor.runner).read.__get__(self.engine.executor.runner)
-        drafter = self.engine.executor.runner.drafter
+        runner = local_executor(self.engine.executor).runner
+        self.read = type(runner).read.__get__(runner)
+        drafter = runner.drafter
         assert drafter is not None
         self.propose = drafter.propose
         self.stepper = Stepper(LLM(path, **options).engine)
@@ -385,7 +388,7 @@ class Machine:
 
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
-        engine, groups = self.engine, self.engine.executor.runner.groups
+        engine, groups = self.engine, local_executor(self.engine.executor).runner.groups
         # A test that failed may have left something behind.
         for left in (engine._requests, engine._streams, engine._in_flight):
             left.clear()  # type: ignore[attr-defined]
@@ -401,8 +404,9 @@ class Machine:
         launcher = Launcher(engine.executor, engine.scheduler, engine.model_config.vocab_size)
         engine._loop = DraftLoop(launcher, engine._meter, drafts, 3)
         self.rows = {}
-        engine.executor.runner.read = self.record  # type: ignore[method-assign]
-        drafter = engine.executor.runner.drafter
+        runner = local_executor(engine.executor).runner
+        runner.read = self.record  # type: ignore[method-assign]
+        drafter = runner.drafter
         assert drafter is not None
         drafter.propose = self.propose  # type: ignore[method-assign]
         return engine

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
+from finwhale.engine.rank.executor import local_executor
 from finwhale.testing.stepping import Stepper
 
 TEXT = "The fin whale is"
@@ -248,7 +249,7 @@ def test_a_stream_grows_to_the_whole(llm: LLM) -> None:
 
 @pytest.mark.parametrize("seen", [1, 4])
 def test_closing_a_stream_aborts_it(llm: LLM, seen: int) -> None:
-    stream = llm.stream(TEXT, greedy(100))
+    stream: Any = llm.stream(TEXT, greedy(100))
     for _ in range(seen):
         result = next(stream)
     assert llm.engine.has_work
@@ -313,7 +314,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
     def say(text: str) -> None:
         assert llm.tokenizer is not None
         script = iter([*llm.tokenizer.encode_with_special(text), 1])
-        logits = llm.engine.executor.runner.logits
+        logits = local_executor(llm.engine.executor).runner.logits
 
         def speak(chunks: Any) -> torch.Tensor:
             out = logits(chunks).clone()
@@ -321,7 +322,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
                 row[next(script)] += 1000
             return out
 
-        monkeypatch.setattr(llm.engine.executor.runner, "logits", speak)
+        monkeypatch.setattr(local_executor(llm.engine.executor).runner, "logits", speak)
 
     return say
 

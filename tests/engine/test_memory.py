@@ -9,7 +9,9 @@ import torch
 from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.rank import memory
+from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
+from finwhale.models.deepseek_v4.model import DeepseekV4
 
 
 @pytest.mark.parametrize("reference", [False, True])
@@ -18,7 +20,9 @@ def test_the_largest_steps_touch_one_page(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, reference: bool, num_tokens: int
 ) -> None:
     """Prompts shorter and longer than the context, and decodes: only PAGE of each pool changes."""
-    runner = new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.executor.runner
+    runner = local_executor(
+        new_llm(reference=reference, max_model_len=300, max_num_seqs=3).engine.executor
+    ).runner
     chosen: list[torch.Tensor] = []
     sample = runner.model.sample
 
@@ -54,7 +58,7 @@ def test_what_counts_as_workspace(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest step, and for graphs a second time with what each of them gives."""
-    runner = new_llm(max_model_len=300).engine.executor.runner
+    runner = local_executor(new_llm(max_model_len=300).engine.executor).runner
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
@@ -64,6 +68,7 @@ def test_what_counts_as_workspace(
         num_tokens=64, num_seqs=4, max_len=300, decode_graphs=(1, 4), prefill_graphs=(16,)
     )
     assert steps.workspace_bytes(graphs) == 5000 + 900 + 3 * GRAPH_BYTES
+    assert isinstance(runner.model, DeepseekV4)
     config = runner.model.config
     drafts = replace(graphs, prefill_graphs=(), drafts=(1,))
     row = config.vocab_size * 4 + config.hc_mult * config.hidden_size * 4
@@ -80,9 +85,10 @@ def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    held, runner = llm.engine.memory, llm.engine.executor.runner
+    held, runner = llm.engine.memory, local_executor(llm.engine.executor).runner
     assert held.cache == runner.cache_plan.total_bytes
     assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
+    assert isinstance(runner.model, DeepseekV4)
     embed = runner.model.weights.embed
     assert embed.nbytes < held.weights < 2**24
     assert held.total == held.weights + held.workspace + held.cache

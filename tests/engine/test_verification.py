@@ -14,8 +14,11 @@ from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import draft_on_device, new_verifications
 from finwhale.engine.rank.static_inputs import NO_STEP
+from finwhale.models.deepseek_v4.layer import DecoderLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
 
 from .plans import planned
@@ -190,7 +193,7 @@ def test_forced_acceptance(
     """What `finwhale bench offline --accept` measures has the acceptance that it says."""
     engine = new_llm(**OPTIONS, draft_tokens=1).engine
     on_the_device(engine, monkeypatch)
-    engine.executor.sampler.choose_with(ForcedAcceptance(engine.executor, rate))
+    local_executor(engine.executor).sampler.choose_with(ForcedAcceptance(engine.executor, rate))
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(2)]
     while engine.has_work:
@@ -215,16 +218,18 @@ def test_one_set_of_side_streams(
     monkeypatch.setattr(SideStreams, "__init__", counting)
     engine = new_llm(**OPTIONS, draft_tokens=3).engine
     on_the_device(engine, monkeypatch)
-    model = engine.executor.runner.model
+    model = local_executor(engine.executor).runner.model
+    assert isinstance(model, DeepseekV4)
     assert made == [model.side_streams] and SideStreams.NUM == 2 and model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):
+        assert isinstance(layer, DecoderLayer)
         assert layer.attn.side_streams is made[0] and layer.ffn.side_streams is made[0]
 
 
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2).engine
-    steps = new_verifications(engine.executor.runner, engine.config, None)
+    steps = new_verifications(local_executor(engine.executor).runner, engine.config, None)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
     inputs = steps._inputs(4, 3, 300)

@@ -8,6 +8,8 @@ import torch
 
 import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
+from finwhale.engine.rank.executor import local_executor
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.builds import NothingToBuild
@@ -42,7 +44,7 @@ def nvidia() -> LLM:
 @torch.inference_mode()
 def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits after each token, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm.engine), llm.engine.executor.runner
+    stepper, run = Stepper(llm.engine), local_executor(llm.engine.executor).runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(ids[:-1])
@@ -55,8 +57,9 @@ def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_no_side_streams_and_no_nvidia_package(amd: LLM) -> None:
-    run = amd.engine.executor.runner
+    run = local_executor(amd.engine.executor).runner
     assert run.ops is load_ops(AMD)
+    assert isinstance(run.model, DeepseekV4)
     assert run.model.side_streams.streams == ()
     assert not [where for _, where in run.ops.implementations() if "deepgemm" in where]
     assert run.graphs is not None, "decodes are captured as on any GPU"

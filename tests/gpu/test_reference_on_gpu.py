@@ -17,7 +17,10 @@ from torch import Tensor
 
 from finwhale import LLM, SamplingParams
 from finwhale.config import DtypeName
+from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import ResourceError
+from finwhale.models.deepseek_v4.layer import DecoderLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.testing.stepping import Stepper
 from finwhale.testing.tiny import (
     random_weights,
@@ -61,7 +64,7 @@ def logits(llm: LLM, ids: list[int]) -> Tensor:
     stepper = Stepper(llm.engine)
     with torch.inference_mode():
         streams = stepper.read(ids, range(37, len(ids), 37))
-        return llm.engine.executor.runner.model.compute_logits(streams).cpu()
+        return local_executor(llm.engine.executor).runner.model.compute_logits(streams).cpu()
 
 
 def errors(found: Tensor, wanted: Tensor) -> Tensor:
@@ -122,9 +125,9 @@ def test_the_demo_model_s_greedy_tokens() -> None:
 def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()
-    assert gpu.engine.executor.runner.device.type == "cuda"
-    assert gpu.engine.executor.runner.dtype == torch.bfloat16
-    assert gpu.engine.executor.runner.platform.vendor == "nvidia"
+    assert local_executor(gpu.engine.executor).runner.device.type == "cuda"
+    assert local_executor(gpu.engine.executor).runner.dtype == torch.bfloat16
+    assert local_executor(gpu.engine.executor).runner.platform.vendor == "nvidia"
     results = gpu.generate(PROMPTS, GREEDY)
     cpu = LLM(device="cpu")
     same, total = 0, 0
@@ -152,20 +155,24 @@ def test_side_streams_are_two_and_shared(tiny: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(torch.cuda, "Stream", counting)
     llm = load(tiny, "cuda", "bfloat16")
-    model = llm.engine.executor.runner.model
+    model = local_executor(llm.engine.executor).runner.model
+    assert isinstance(model, DeepseekV4)
     streams = model.side_streams
     handles = {stream.cuda_stream for stream in made} - {0}  # 0: the current one, looked up
     assert handles == {stream.cuda_stream for stream in streams.streams} and len(handles) == 2
     llm.generate([[5, 6, 7]], GREEDY)
     assert model.draft_head is not None
     for layer in (*model.layers, *model.draft_head.layers):
+        assert isinstance(layer, DecoderLayer)
         assert layer.attn.side_streams is streams and layer.ffn.side_streams is streams
-    assert load(tiny, "cpu", "float32").engine.executor.runner.model.side_streams.streams == ()
+    on_cpu = local_executor(load(tiny, "cpu", "float32").engine.executor).runner.model
+    assert isinstance(on_cpu, DeepseekV4)
+    assert on_cpu.side_streams.streams == ()
     assert {stream.cuda_stream for stream in made} - {0} == handles
 
 
 def test_devices(tiny: Path) -> None:
     count = torch.cuda.device_count()
-    assert load(tiny, "cuda:0", "float32").engine.executor.runner.device.index == 0
+    assert local_executor(load(tiny, "cuda:0", "float32").engine.executor).runner.device.index == 0
     with pytest.raises(ResourceError, match=f"torch sees {count} GPUs"):
         load(tiny, f"cuda:{count}", "float32")

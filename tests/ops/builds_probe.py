@@ -212,14 +212,15 @@ def build_for_several() -> list[int | str]:
 
     with tempfile.TemporaryDirectory() as directory:
         builds = KernelBuilds(Platform("nvidia", "sm90"), 0, directory)
-        builds._load = lambda walk: 0  # type: ignore[method-assign]
+        builds._load = lambda launch_all: 0  # type: ignore[method-assign]
         first = builds.prepare("one", norms(one)).compiled
         new_pool = builds._new_pool
         builds._new_pool = refuse  # type: ignore[method-assign]
         builds.expect("two")
         second = builds.prepare("two", norms(one)).compiled
         builds._new_pool = new_pool  # type: ignore[method-assign]
-        found = [first, second, builds.prepare("three", norms(one, other)).compiled]
+        found: list[int | str] = [first, second]
+        found.append(builds.prepare("three", norms(one, other)).compiled)
         builds._artefacts.writable = False
         found.append(builds.prepare("four", norms(other, one)).compiled)
         try:

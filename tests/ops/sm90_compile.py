@@ -384,8 +384,8 @@ def calls() -> dict[str, Callable[[], None]]:
     for N, max_query in ((1, 1), (32, 1), (8192, 8192)):
         found[f"attention-flash-{N}"] = partial(call_attention, *flash, N, max_query)
     # Their decodes differ in the number of heads and shares alone.
-    for name, sizes in (("pro", (128, 512, 1536, 1024)), ("demo", (8, 128, 128, 64))):
-        found[f"attention-{name}-8192"] = partial(call_attention, *sizes, 8192, 8192)
+    for name, heads in (("pro", (128, 512, 1536, 1024)), ("demo", (8, 128, 128, 64))):
+        found[f"attention-{name}-8192"] = partial(call_attention, *heads, 8192, 8192)
     return found
 
 

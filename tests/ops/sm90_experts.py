@@ -68,7 +68,7 @@ def order_pairs(num_experts: int, ids: Tensor, block_rows: int) -> dispatch_trit
 
 
 def calls() -> dict[str, Callable[[], None]]:
-    found = {}
+    found: dict[str, Callable[[], None]] = {}
     for name, (D, I, E, K) in MODELS.items():  # noqa: E741
         for plan in PLANS:
             if plan.block_rows > 64 and name == "demo":

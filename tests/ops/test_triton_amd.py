@@ -17,6 +17,7 @@ import finwhale.engine.rank.batch as batch
 import finwhale.engine.rank.startup as startup
 from finwhale import LLM, SamplingParams
 from finwhale.compiled import graph_forms
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.protocol import Inline
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import mhc_unfused_triton, ref
@@ -73,7 +74,7 @@ def no_builds(ops: Any, platform: Platform, index: int, directory: str | None) -
 @torch.inference_mode()
 def read(llm: LLM) -> tuple[Tensor, Tensor]:
     """Logits after the last two tokens of two steps, of the model and of the MTP layer."""
-    stepper, run = Stepper(llm.engine), llm.engine.executor.runner
+    stepper, run = Stepper(llm.engine), local_executor(llm.engine.executor).runner
     mtp = run.model.draft_head
     assert mtp is not None
     sequence = stepper.sequence(TEXT[:-1])
@@ -117,7 +118,7 @@ def test_the_table_is_complete_and_portable() -> None:
 def amd(path: Path) -> tuple[LLM, tuple[Tensor, Tensor]]:
     """An engine with the table, and what it reads."""
     llm = llm_on(AMD, path)
-    assert llm.engine.executor.runner.ops is load_ops(AMD)
+    assert local_executor(llm.engine.executor).runner.ops is load_ops(AMD)
     return llm, read(llm)
 
 

@@ -20,6 +20,7 @@ from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, wi
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import scaled_e4m3
+from finwhale.ops.slots import window_slots
 
 from .kernels_support import assert_close
 
@@ -143,7 +144,7 @@ def ref_attend(
     q: Tensor, case: Case, window: Window, entries: Selected | Complete | None, out: Tensor
 ) -> None:
     """The reference behind the query's preparation."""
-    slots = [(window.pool, ref.window_slots(case.tokens, window.table, window.size))]
+    slots = [(window.pool, window_slots(case.tokens, window.table, window.size))]
     seen = ref.visible_slots(case.tokens, entries)
     if entries is not None and seen is not None:
         slots.append((entries.pool, seen))

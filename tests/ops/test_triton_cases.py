@@ -5,6 +5,8 @@ take packed rows or weights have their cases packed in files of their own.
 """
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ KERNELS = {
 REFERENCE: Ops = load_ops(Platform.cpu(), reference=True)
 
 
-def covered() -> list[object]:
+def covered() -> list[Any]:
     params = []
     for family, kernel_module in KERNELS.items():
         cases = importlib.import_module(f"finwhale.ops.{family}.cases").CASES
@@ -38,16 +40,16 @@ def covered() -> list[object]:
     return params
 
 
-def results(fn: object, case: OpCase) -> list[Tensor]:
+def results(fn: Callable[..., Any], case: OpCase) -> list[Tensor]:
     args = case.args()
-    returned = fn(*args)  # type: ignore[operator]
+    returned = fn(*args)
     if not isinstance(returned, tuple):
         returned = () if returned is None else (returned,)
     return [*returned, *(args[i] for i in case.written)]
 
 
 @pytest.mark.parametrize("case, kernel", covered())
-def test_against_the_reference(case: OpCase, kernel: object) -> None:
+def test_against_the_reference(case: OpCase, kernel: Callable[..., Any]) -> None:
     found, wanted = results(kernel, case), results(getattr(REFERENCE, case.operator), case)
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):

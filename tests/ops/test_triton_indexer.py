@@ -7,12 +7,14 @@ unpacks keys, runs here in an emulator of its instructions.
 """
 
 import re
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from finwhale.ops.attention.ref import apply_rope
 from finwhale.ops.case import Args, Draw, OpCase, strided
 from finwhale.ops.indexer import ref, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
@@ -165,8 +167,10 @@ def test_random_queries_select_what_the_reference_does(width: int) -> None:
     assert len(both) >= topk - 1
 
 
-def scores_of(q: Tensor, weights: Tensor, pool: Tensor, rotary: Tensor, *step: object) -> Tensor:
-    """What the selection gets, weights times 0.5."""
+def scores_of(
+    q: Tensor, weights: Tensor, pool: Tensor, rotary: Tensor, tokens: Tokens, table: PageTable
+) -> Tensor:
+    """The scores that the selection gets, with weights times 0.5."""
     scores: list[Tensor] = []
 
     def keep(found: Tensor, *_: object) -> None:
@@ -174,7 +178,7 @@ def scores_of(q: Tensor, weights: Tensor, pool: Tensor, rotary: Tensor, *step: o
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "select_topk", keep)
-        kernels.select_entries(q, weights, pool, rotary, *step, 8, 0.5, True)  # type: ignore[arg-type]
+        kernels.select_entries(q, weights, pool, rotary, tokens, table, 8, 0.5, True)
     return scores[0]
 
 
@@ -215,7 +219,7 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     pool = strided(pack_keys(keys, 64))
     dense = unpack_keys(pool, 64, width)
     scores = scores_of(q.bfloat16(), weights, pool, turns, tokens, table)
-    rotated = ref.apply_rope(q.bfloat16(), tokens.rotation(turns))
+    rotated = apply_rope(q.bfloat16(), tokens.rotation(turns))
     rotated = rotate_to_fp4(rotated)[0].double()
     count = length // 4
     by_head = (rotated @ dense[table.slots(0, torch.arange(count).numpy())].double().T).relu()
@@ -237,7 +241,7 @@ def run_ptx(text: str, arguments: dict[str, int]) -> dict[str, int]:
             out |= (255 * (byte >> 7) if nibble & 8 else byte) << 8 * i
         return out
 
-    operations = {
+    operations: dict[str, Callable[..., int]] = {
         "mad.lo.s32": lambda a, b, c: a * b + c,
         "and.b32": lambda a, b: a & b,
         "shl.b32": lambda a, b: a << b,

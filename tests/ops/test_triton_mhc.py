@@ -1,5 +1,7 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
+from typing import TypeAlias
+
 import pytest
 import torch
 
@@ -12,6 +14,8 @@ from .kernels_support import DTYPES, Inputs, assert_all_close, assert_close
 
 FEW = kernels.Options(few_tokens=4)
 PARAMS = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
+# x, post, res and residual of mhc_post_pre.
+State: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 # (N, D): widths of one part, of several with a rest, of several groups; a second block of tokens.
 SIZES = ((0, 64), (1, 32), (1, 7), (3, 100), (17, 40), (2, 610))
 
@@ -25,7 +29,7 @@ def weight(inputs: Inputs, width: int) -> MhcWeight:
     )
 
 
-def state(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> tuple:
+def state(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> State:
     """(x, post, res, residual)."""
     return (
         inputs.normal(num_tokens, width, dtype=dtype),
@@ -33,6 +37,11 @@ def state(inputs: Inputs, num_tokens: int, width: int, dtype: torch.dtype) -> tu
         inputs.normal(num_tokens, 4, 4).softmax(-1),
         inputs.outliers(num_tokens, 4, width, dtype=dtype),
     )
+
+
+def rows(args: State, chosen: slice) -> State:
+    x, post, res, residual = args
+    return x[chosen], post[chosen], res[chosen], residual[chosen]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -66,13 +75,13 @@ def test_many_tokens_take_the_other_kernels(width: int, dtype: torch.dtype) -> N
     assert_all_close(
         kernels.mhc_post_pre(*args, w, PARAMS, options=FEW), ref.mhc_post_pre(*args, w, PARAMS)
     )
-    args = tuple(t[:6] for t in args)
-    assert_close(kernels.mhc_post(*args, options=FEW), ref.mhc_post(*args))
+    few = rows(args, slice(6))
+    assert_close(kernels.mhc_post(*few, options=FEW), ref.mhc_post(*few))
     assert_all_close(
-        kernels.mhc_pre(args[3], w, PARAMS, options=FEW), ref.mhc_pre(args[3], w, PARAMS)
+        kernels.mhc_pre(few[3], w, PARAMS, options=FEW), ref.mhc_pre(few[3], w, PARAMS)
     )
     assert_close(
-        kernels.hc_head(args[3], head, PARAMS, options=FEW), ref.hc_head(args[3], head, PARAMS)
+        kernels.hc_head(few[3], head, PARAMS, options=FEW), ref.hc_head(few[3], head, PARAMS)
     )
 
 
@@ -97,7 +106,7 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     args = state(inputs, 18, 100, torch.bfloat16)
     together = kernels.mhc_post_pre(*args, w, PARAMS)
     for token in (0, 17):
-        alone = kernels.mhc_post_pre(*(t[token : token + 1] for t in args), w, PARAMS)
+        alone = kernels.mhc_post_pre(*rows(args, slice(token, token + 1)), w, PARAMS)
         for one, other in zip(alone, together, strict=True):
             assert torch.equal(one[0], other[token])
 
@@ -112,7 +121,7 @@ def test_shares_of_many_tokens_have_the_bits_of_all() -> None:
     post = kernels.mhc_post(*args, options=FEW)
     for index in range(4):
         own = Rank(index, 4).rows(70)
-        mine = tuple(t[own] for t in args)
+        mine = rows(args, own)
         pairs = [
             *zip(kernels.mhc_post_pre(*mine, w, PARAMS, options=FEW), whole, strict=True),
             *zip(kernels.mhc_pre(mine[3], w, PARAMS, options=FEW), first, strict=True),

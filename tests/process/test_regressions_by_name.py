@@ -18,7 +18,9 @@ import finwhale.models.deepseek_v4.model as model_module
 from finwhale import LLM
 from finwhale.compiled.compiled_layer import CompiledLayer
 from finwhale.compiled.graph_store import GraphStore
+from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.layer import DecoderLayer
+from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import Inline
 from finwhale.testing.stepping import Stepper
@@ -91,8 +93,9 @@ class ChangedLayer(DecoderLayer):
 @torch.inference_mode()
 def check_draft_layer(llm: LLM) -> None:
     """Draft and decoder layers are of one class and signature, and both run."""
-    model, stepper = llm.engine.executor.runner.model, Stepper(llm.engine)
-    assert model.draft_head is not None
+    run, stepper = local_executor(llm.engine.executor).runner, Stepper(llm.engine)
+    model = run.model
+    assert isinstance(model, DeepseekV4) and model.draft_head is not None
     layers = [*model.layers, *model.draft_head.layers]
     signatures = {str(inspect.signature(layer)) for layer in layers}
     assert signatures == {str(inspect.signature(layers[0]))}
@@ -101,9 +104,7 @@ def check_draft_layer(llm: LLM) -> None:
     (streams,) = stepper.step([(sequence, 4)])
     assert stepper.inputs is not None
     following = torch.tensor([6, 7, 8, 9])
-    draft = model.draft_head(
-        stepper.inputs, streams, following, llm.engine.executor.runner.cache, Inline()
-    )
+    draft = model.draft_head(stepper.inputs, streams, following, run.cache, Inline())
     assert draft.shape == streams.shape and draft.isfinite().all()
     stepper.release(sequence)
 
@@ -119,16 +120,20 @@ def test_the_draft_layer_left_behind(
 ) -> None:
     """When a decoder layer's signature changes on one platform."""
     monkeypatch.setattr(GraphStore, "graph", lambda self, wanted: lambda f: list(wanted.fn(f)))
-    options: dict[str, Any] = {
+    tables: dict[str, dict[str, Any]] = {
         "cpu": {},
         "reference": {"reference": True},
         "compiled": {"compile": True, "cache_dir": tmp_path},
-    }[platform]
+    }
+    options = tables[platform]
     llm = LLM(tiny_path, device="cpu", activations="exact", max_num_seqs=2, **options)
     if not mistake:
         check_draft_layer(llm)
         return
-    for layer in llm.engine.executor.runner.model.layers:
+    model = local_executor(llm.engine.executor).runner.model
+    assert isinstance(model, DeepseekV4)
+    layers: list[Any] = list(model.layers)
+    for layer in layers:
         (layer.layer if platform == "compiled" else layer).__class__ = ChangedLayer
         if platform == "compiled":  # one compiled class of its own for the changed layer
             layer.__class__ = type("ChangedCompiledLayer", (CompiledLayer,), {})
@@ -214,31 +219,32 @@ def test_streams_created_per_draft_layer(
     tiny_path: Path, mistake: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two, once a model, which the MTP layer shares."""
-    run = LLM(tiny_path, device="cpu", max_num_seqs=2).engine.executor.runner
+    run = local_executor(LLM(tiny_path, device="cpu", max_num_seqs=2).engine.executor).runner
     made: list[object] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device))
 
     def on_a_gpu(device: torch.device, wanted: bool = True) -> SideStreams:
         return SideStreams(torch.device("cuda"))
 
-    def own_streams(config: Any, *args: Any) -> DecoderLayer:
-        *others, layer, rounds, streams, links = args
+    def own_streams(
+        config: Any, ops: Any, weights: Any, layer: int, rounds: bool, streams: Any, links: Any
+    ) -> DecoderLayer:
         if layer == config.num_hidden_layers:
             streams = on_a_gpu(torch.device("cpu"))
-        return DecoderLayer(config, *others, layer, rounds, streams, links)
+        return DecoderLayer(config, ops, weights, layer, rounds, streams, links)
 
     monkeypatch.setattr(model_module, "SideStreams", on_a_gpu)
     if mistake:
         monkeypatch.setattr(model_module, "DecoderLayer", own_streams)
+    assert isinstance(run.model, DeepseekV4)
     weights, config = run.model.weights, run.model.config
-    model = model_module.DeepseekV4(
-        config, run.ops, weights, round_activations=False, max_positions=16
-    )
-    assert model.draft_head is not None
+    model = DeepseekV4(config, run.ops, weights, round_activations=False, max_positions=16)
+    draft_head = model.draft_head
+    assert draft_head is not None
 
     def check() -> None:
         assert len(made) == SideStreams.NUM
-        layers = [*model.layers, *model.draft_head.layers]
+        layers = [*model.layers, *draft_head.layers]
         for layer in layers:
             assert isinstance(layer, DecoderLayer)
             assert layer.attn.side_streams is layer.ffn.side_streams is model.side_streams
