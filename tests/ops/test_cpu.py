@@ -257,7 +257,7 @@ NEEDS_HALF = pytest.mark.skipif(
 def test_rows_of_a_packed_product_are_their_own(M: int, K: int, threads: int) -> None:
     draw = Draw()
     weight = draw.normal(M, K, scale=K**-0.5).bfloat16().float()
-    multiply, x = cpu_gemm.product(weight), draw.outliers(700, K)
+    multiply, x = cpu_gemm.gemm(weight), draw.outliers(700, K)
     assert isinstance(multiply, cpu_gemm._Half)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -277,11 +277,11 @@ def test_what_checkpoints_store_is_packed_without_loss() -> None:
     identity = torch.eye(64)
     e4m3 = draw.normal(32, 64).to(torch.float8_e4m3fn).float() * 2.0**-9
     for stored in (e4m3, draw.outliers(32, 64).bfloat16().float(), torch.full((32, 64), 2.0**-30)):
-        multiply = cpu_gemm.product(stored)
+        multiply = cpu_gemm.gemm(stored)
         assert isinstance(multiply, cpu_gemm._Half)
         assert torch.equal(multiply(identity), stored.T)
     for other in (draw.normal(32, 64), torch.cat((e4m3, e4m3 * 2.0**-60)), e4m3 * torch.nan):
-        assert isinstance(cpu_gemm.product(other), cpu_gemm._Rows)
+        assert isinstance(cpu_gemm.gemm(other), cpu_gemm._Rows)
 
 
 def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +289,7 @@ def test_without_fbgemm_every_weight_takes_the_gemvs(monkeypatch: pytest.MonkeyP
     for missing in (None, _fails, _depends_on_the_rows):
         monkeypatch.setattr(cpu_gemm, "_MULTIPLY", missing)
         cpu_gemm._rows_are_independent.cache_clear()
-        assert isinstance(cpu_gemm.product(weight.clone()), cpu_gemm._Rows)
+        assert isinstance(cpu_gemm.gemm(weight.clone()), cpu_gemm._Rows)
     monkeypatch.undo()
     cpu_gemm._rows_are_independent.cache_clear()
 

@@ -33,8 +33,8 @@ _MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", Non
 _TOP = 15
 
 
-class Product(Protocol):
-    """x [N,K] float32 -> x @ weight^T [N,M]."""
+class Gemm(Protocol):
+    """A GEMM with one weight: x [N,K] float32 -> x @ weight^T [N,M] float32."""
 
     def __call__(self, x_NK: Tensor) -> Tensor: ...
 
@@ -60,8 +60,8 @@ class _Half:
             x_NK = torch.from_numpy(x_NK.numpy() * self.scale)
         num_rows = x_NK.shape[0]
         if num_rows > 0 and num_rows * self.numel < 2 * cpu_math.PARALLEL_WORK:
-            product: Tensor = _MULTIPLY(x_NK, self.packed, None)
-            return product
+            out: Tensor = _MULTIPLY(x_NK, self.packed, None)
+            return out
         out_NM = np.empty((num_rows, self.width), np.float32)
 
         def run(rows: slice) -> None:
@@ -82,25 +82,25 @@ class _Rows:
         return torch.from_numpy(cpu_math.matmul_rows(x_NK.numpy(), self.matrix_KM))
 
 
-def product(weight_MK: Tensor) -> Product:
-    """The GEMM with a weight that no longer changes, stored as an attribute of the tensor."""
-    kept: Product | None = getattr(weight_MK, "_host_product", None)
+def gemm(weight_MK: Tensor) -> Gemm:
+    """The GEMM with a weight that no longer changes. The tensor keeps it as an attribute."""
+    kept: Gemm | None = getattr(weight_MK, "_host_gemm", None)
     if kept is None:
         kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
-        setattr(weight_MK, "_host_product", kept)  # noqa: B010
+        setattr(weight_MK, "_host_gemm", kept)  # noqa: B010
     return kept
 
 
-def products(weight_GMK: Tensor) -> tuple[Product, ...]:
-    """The GEMMs with matrices that no longer change, stored as an attribute of the tensor."""
-    kept: tuple[Product, ...] | None = getattr(weight_GMK, "_host_products", None)
+def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
+    """The GEMMs with G matrices that no longer change. The tensor keeps them as an attribute."""
+    kept: tuple[Gemm, ...] | None = getattr(weight_GMK, "_host_gemms", None)
     if kept is None:
-        kept = tuple(product(weight_MK) for weight_MK in weight_GMK)
-        setattr(weight_GMK, "_host_products", kept)  # noqa: B010
+        kept = tuple(gemm(weight_MK) for weight_MK in weight_GMK)
+        setattr(weight_GMK, "_host_gemms", kept)  # noqa: B010
     return kept
 
 
-def _half(weight_MK: Tensor) -> Product | None:
+def _half(weight_MK: Tensor) -> Gemm | None:
     """The GEMM in float16; None if float16 cannot hold every value or FBGEMM is not usable."""
     if weight_MK.numel() == 0 or not _rows_are_independent():
         return None

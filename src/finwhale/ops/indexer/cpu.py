@@ -70,7 +70,7 @@ def select_entries(
 def rotate_to_fp4(x_NIC: F32) -> F32:
     """As rounding.rotate_to_fp4 but for the order of sums, for |x| < 2^100; a rounded zero is +0.
 
-    A token's product has one shape, so that its bits do not depend on N.
+    Each token has a GEMM of the same shape, so its bits do not depend on N.
     """
     num_tokens, heads, width = x_NIC.shape
     matrix, share = _signs(width), cpu_math.constant(width**-0.5)
@@ -90,7 +90,7 @@ def rotate_to_fp4(x_NIC: F32) -> F32:
 
 @lru_cache(maxsize=8)
 def _signs(width: int) -> F32:
-    """The Hadamard matrix of `width` without its factor: a product with it is sums alone."""
+    """The Hadamard matrix of `width` without its factor: its values are 1 and -1."""
     signs: F32 = np.rint(hadamard(torch.eye(width)).numpy() * width**0.5)
     signs.flags.writeable = False
     return signs
@@ -141,7 +141,7 @@ def _select(
 
 
 def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
-    """[N, B * ENTRY_PAD], in products of one shape, so that no bit depends on B or N."""
+    """Scores [N, B * ENTRY_PAD]. All GEMMs have one shape, so no bit depends on B or N."""
     relu = cpu_math.matmul(q_NIC[:, None], keys_NBCE)
     np.maximum(relu, cpu_math.constant(0.0), out=relu)
     scores: F32 = cpu_math.matmul(weights_NI[:, None, None], relu)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.cpu_gemm import product, products
+from finwhale.ops.cpu_gemm import gemm, gemms
 from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 
 
@@ -18,12 +18,12 @@ def prepare_linear(w: LinearWeight) -> LinearWeight:
 def linear(x_NK: Tensor, w: LinearWeight) -> Tensor:
     if w.round_input:
         x_NK = torch.from_numpy(cpu_math.round_e4m3(x_NK.numpy(), ACTIVATION_GROUP))
-    return product(w.weight)(x_NK)
+    return gemm(w.weight)(x_NK)
 
 
 def grouped_linear(x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None) -> Tensor:
     assert scales_NS is None, "this table's input is not rounded"
     if w.round_input:
         x_NGK = torch.from_numpy(cpu_math.round_e4m3(x_NGK.numpy(), ACTIVATION_GROUP))
-    parts = zip(products(w.weight), x_NGK.unbind(1), strict=True)
+    parts = zip(gemms(w.weight), x_NGK.unbind(1), strict=True)
     return torch.stack([multiply(x_NK) for multiply, x_NK in parts], 1)

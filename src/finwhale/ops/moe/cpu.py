@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from finwhale.ops import cpu_math
-from finwhale.ops.cpu_gemm import Product, product, products
+from finwhale.ops.cpu_gemm import Gemm, gemm, gemms
 from finwhale.ops.cpu_math import F32, I64, constant, view
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.moe import Dispatched, ExpertWeight
@@ -102,7 +102,7 @@ def _swiglu(
 def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
     if w.round_input:
         x_ND = torch.from_numpy(cpu_math.round_e4m3(x_ND.numpy(), ACTIVATION_GROUP))
-    return product(w.w2)(_swiglu(product(w.w13)(x_ND), w, limit))
+    return gemm(w.w2)(_swiglu(gemm(w.w13)(x_ND), w, limit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class OrderedPairs(Dispatched):
     experts: list[int]
     counts: list[int]
 
-    def multiply(self, rows_PX: Tensor, matrices: tuple[Product, ...]) -> Tensor:
+    def multiply(self, rows_PX: Tensor, matrices: tuple[Gemm, ...]) -> Tensor:
         """Each pair's row times its expert's matrix."""
         parts = rows_PX.split(self.counts) if self.counts else (rows_PX,)
         return torch.cat(
@@ -149,9 +149,9 @@ def compute(
     num_tokens, width = x.shape
     rows = torch.from_numpy(x.take(pairs.order % num_tokens, 0))
     weights: F32 = weights_NK.numpy().T.ravel().take(pairs.order)
-    hidden = _swiglu(pairs.multiply(rows, products(w.w13)), w, limit, weights[:, None])
+    hidden = _swiglu(pairs.multiply(rows, gemms(w.w13)), w, limit, weights[:, None])
     each = np.empty((pairs.ids.numel(), width), np.float32)
-    each[pairs.order] = pairs.multiply(hidden, products(w.w2)).numpy()
+    each[pairs.order] = pairs.multiply(hidden, gemms(w.w2)).numpy()
     return torch.from_numpy(each.reshape(pairs.ids.shape[1], num_tokens, width)).transpose(0, 1)
 
 
