@@ -18,7 +18,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
 )
 from finwhale.ops.case import Chunks, Draw, entry_rows, step_tokens, strided, window_rows
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import PageTable, StepCache, Tokens
 from finwhale.ops.rounding import scaled_e4m3
 from finwhale.ops.slots import window_slots
 
@@ -40,7 +40,7 @@ def padded(tokens: Tokens) -> Tokens:
         tokens,
         positions=torch.cat((tokens.positions, torch.tensor([-1]))),
         sequence=torch.cat((tokens.sequence, torch.zeros(1, dtype=torch.int32))),
-        memo={},
+        cache=StepCache(),
     )
 
 
@@ -254,7 +254,7 @@ def test_invariant_shares_give_a_token_its_own_bits(
     for n in range(len(DECODE)):
         part = slice(n, n + 1)
         alone = replace(
-            every, positions=every.positions[part], sequence=every.sequence[part], memo={}
+            every, positions=every.positions[part], sequence=every.sequence[part], cache=StepCache()
         )
         if isinstance(slots, Selected):
             case.entries = replace(slots, slots=slots.slots[part])

@@ -182,7 +182,7 @@ def prepare_qkv(
     pool: Tensor,
     table: PageTable,
 ) -> Tensor:
-    """Reads the rotation and the slots from the step's memo."""
+    """Reads the rotation and the slots from the step's cache."""
     rotation_NR = tokens.rotation(rotary_LR)
     row = apply_rope(rms_norm(kv_NC, kv_norm_C, eps), rotation_NR)
     if round_nope:
@@ -279,7 +279,7 @@ def sparse_attention(
     out_NAC: Tensor,
     scales_NS: Tensor | None = None,
 ) -> None:
-    """Takes selected entries, possibly none. Reads the window's slots from the step's memo."""
+    """Takes selected entries, possibly none. Reads the window's slots from the step's cache."""
     assert isinstance(entries, Selected) and scales_NS is None
     rotation_NR = tokens.rotation(rotary_LR)
     q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)
@@ -310,7 +310,7 @@ def select_entries(
     round_query: bool,
 ) -> Tensor:
     """The slots are in order of score, not of position. Reads each token's entries, at least topk
-    slots, and their number from the step's memo.
+    slots, and their number from the step's cache.
     """
     step = index_step(tokens, table)
     q = apply_rope(q_NIC, tokens.rotation(rotary_LR))

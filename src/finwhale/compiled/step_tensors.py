@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finwhale.ops.attention import Complete, Selected, Window
-from finwhale.ops.paging import PageTable, Tokens, contiguous_rows
+from finwhale.ops.paging import IndexStep, PageTable, Tokens, contiguous_rows
 from finwhale.ops.slots import (
-    IndexStep,
     complete_slots,
     index_step,
     padded,
@@ -30,7 +29,7 @@ class StepTensors:
 
     Attributes:
         packed: kernels read page tables, and attention runs between the graphs. Otherwise the
-            operators read rotations and slots from the step's memo.
+            operators read rotations and slots from the step's cache.
         rows_per_page: rows of a page of the window.
     """
 
@@ -45,12 +44,12 @@ class StepTensors:
             places = [tokens.positions, tokens.sequence, tokens.query_start]
             return [*places, table.pages, table.first, rotary_LR]
         # All layers of a step that use the same rotary table share one list.
-        key = ("flat", id(rotary_LR))
-        found: list[Tensor] | None = tokens.memo.get(key)
+        kept = tokens.cache.graph_rotations
+        found = kept.get(id(rotary_LR))
         if found is None:
             rotation = tokens.rotation(rotary_LR)
             written = write_slots(tokens, table) * contiguous_rows(window_pool)[1]
-            found = tokens.memo[key] = [tokens.positions, rotation, written]
+            found = kept[id(rotary_LR)] = [tokens.positions, rotation, written]
         return found
 
     def back(self, tensors: list[Tensor]) -> tuple[Tokens, PageTable, Tensor]:
@@ -62,9 +61,9 @@ class StepTensors:
         positions, rotation, slots = tensors
         tokens = Tokens(positions, positions, positions, max_len=0, max_query=0)
         table = PageTable(positions, positions, self.rows_per_page)
-        # Tokens.rotation and slots.write_slots find these in the memo and never read the tables.
-        tokens.memo["rotation", id(rotation)] = rotation, rotation
-        tokens.memo["write", table] = slots
+        # Tokens.rotation and slots.write_slots find these in the cache and never read the tables.
+        tokens.cache.rotations[id(rotation)] = rotation, rotation
+        tokens.cache.write_slots[table] = slots
         return tokens, table, rotation
 
     def flat_rows(
@@ -72,39 +71,39 @@ class StepTensors:
     ) -> list[Tensor]:
         """The rows that attention reads, for a graph that contains attention."""
         rows, row_step = contiguous_rows(window.pool)
-        key = ("window rows", window.table, window.size)
-        places: Tensor | None = tokens.memo.get(key)
+        kept, key = tokens.cache.graph_windows, (window.table, window.size)
+        places = kept.get(key)
         if places is None:
             places = window_slots(tokens, window.table, window.size) * row_step
-            tokens.memo[key] = places
+            kept[key] = places
         return [rows, places, *_entries(tokens, rows, entries)]
 
     def flat_entries(
         self, tokens: Tokens, table: PageTable, topk: int, row_step: int
     ) -> list[Tensor]:
         """The indexer's rows of each token's keys [N,E], and the number that it sees [N]."""
-        key = ("entries", table, topk)
-        found: list[Tensor] | None = tokens.memo.get(key)
+        kept = tokens.cache.graph_keys
+        found = kept.get((table, topk))
         if found is None:
             step = index_step(tokens, table)
             slots = step.entry_slots.index_select(0, tokens.sequence)
             least = padded(topk)
             if slots.shape[1] < least:
                 slots = F.pad(slots, (0, least - slots.shape[1]), value=-1)
-            found = tokens.memo[key] = [slots * row_step, step.num_entries]
+            found = kept[table, topk] = [slots * row_step, step.num_entries]
         return found
 
     def back_entries(self, tensors: list[Tensor], tokens: Tokens, table: PageTable) -> None:
-        """Put the tensors of `flat_entries` into the memo, as one sequence for each token."""
+        """Put the tensors of `flat_entries` into the cache, as one sequence for each token."""
         slots, counts = tensors
-        tokens.memo["index", table] = IndexStep((), (), slots, counts)
+        tokens.cache.index_steps[table] = IndexStep((), (), slots, counts)
 
     def back_rows(
         self, tensors: list[Tensor], tokens: Tokens, table: PageTable, size: int
     ) -> tuple[Window, Selected]:
         """The window and the entries, from the tensors of `flat_rows`."""
         pool, seen, entry_pool, slots = tensors
-        tokens.memo["window", table, size] = seen
+        tokens.cache.window_slots[table, size] = seen
         return Window(pool, table, size), Selected(entry_pool, slots, rows_per_page=1)
 
 
@@ -115,8 +114,8 @@ def _entries(
     rows, row_step = (window_rows, 1) if entries is None else contiguous_rows(entries.pool)
     if isinstance(entries, Selected):
         return rows, entries.slots * row_step
-    key = ("selected", None if entries is None else entries.table)
-    slots: Tensor | None = tokens.memo.get(key)
+    kept, key = tokens.cache.graph_entries, None if entries is None else entries.table
+    slots = kept.get(key)
     if slots is None:
         if entries is None:
             slots = torch.empty(len(tokens.positions), 0, dtype=torch.int32)
@@ -125,5 +124,5 @@ def _entries(
             wide = complete_slots(tokens, entries.table, entries.ratio)
             seen = wide[:, : -(-count // ENTRY_STEP) * ENTRY_STEP].int()
             slots = (seen * row_step).contiguous()
-        tokens.memo[key] = slots
+        kept[key] = slots
     return rows, slots

@@ -397,7 +397,7 @@ def to_device(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, tuple):
         return tuple(to_device(part, device) for part in value)
     if is_dataclass(value) and not isinstance(value, type):
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "memo"}
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "cache"}
         return type(value)(**{name: to_device(part, device) for name, part in parts.items()})
     return value
 

@@ -5,7 +5,6 @@ Legend: N tokens of the step, B sequences, P pages of the longest sequence, R ro
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -86,6 +85,74 @@ class PageTable:
         return slots
 
 
+@dataclass(frozen=True, slots=True)
+class CompressStep:
+    """The entries that complete in a step, with slots. All layers of a ratio share it.
+
+    Attributes:
+        history_slots: [X] int64: slots of state rows, which precede the N new rows.
+        entry_sources: [M,S] int64: rows of (history, new) that an entry mixes; -1: none.
+        entry_slots: [M] int64: the entries' slots in their pool.
+        entry_positions: [M] int64: the position of each entry's rope.
+        state_sources: [Y] int64: the new rows that later steps need.
+        state_slots: [Y] int64: their slots in the state's pool.
+    """
+
+    history_slots: Tensor
+    entry_sources: Tensor
+    entry_slots: Tensor
+    entry_positions: Tensor
+    state_sources: Tensor
+    state_slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStep:
+    """The slots of each sequence's C4 entries. All layers with an indexer share this object.
+
+    Attributes:
+        query_start: B+1 token offsets of the sequences in the batch, on the host.
+        max_entries: for each of B sequences, the number of entries that its last token sees.
+        entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
+        num_entries: [N] int64: number of entries that each token sees.
+    """
+
+    query_start: tuple[int, ...]
+    max_entries: tuple[int, ...]
+    entry_slots: Tensor
+    num_entries: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class StepCache:
+    """What the first layer of a step computes from its tokens, for the other layers to reuse.
+
+    Each dictionary has a key for every variant that a step needs; layers of one kind share it.
+
+    Attributes:
+        rotations: by id of a rotary table: the table, and its rows at the tokens' positions.
+        write_slots, window_slots, complete_slots, index_steps, compress_steps: results of the
+            functions of slots.py with these names, by page table and further arguments.
+        compress_counters: the compressor kernels' counters, 0 between launches.
+        topk_counters: the indexer kernels' counters, 0 between launches.
+        graph_rotations, graph_windows, graph_keys, graph_entries: arguments of compiled graphs
+            (compiled/step_tensors.py).
+    """
+
+    rotations: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    write_slots: dict[PageTable, Tensor] = field(default_factory=dict)
+    window_slots: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
+    complete_slots: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
+    index_steps: dict[PageTable, IndexStep] = field(default_factory=dict)
+    compress_steps: dict[tuple[PageTable, int], CompressStep] = field(default_factory=dict)
+    compress_counters: Tensor | None = None
+    topk_counters: Tensor | None = None
+    graph_rotations: dict[int, list[Tensor]] = field(default_factory=dict)
+    graph_windows: dict[tuple[PageTable, int], Tensor] = field(default_factory=dict)
+    graph_keys: dict[tuple[PageTable, int], list[Tensor]] = field(default_factory=dict)
+    graph_entries: dict[PageTable | None, Tensor] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """The tokens of a step. Those of a sequence are adjacent and have consecutive positions.
@@ -97,7 +164,7 @@ class Tokens:
         query_start: [B+1] int32: offsets of the sequences among the tokens.
         max_len: upper bound, on the host, of the sequences' lengths after this step or any replay.
         max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
-        memo: values that operators compute once per step and use in every layer.
+        cache: results that the layers of the step share.
     """
 
     positions: Tensor
@@ -105,7 +172,7 @@ class Tokens:
     query_start: Tensor
     max_len: int
     max_query: int
-    memo: dict[Any, Any] = field(default_factory=dict, repr=False)
+    cache: StepCache = field(default_factory=StepCache, repr=False)
 
     @cached_property
     def host_positions(self) -> Ints:
@@ -125,9 +192,8 @@ class Tokens:
     def rotation(self, rotary_LR: Tensor) -> Tensor:
         """Rows [N,R/2,2] of a rotary table at the tokens' positions, gathered once per step."""
         # Keep the table alive with its rows, so that no other object gets the same id.
-        key = ("rotation", id(rotary_LR))
-        if key not in self.memo:
+        found = self.cache.rotations.get(id(rotary_LR))
+        if found is None:
             rows = rotary_LR.index_select(0, self.positions.clamp(min=0))
-            self.memo[key] = rotary_LR, rows
-        gathered: Tensor = self.memo[key][1]
-        return gathered
+            found = self.cache.rotations[id(rotary_LR)] = rotary_LR, rows
+        return found[1]

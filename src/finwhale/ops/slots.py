@@ -1,75 +1,44 @@
 """Slot tables, which the reference operators and the CPU's table use instead of page tables.
 
-The host computes them in numpy once per step and keeps them in the step's memo. The number of numpy
-calls does not grow with the number of sequences. Tokens at position -1 (padding) never occur here.
+The host computes them in numpy once per step and keeps them in the step's cache. The number of
+numpy calls does not grow with the number of sequences. Tokens at position -1 (padding) never occur
+here.
 
 Legend as in paging.py; W window, E entries of the longest sequence, M entries that complete,
 S tokens that an entry mixes, K slots per token.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from finwhale.ops.compressor import STATE_KEPT
-from finwhale.ops.paging import BLOCK_TOKENS, Ints, PageTable, Tokens
+from finwhale.ops.paging import (
+    BLOCK_TOKENS,
+    CompressStep,
+    IndexStep,
+    Ints,
+    PageTable,
+    Tokens,
+)
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 # Entry slots are padded to a multiple of this: the reference operators' block of keys.
 ENTRY_PAD = 128
 
 
-@dataclass(frozen=True, slots=True)
-class CompressStep:
-    """The entries that complete in a step, with slots. All layers of a ratio share it.
-
-    Attributes:
-        history_slots: [X] int64: slots of state rows, which precede the N new rows.
-        entry_sources: [M,S] int64: rows of (history, new) that an entry mixes; -1: none.
-        entry_slots: [M] int64: the entries' slots in their pool.
-        entry_positions: [M] int64: the position of each entry's rope.
-        state_sources: [Y] int64: the new rows that later steps need.
-        state_slots: [Y] int64: their slots in the state's pool.
-    """
-
-    history_slots: Tensor
-    entry_sources: Tensor
-    entry_slots: Tensor
-    entry_positions: Tensor
-    state_sources: Tensor
-    state_slots: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class IndexStep:
-    """The slots of each sequence's C4 entries. All layers with an indexer share this object.
-
-    Attributes:
-        query_start: B+1 token offsets of the sequences in the batch, on the host.
-        max_entries: for each of B sequences, the number of entries that its last token sees.
-        entry_slots: [B,E] int64: slots of the sequences' entries in order; -1 past the end.
-        num_entries: [N] int64: number of entries that each token sees.
-    """
-
-    query_start: tuple[int, ...]
-    max_entries: tuple[int, ...]
-    entry_slots: Tensor
-    num_entries: Tensor
-
-
-def _once(tokens: Tokens, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """The result of `make`, which runs once; the step's memo keeps it."""
-    made = tokens.memo.get(key)
+def _once(results: dict[K, T], key: K, make: Callable[[], T]) -> T:
+    """The result of `make`, which runs once for each key."""
+    made = results.get(key)
     if made is None:
-        made = tokens.memo[key] = make()
-    result: T = made
-    return result
+        made = results[key] = make()
+    return made
 
 
 def _tensor(array: Ints, tokens: Tokens) -> Tensor:
@@ -79,8 +48,8 @@ def _tensor(array: Ints, tokens: Tokens) -> Tensor:
 def write_slots(tokens: Tokens, table: PageTable) -> Tensor:
     """Slot of each token's own row: [N] int64."""
     return _once(
-        tokens,
-        ("write", table),
+        tokens.cache.write_slots,
+        table,
         lambda: _tensor(table.slots(tokens.host_sequence, tokens.host_positions), tokens),
     )
 
@@ -94,7 +63,7 @@ def window_slots(tokens: Tokens, table: PageTable, size: int) -> Tensor:
         np.copyto(slots, -1, where=seen < 0)
         return _tensor(slots, tokens)
 
-    return _once(tokens, ("window", table, size), make)
+    return _once(tokens.cache.window_slots, (table, size), make)
 
 
 def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
@@ -106,14 +75,14 @@ def complete_slots(tokens: Tokens, table: PageTable, ratio: int) -> Tensor:
         np.copyto(slots, -1, where=np.arange(slots.shape[1]) >= seen[:, None])
         return _tensor(slots, tokens)
 
-    return _once(tokens, ("complete", table, ratio), make)
+    return _once(tokens.cache.complete_slots, (table, ratio), make)
 
 
 def index_step(tokens: Tokens, table: PageTable) -> IndexStep:
     """The C4 entries of each sequence."""
     return _once(
-        tokens,
-        ("index", table),
+        tokens.cache.index_steps,
+        table,
         lambda: IndexStep(
             query_start=tuple(tokens.host_query_start),
             max_entries=tuple(end // 4 for _, end in _chunks(tokens)),
@@ -136,8 +105,8 @@ def compress_step(
         max_verify_tokens: as in ops.compressor.Compress.
     """
     return _once(
-        tokens,
-        ("compress", entry_table, ratio),
+        tokens.cache.compress_steps,
+        (entry_table, ratio),
         lambda: _compress_step(tokens, state_table, entry_table, ratio, max_verify_tokens),
     )
 

@@ -19,7 +19,7 @@ from finwhale.engine.plan.step_plan import PENDING, StepPlan
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import PageTable, StepCache, Tokens
 
 MAX_UPDATES = 8192  # page updates of a step that the buffers hold; a step may have more
 # The device's copy of one sequence's table: version, table, `first` and number of pages.
@@ -265,7 +265,8 @@ def _cut_updates(words: Tensor) -> tuple[Tensor, Tensor]:
 
 def with_bounds(inputs: StepInputs, plan: StepPlan) -> StepInputs:
     """Add the host's bounds to the inputs of a step that is not a pure decode."""
-    tokens = replace(inputs.tokens, max_len=max(plan.ends), max_query=max(plan.lengths), memo={})
+    longest, most = max(plan.ends), max(plan.lengths)
+    tokens = replace(inputs.tokens, max_len=longest, max_query=most, cache=StepCache())
     return replace(inputs, tokens=tokens)
 
 

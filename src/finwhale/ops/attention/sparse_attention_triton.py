@@ -39,7 +39,7 @@ from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes, up_to
 from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.quantise_triton import e4m3_scale
-from finwhale.ops.paging import Tokens
+from finwhale.ops.paging import StepCache, Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
 MANY_KEYS = 2**31  # more keys than any step has
@@ -579,7 +579,7 @@ class Problem:
                 self.tokens,
                 positions=self.tokens.positions[part],
                 sequence=self.tokens.sequence[part],
-                memo={},
+                cache=StepCache(),
             )
             entries = self.entries
             if isinstance(entries, Selected):

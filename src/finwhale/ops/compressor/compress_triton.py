@@ -568,10 +568,10 @@ def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
     device, num_tokens = tokens.positions.device, tokens.positions.shape[0]
     if not width:
         return tokens.positions, tokens.positions
-    counters = tokens.memo.get("compress counters")
+    counters = tokens.cache.compress_counters
     if counters is None:
         counters = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-        tokens.memo["compress counters"] = counters
+        tokens.cache.compress_counters = counters
     return torch.empty(num_tokens, width, dtype=torch.float32, device=device), counters
 
 

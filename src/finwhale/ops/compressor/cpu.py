@@ -9,8 +9,8 @@ from finwhale.ops.attention.cpu import round_nope_part
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.cpu_math import F32, I64, view
 from finwhale.ops.indexer.cpu import rotate_to_fp4
-from finwhale.ops.paging import PageTable, Tokens
-from finwhale.ops.slots import CompressStep, compress_step
+from finwhale.ops.paging import CompressStep, PageTable, Tokens
+from finwhale.ops.slots import compress_step
 
 # The most values that are gathered from projected rows at once.
 MAX_GATHERED = 2**20

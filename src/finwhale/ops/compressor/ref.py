@@ -6,9 +6,9 @@ from torch import Tensor
 from finwhale.ops.attention.ref import apply_rope, round_row
 from finwhale.ops.compressor import CompressorWeight, CompressPart
 from finwhale.ops.norm.ref import rms_norm
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import CompressStep, PageTable, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
-from finwhale.ops.slots import CompressStep, compress_step
+from finwhale.ops.slots import compress_step
 
 
 def _mix(rows_MSX: Tensor, missing_MS: Tensor, w: CompressorWeight) -> Tensor:

@@ -321,8 +321,8 @@ def select_topk(
 
 def _counters(tokens: Tokens, num_rows: int, width: int) -> Tensor:
     """Counts of programs that have ended; 0 before and after each launch, so layers share them."""
-    counters: Tensor | None = tokens.memo.get("topk counters")
+    counters = tokens.cache.topk_counters
     if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
         counters = torch.zeros(num_rows, width, dtype=torch.int32, device=tokens.positions.device)
-        tokens.memo["topk counters"] = counters
+        tokens.cache.topk_counters = counters
     return counters
