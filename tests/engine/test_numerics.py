@@ -50,15 +50,15 @@ def peak(length):
     (result,) = llm.generate([prompt], SamplingParams(max_tokens=1))
     assert result.error is None
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-peak(600)
-print(peak(1000), peak(7000))
+peak(300)
+print(peak(1000), peak(5000))
 """
 
 
 def test_memory_grows_with_the_prompt_not_its_square() -> None:
-    """A score for each pair of 7,000 tokens would take 187 MiB a head; chunks of 256 need little.
+    """A score for each pair of 5,000 tokens would take 95 MiB a head; chunks of 256 need little.
 
-    The cache is allocated before, but its pages become resident as they are written: 7 MiB.
+    The cache is allocated before, but its pages become resident as they are written: 5 MiB.
     """
     done = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True)
     short, long = map(int, done.stdout.split())

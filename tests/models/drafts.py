@@ -122,6 +122,8 @@ def noise_of(key: str, position: int, num_tokens: int) -> Tensor:
 
 
 Streams = Callable[[list[int]], Tensor]
+# Streams by text, and logits of drafts by the text, -1 and the drafts.
+Known = dict[tuple[int, ...], Tensor]
 
 
 @torch.inference_mode()
@@ -133,6 +135,7 @@ def compare(
     *,
     near_tie: float,
     streams_of: Streams | None = None,
+    known: Known | None = None,
 ) -> list[Agreement]:
     """Compare each draft with the transcription, which gets the drafts before it.
 
@@ -143,20 +146,28 @@ def compare(
             largest magnitude.
         streams_of: the model's streams [T,H,D] of a text, float32, which the MTP layer begins
             from; None: the transcription's.
+        known: the transcription's results for this model. They are looked up here, and added.
     """
+    known = {} if known is None else known
     agreements = [Agreement() for _ in range(max(len(p.drafts) for p in proposals))]
     for key, text in texts.items():
-        if streams_of is None:
-            _, streams = transcription.forward(weights, config, text)
-        else:
-            streams = streams_of(text)
+        if streams_of is not None:
+            known.clear()  # Logits depend on these streams too.
+            known[tuple(text)] = streams_of(text)
+        elif tuple(text) not in known:
+            known[tuple(text)] = transcription.forward(weights, config, text)[1]
+        streams = known[tuple(text)]
         for proposal in proposals:
             if proposal.key != key:
                 continue
             ids = text[: proposal.length]
-            logits = transcription.draft_logits(
-                weights, config, streams[: len(ids) - 1], ids, proposal.drafts
-            )
+            both = *ids, -1, *proposal.drafts
+            if both not in known:
+                before = streams[: len(ids) - 1]
+                known[both] = transcription.draft_logits(
+                    weights, config, before, ids, proposal.drafts
+                )
+            logits = known[both]
             for place, (row, draft) in enumerate(zip(logits, proposal.drafts, strict=True)):
                 noise = noise_of(key, proposal.length + place, len(row))
                 agreements[place].add(row, noise, draft, near_tie)

@@ -189,8 +189,10 @@ def test_the_reference_agrees_to_a_tolerance(tmp_path: Path, seed: int) -> None:
     """Chunks and batches give the reference the same values, but not the same bits."""
     for model in _model(tmp_path / "model", seed, "exact", 1, torch.float32, reference=True):
         text, stepper = model.text(), model.stepper
-        for size in (1, 3, 128):
-            found = stepper.read(text, range(size, LENGTH, size))
+        # Decodes from the first token, and over the ends of entries, windows and pages.
+        decodes = (*range(1, 20), *range(120, 140), *range(250, LENGTH))
+        for cuts in (decodes, range(3, LENGTH, 3), range(128, LENGTH, 128)):
+            found = stepper.read(text, cuts)
             assert relative_error(found, model.whole) < TOLERANCE
         sequences = [stepper.sequence(text[:count]) for count in (260, 7, 131)]
         together = stepper.step([(sequence, len(sequence.token_ids)) for sequence in sequences])

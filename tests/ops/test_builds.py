@@ -17,10 +17,21 @@ PROBE = Path(__file__).parent / "builds_probe.py"
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    return probe()
+    found: dict[str, Any] = probe()
+    return found
 
 
-def probe(*paths: Path, only: tuple[str, ...] = ()) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def with_deepgemm(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Reports where DeepGEMM is installed: with wo_a inputs in FP8, and in bfloat16."""
+    path = tmp_path_factory.mktemp("deepgemm")
+    nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
+    install(path, nothing)
+    found: list[dict[str, Any]] = probe(path, only=("walk",))
+    return found
+
+
+def probe(*paths: Path, only: tuple[str, ...] = ()) -> Any:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["PYTHONPATH"] = os.pathsep.join([*map(str, paths), env.get("PYTHONPATH", "")])
     env |= {"OMP_NUM_THREADS": "1"}
@@ -28,8 +39,7 @@ def probe(*paths: Path, only: tuple[str, ...] = ()) -> dict[str, Any]:
         [sys.executable, str(PROBE), *only], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> None:
@@ -42,20 +52,20 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     )
 
 
-def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(tmp_path: Path) -> None:
+def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(
+    with_deepgemm: list[dict[str, Any]],
+) -> None:
     """With DeepGEMM, attention rounds its output in steps of two or more tokens."""
-    nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
-    install(tmp_path, nothing)
-    found = probe(tmp_path, only=("walk",))
+    found = with_deepgemm[0]
     assert found["missing"] == []
     assert found["rounding"] == ["_attend_kernel", "_combine_kernel"]
 
 
-def test_every_number_of_tokens_finds_its_kernels_with_bf16_wo_a_input(tmp_path: Path) -> None:
+def test_every_number_of_tokens_finds_its_kernels_with_bf16_wo_a_input(
+    with_deepgemm: list[dict[str, Any]],
+) -> None:
     """Attention rounds nothing then, and Finwhale's kernels serve every number of tokens."""
-    nothing = "def set_pdl(*args, **options): pass\nfp8_gemm_nt = fp8_einsum = set_pdl\n"
-    install(tmp_path, nothing)
-    found = probe(tmp_path, only=("walk", "bf16"))
+    found = with_deepgemm[1]
     assert found["missing"] == []
     assert found["rounding"] == []
 

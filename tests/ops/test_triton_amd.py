@@ -6,6 +6,7 @@ equal bit for bit.
 """
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,28 +115,39 @@ def test_the_table_is_complete_and_portable() -> None:
         assert package not in sys.modules, package
 
 
+@dataclass
+class Amd:
+    """An engine with the table, and its results.
+
+    Attributes:
+        values: what `read` gives.
+        tokens: what `tokens_of` gives.
+    """
+
+    llm: LLM
+    values: tuple[Tensor, Tensor]
+    tokens: list[list[int]]
+
+
 @pytest.fixture(scope="module")
-def amd(path: Path) -> tuple[LLM, tuple[Tensor, Tensor]]:
-    """An engine with the table, and what it reads."""
+def amd(path: Path) -> Amd:
     llm = llm_on(AMD, path)
     assert local_executor(llm.engine.executor).runner.ops is load_ops(AMD)
-    return llm, read(llm)
+    return Amd(llm, read(llm), tokens_of(llm))
 
 
-def test_the_engine_s_tokens_are_the_nvidia_table_s(
-    path: Path, amd: tuple[LLM, tuple[Tensor, Tensor]]
-) -> None:
+def test_the_engine_s_tokens_are_the_nvidia_table_s(path: Path, amd: Amd) -> None:
     """And the logits, of the model and of the MTP layer, bit for bit."""
     nvidia = llm_on(NVIDIA, path)
-    for found, wanted in zip(amd[1], read(nvidia), strict=True):
+    for found, wanted in zip(amd.values, read(nvidia), strict=True):
         assert found.isfinite().all()
         assert torch.equal(found, wanted)
-    assert tokens_of(amd[0]) == tokens_of(nvidia)
+    assert amd.tokens == tokens_of(nvidia)
 
 
-def test_a_packed_page_is_one_piece_of_memory(amd: tuple[LLM, tuple[Tensor, Tensor]]) -> None:
+def test_a_packed_page_is_one_piece_of_memory(amd: Amd) -> None:
     """The bytes of a sequence's pages, copied to other pages, are all of its state."""
-    stepper = Stepper(amd[0].engine)
+    stepper = Stepper(amd.llm.engine)
     results = []
     for moves in (False, True):
         sequence = stepper.sequence(TEXT)
@@ -149,7 +161,7 @@ def test_a_packed_page_is_one_piece_of_memory(amd: tuple[LLM, tuple[Tensor, Tens
 
 def test_compiled_layers_give_the_same(
     path: Path,
-    amd: tuple[LLM, tuple[Tensor, Tensor]],
+    amd: Amd,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -163,16 +175,16 @@ def test_compiled_layers_give_the_same(
     monkeypatch.setitem(graph_forms.FORMS, "cpu", graph_forms.MODULE)
     llm = llm_on(AMD, path, compile=True, cache_dir=tmp_path)
     assert llm.engine.executor.description.compiled_layers > 0
-    for found, wanted in zip(read(llm), amd[1], strict=True):
+    for found, wanted in zip(read(llm), amd.values, strict=True):
         assert torch.equal(found, wanted)
     monkeypatch.setattr(batch, "PageTable", apart)
-    assert tokens_of(llm) == tokens_of(amd[0])
+    assert tokens_of(llm) == amd.tokens
 
 
-def test_logits_are_near_the_references(path: Path, amd: tuple[LLM, tuple[Tensor, Tensor]]) -> None:
+def test_logits_are_near_the_references(path: Path, amd: Amd) -> None:
     """In bfloat16 and with roundings to E4M3 between, as the references with them are to theirs."""
     wanted = read(llm_on(Platform.cpu(), path, dtype="float32"))
-    for found, other in zip(amd[1], wanted, strict=True):
+    for found, other in zip(amd.values, wanted, strict=True):
         error = (found - other).norm(dim=1) / other.norm(dim=1)
         assert error.max() < 0.25, error
 
