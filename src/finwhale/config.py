@@ -24,7 +24,7 @@ MAX_DRAFT_TOKENS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How one engine runs. An option that is None takes the value that its `unset` describes."""
+    """The options of one engine. None means the default that the option's `unset` describes."""
 
     device: str | None = option(
         None,

@@ -122,7 +122,7 @@ def add_options(
 
 
 def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T:
-    """The dataclass that the arguments of `add_options` describe.
+    """Make the dataclass `config` from the arguments that `add_options` has declared.
 
     Args:
         more: further fields; they replace what `args` holds.

@@ -361,7 +361,7 @@ def memory(engine: Engine) -> dict[str, float]:
 
 
 def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """What a record says about the model of its figures."""
+    """The fields of a benchmark record that describe the model: name, layers, number of ranks."""
     assert isinstance(engine.model_config, ModelConfig)
     return {
         "config": args.model or args.config,

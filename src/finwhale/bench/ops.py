@@ -416,7 +416,8 @@ def _as_wide(operator: str, args: Args, wanted: list[Tensor]) -> list[Tensor]:
 def check_model_case(
     at_step: AtStep, ops: Ops, reference: Ops, *, invariant: bool = False
 ) -> Iterator[Verdict]:
-    """Check a case at real sizes: against the reference, in other batches, padded, on far pages.
+    """Check an operator at a model's sizes: against the reference, in other batches, with padding
+    and with pages at high addresses.
 
     Args:
         invariant: the table is batch-invariant: every case must have the same bits in any batch.

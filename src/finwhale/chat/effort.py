@@ -58,8 +58,8 @@ def effort_ladder(directory: Path) -> EffortLadder:
 
 
 def with_ladder(conversation: recipe.Conversation, ladder: EffortLadder) -> recipe.Conversation:
-    """Map the conversation's effort to the level for which deepseek-recipe writes the paragraph of
-    `ladder`.
+    """Replace the conversation's reasoning effort so that deepseek-recipe writes the text that
+    `ladder` has for it.
     """
     if ladder == "0731" or not conversation.thinking_mode:
         return conversation

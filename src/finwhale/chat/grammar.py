@@ -55,19 +55,22 @@ def json_guide(schema: Mapping[str, Any], after: int | None = None) -> Guide:
 
 
 def regex_guide(regex: str, after: int | None = None) -> Guide:
-    """Output that `regex` matches as a whole. Raises GrammarError."""
+    """Restrict output to texts that `regex` matches as a whole. Raises GrammarError."""
     check_regex(regex)
     return Guide(grammar=llguidance.LLMatcher.grammar_from_regex(regex), after=after)
 
 
 def lark_guide(grammar: str, after: int | None = None) -> Guide:
-    """Output of a context-free grammar in llguidance's dialect of Lark. Raises GrammarError."""
+    """Restrict output to a grammar in llguidance's dialect of Lark. Raises GrammarError."""
     check_lark(grammar)
     return tool_guide(grammar, after)
 
 
 def tool_guide(grammar: str, after: int | None = None) -> Guide:
-    """Output of a grammar that `chat.tool_grammar` made: it may have any number of rules."""
+    """Restrict output to a grammar that `chat.tool_grammar` made. It may have any number of rules.
+
+    Raises GrammarError.
+    """
     check_text(grammar)
     return Guide(grammar=llguidance.LLMatcher.grammar_from_lark(grammar), after=after)
 

@@ -150,7 +150,7 @@ class Tokenizer:
 
     @cached_property
     def words_but_end(self) -> NDArray[np.int32]:
-        """One bit for each token, set for all but the end of sequence (see `chat.grammar`)."""
+        """A bit mask as 32-bit words: every token is allowed but the end of sequence."""
         bits = np.zeros(-(-self.vocab_size // 32) * 32, np.uint8)
         bits[: self.vocab_size] = 1
         if self.eos_id is not None:

@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 class Conversation:
-    """The messages so far, and the model that writes the next one."""
+    """A chat: the messages so far, and the model that writes the next answer."""
 
     def __init__(
         self, llm: "finwhale.LLM", params: SamplingParams, system: str | None, thinking: bool

@@ -84,7 +84,7 @@ def receive(
 
 @triton.jit
 def report(limit_ptr, faults, is_missing, rank, W: tl.constexpr):
-    """Name the missing ranks to the host, and let no later kernel wait."""
+    """Set the host's flag of each missing rank. Set the time limit to 0: no later kernel waits."""
     peer = rank ^ tl.arange(0, W)
     tl.store(faults.to(tl.pointer_type(tl.int32)) + peer, 1, mask=is_missing)
     tl.store(limit_ptr, 0)

@@ -105,7 +105,7 @@ class EngineMetrics:
 
 
 class Timer:
-    """Collects times into a histogram."""
+    """A histogram of durations in seconds."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BOUNDS) + 1)

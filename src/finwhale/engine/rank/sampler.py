@@ -84,8 +84,8 @@ class Sampler:
 
         Args:
             logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
-            further_B: int64 on the device: number of tokens by which the rows of each sequence come
-                later than the plan says. Each sequence has the same number of consecutive rows.
+            further_B: int64 on the device: for each sequence, a number to add to the positions in
+                the plan. Each sequence has the same number of consecutive rows.
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
         return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_B))

@@ -74,7 +74,7 @@ class DeepseekV4:
         weights: this rank's part of the weights.
         round_activations: round activations, cached kv and indexer inputs as the model was trained.
         max_positions: length of the longest sequence and of the rotary tables.
-        collectives: combine the ranks' results.
+        collectives: add and gather the ranks' partial results.
         partial_dtype: dtype of the partial sums that the ranks add; None: that of the activations.
 
     Attributes:

@@ -104,7 +104,12 @@ def sparse_attention(
 
 
 def write_rounded(o_NAC: Tensor, out_NAC: Tensor, scales_NS: Tensor) -> None:
-    """Write attention's output as E4M3 with scales."""
+    """Round attention's output o [N,A,C] to E4M3 and write it with its scales.
+
+    Args:
+        out_NAC: [N,A,C] E4M3.
+        scales_NS: [N,S] float32: one scale for each 128 values of a token.
+    """
     values, scales = scaled_e4m3(o_NAC.flatten(1), ACTIVATION_GROUP)
     out_NAC.copy_(values.view(o_NAC.shape))
     scales_NS.copy_(scales)

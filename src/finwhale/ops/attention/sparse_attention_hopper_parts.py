@@ -131,7 +131,7 @@ def _load_rows(
 
 @gluon.jit
 def store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
-    """The rows as bfloat16 in shared memory: words [K,256] int32."""
+    """Dequantise K rows and store them as bfloat16 in shared memory: words [K,256] int32."""
     words.slice(0, 128, dim=1).store(_dequantise(wide, low, WIDE, 0))
     words.slice(128, 64, dim=1).store(_dequantise(half, high, HALF, 0))
     words.slice(192, 32, dim=1).store(_dequantise(narrow, high, NARROW, 2))

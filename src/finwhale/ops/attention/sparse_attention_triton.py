@@ -563,7 +563,10 @@ class Problem:
         return NO_ENTRIES
 
     def launches(self) -> Iterator["Problem"]:
-        """The parts of the problem, to be launched one after the other; empty without tokens."""
+        """Yield the problems to launch, one after the other; none if the step has no tokens.
+
+        A batch-invariant table launches parts of a fixed number of tokens.
+        """
         if self.q.shape[0] == 0:
             return
         if self.invariant:

@@ -229,8 +229,10 @@ class Plan:
     """Tile sizes of one launch.
 
     Attributes:
-        block_rows: pairs of one expert in a program.
-        gate_up, down: rows of weights (of w1, and as many of w3), pipeline stages, warps.
+        block_rows: most (token, expert) pairs that a program computes, all of one expert.
+        gate_up: of the first kernel: rows of w1, and as many of w3, in a program; pipeline stages;
+            warps.
+        down: of the second kernel: rows of w2 in a program; pipeline stages; warps.
     """
 
     block_rows: int

@@ -10,7 +10,10 @@ from finwhale.ops.sampling.noise_cpu import gumbel
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """torch shares a row's maximum between threads, which costs more than it saves here."""
+    """Choose the token of each row in numpy.
+
+    torch would divide the maximum of a row among threads, which is slower here.
+    """
     if batch.needs_whole_rows:
         return definition.sample(logits_SV, batch, noise=gumbel)
     logits, filters = logits_SV.numpy(), batch.filters
