@@ -34,11 +34,12 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def two(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    monkeypatch.syspath_prepend(ROOT)  # for the functions of this module
-    llm = LLM(path, activations="exact", tensor_parallel_size=2, **OPTIONS)
-    yield llm
+@pytest.fixture(scope="module")
+def two(path: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT)  # for the functions of this module
+        llm = LLM(path, activations="exact", tensor_parallel_size=2, **OPTIONS)
+        yield llm
     assert isinstance(llm.engine.executor, Ranks)
     llm.engine.executor.close()
 
@@ -50,21 +51,6 @@ def streams(token_ids: list[int], executor: LocalExecutor) -> tuple[int, Tensor]
 def failing(executor: LocalExecutor) -> None:
     if executor.collectives.rank.index:
         raise ValueError("a function has failed")
-
-
-def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
-    """Between requests; a failure ends the engine."""
-    before = two.generate([5, 6, 7])
-    found = call_ranks(two.engine.executor, partial(streams, [4, 2, 9, 11]))
-    assert [index for index, _ in found] == [0, 1]
-    assert torch.equal(found[0][1], found[1][1])
-    alone = LLM(path, activations="exact", **OPTIONS)
-    (one,) = call_ranks(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
-    torch.testing.assert_close(found[0][1], one[1])
-    after = two.generate([5, 6, 7])
-    assert len(before) == len(after) == 1 and after[0].error is None
-    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
-        call_ranks(two.engine.executor, failing)
 
 
 def test_accuracy_of_two_ranks(two: LLM, path: Path) -> None:
@@ -88,6 +74,21 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
     found = offline.measured(args, two.engine)
     assert found["tensor_parallel_size"] == 2 and found["config"] == str(path)
     assert found["layers"] == 3
+
+
+def test_a_function_runs_on_all_ranks_until_one_fails(two: LLM, path: Path) -> None:
+    """Between requests; a failure ends the engine, so this is the last test of the engine."""
+    before = two.generate([5, 6, 7])
+    found = call_ranks(two.engine.executor, partial(streams, [4, 2, 9, 11]))
+    assert [index for index, _ in found] == [0, 1]
+    assert torch.equal(found[0][1], found[1][1])
+    alone = LLM(path, activations="exact", **OPTIONS)
+    (one,) = call_ranks(alone.engine.executor, partial(streams, [4, 2, 9, 11]))
+    torch.testing.assert_close(found[0][1], one[1])
+    after = two.generate([5, 6, 7])
+    assert len(before) == len(after) == 1 and after[0].error is None
+    with pytest.raises(EngineDeadError, match=r"rank 1 \(cpu\): ValueError: a function has failed"):
+        call_ranks(two.engine.executor, failing)
 
 
 def test_drafting_benchmark_on_two_ranks(path: Path) -> None:

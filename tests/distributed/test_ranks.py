@@ -110,7 +110,7 @@ def two(path: Path) -> Iterator[LLM]:
     assert not any(map(is_there, workers))
 
 
-def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
+def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
     path: Path, alone: list[list[int]], fault: Callable[[Any], None]
 ) -> None:
     """Though one rank is slow and its clocks are wrong."""
@@ -118,17 +118,13 @@ def test_two_ranks_choose_the_tokens_of_one_and_leave_nothing(
     llm = open_llm(path)
     (worker,) = pids(llm)
     assert tokens(llm) == alone
+    texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
+    for wanted, found in zip(score(open_llm(path, 1), texts), score(llm, texts), strict=True):
+        assert abs(found - wanted).max() < 1e-4
     assert set(llm.engine.executor.late_compilations().values()) <= {0}
     del llm
     gc.collect()
     assert not is_there(worker)
-
-
-def test_two_ranks_score_a_text_as_one_does(path: Path) -> None:
-    texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
-    scores = (score(open_llm(path, size), texts) for size in (1, 2))
-    for wanted, found in zip(*scores, strict=True):
-        assert abs(found - wanted).max() < 1e-4
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
