@@ -86,7 +86,7 @@ class Trap:
         return load, ("trap",)
 
 
-def test_only_who_knows_the_secret_is_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_workers_with_the_secret_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a wrong secret, nor bytes that are no handshake, nor silence keeps others out."""
     monkeypatch.setattr(hosts, "HANDSHAKE_S", 1)
     reception = Reception("127.0.0.1")

@@ -135,7 +135,7 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
     pushes[2].check()
 
 
-def test_the_shape_chooses_who_adds() -> None:
+def test_the_shape_decides_which_kernel_adds() -> None:
     def links(fused_tokens: int, fused_programs: int, few_tokens: int = 128) -> RankLinks:
         options = mhc_triton.Options(few_tokens=few_tokens)
 

@@ -264,7 +264,7 @@ def test_the_size_chooses_the_algorithm(monkeypatch: pytest.MonkeyPatch) -> None
     ]
 
 
-def test_nccl_does_the_rest() -> None:
+def test_nccl_serves_what_push_does_not() -> None:
     (push, _) = ranks(2, replace(SIZES, nccl=2**16))
     x = torch.zeros(2**15)
     for large_or_odd in (x, x[:0], x.bfloat16()[:3]):

@@ -199,12 +199,12 @@ def test_a_damaged_checkpoint(
     assert wanted in fails(capsys, "generate", "hi", "--model", path, "--device", "cpu")
 
 
-def test_the_undamaged_one_is_fine(path: Path, one_thread: None) -> None:
+def test_the_undamaged_checkpoint_loads(path: Path, one_thread: None) -> None:
     assert len(list(path.glob("*.safetensors"))) > 2
     assert LLM(path, device="cpu").generate("hi", GREEDY)[0].error is None
 
 
-def test_a_path_that_is_no_directory(path: Path, capsys: Capture) -> None:
+def test_a_path_that_is_not_a_directory(path: Path, capsys: Capture) -> None:
     for wrong, why in (
         (path / "config.json", "it is a file, not a directory"),
         (path / "nothing", "no such directory"),
@@ -331,7 +331,7 @@ def test_options_of_the_command_line(
 @pytest.mark.parametrize(
     "args", [("--seed", "-5"), ("--seed", "9" * 30), ("--max-tokens", "9" * 30)]
 )
-def test_strange_values_that_are_fine(
+def test_unusual_values_that_are_accepted(
     tiny_path: Path, capsys: Capture, args: tuple[str, ...], one_thread: None
 ) -> None:
     command = ("generate", "hi", "--model", str(tiny_path), "--device", "cpu", "--max-model-len")
@@ -373,7 +373,7 @@ def test_a_bad_prompt_fails_alone(llm: LLM, bad: Any, wanted: str) -> None:
 
 
 @pytest.mark.parametrize(("bad", "wanted"), BAD_PROMPTS)
-def test_the_engine_refuses_it_and_keeps_nothing(llm: LLM, bad: Any, wanted: str) -> None:
+def test_a_refused_request_leaves_nothing_in_the_engine(llm: LLM, bad: Any, wanted: str) -> None:
     if isinstance(bad, str):
         with pytest.raises(RequestError, match=re.escape(wanted)):
             list(llm.stream(bad))

@@ -245,7 +245,7 @@ def signatures(make: Callable[..., LLM], **options: Any) -> set[str]:
     return set(found)
 
 
-def test_what_a_graph_depends_on_names_it(
+def test_a_graph_s_signature_names_what_it_depends_on(
     new_llm: Callable[..., LLM], no_tokenizer_path: Path, tmp_path: Path
 ) -> None:
     """Rounding is in the code; the sizes of caches and batches are not."""
@@ -308,7 +308,7 @@ def test_code_that_cannot_be_loaded_is_refused(
     assert {path.suffix for path in (tmp_path / "layers").iterdir()} == {".lock"}
 
 
-def test_what_it_is_not_for_is_refused(tiny_path: Path, tmp_path: Path) -> None:
+def test_unsupported_options_are_refused(tiny_path: Path, tmp_path: Path) -> None:
     for options in ({"reference": True}, {"dtype": "bfloat16"}):
         with pytest.raises(FinwhaleError, match="compiled mode is for the platform's own"):
             LLM(tiny_path, device="cpu", compile=True, cache_dir=str(tmp_path), **options)

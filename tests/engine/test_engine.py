@@ -69,7 +69,7 @@ def test_a_long_prompt_is_read_in_chunks_beside_running_ones(new_llm: Callable[.
     assert tokens(second) == alone(llm, prompt(41))
 
 
-def test_more_requests_than_memory_take_turns(new_llm: Callable[..., LLM]) -> None:
+def test_more_requests_than_fit_in_memory_take_turns(new_llm: Callable[..., LLM]) -> None:
     """Room for eight sequences at once, but memory for the pages of three."""
     sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     roomy = new_llm(**sizes)
@@ -93,7 +93,7 @@ def test_more_requests_than_memory_take_turns(new_llm: Callable[..., LLM]) -> No
     assert [tokens(r) for r in results] == [alone(roomy, ids) for ids in prompts]
 
 
-def test_the_context_s_end(new_llm: Callable[..., LLM]) -> None:
+def test_a_request_ends_at_the_longest_context(new_llm: Callable[..., LLM]) -> None:
     llm = new_llm(max_model_len=40)
     endless = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     huge = SamplingParams(temperature=0, max_tokens=10**12, ignore_eos=True)
@@ -134,7 +134,7 @@ def test_abort_in_every_phase(new_llm: Callable[..., LLM], steps: int) -> None:
     assert tokens(waiting) == alone(llm, prompt(7))
 
 
-def test_abort_before_anything_and_of_what_is_not_there(llm: LLM) -> None:
+def test_abort_before_the_first_step_and_of_unknown_requests(llm: LLM) -> None:
     engine = llm.engine
     start(engine, "a", 5)
     engine.abort("a")
@@ -205,7 +205,7 @@ class Poison:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("after", [0, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_no_numbers_fail_one_request(
+def test_nan_logits_fail_one_request(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, value: float, after: int, temperature: float
 ) -> None:
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=8, ignore_eos=True)

@@ -92,7 +92,7 @@ def test_an_engine_s_step_is_watched(new_llm: Callable[..., LLM], tmp_path: Path
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "5"])
-def test_seconds_that_are_none(seconds: Any) -> None:
+def test_a_watchdog_time_that_is_not_a_number_is_refused(seconds: Any) -> None:
     with pytest.raises(FinwhaleError, match="watchdog_seconds must be above 0 or None"):
         EngineConfig(watchdog_seconds=seconds)
 
@@ -144,7 +144,7 @@ def doomed(llm: LLM, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int) ->
 
 @pytest.mark.parametrize("where", ["logits", "read"])
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_a_dead_engine_tells_everybody(
+def test_a_dead_engine_fails_every_request(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, ahead: int
 ) -> None:
     llm = LLM(tiny_path, device="cpu")
@@ -172,7 +172,7 @@ def test_a_dead_engine_tells_everybody(
     engine.abort("0")
 
 
-def test_who_waits_in_another_thread_learns_of_it(
+def test_a_thread_that_waits_for_a_request_gets_the_error(
     tiny_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(tiny_path, device="cpu")
@@ -252,7 +252,7 @@ def test_cached_tokens_are_counted(new_llm: Callable[..., LLM]) -> None:
     assert llm.engine.metrics().idle_blocks == 0
 
 
-def test_times_fall_into_their_buckets() -> None:
+def test_durations_are_counted_in_their_buckets() -> None:
     meter = Meter()
     one, other = Clock(began=10.0), Clock(began=10.5)
     meter.step([one, other], 11.0)

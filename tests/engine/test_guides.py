@@ -73,7 +73,7 @@ def test_bad_grammars_are_refused(llm: LLM, guide: Guide) -> None:
     assert result.error is not None and result.error.startswith("the grammar is not valid")
 
 
-def test_bias(llm: LLM) -> None:
+def test_logit_bias(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=3, logit_bias={9: 100, 8: 50})
     assert llm.generate("x", params)[0].outputs[0].token_ids == [9, 9, 9]
     banned = llm.generate("x", SamplingParams(temperature=0, max_tokens=1, ignore_eos=True))[0]
@@ -88,7 +88,7 @@ def test_bias(llm: LLM) -> None:
     assert wrong.error is not None and "not in 0..399" in wrong.error
 
 
-def test_no_tokenizer_no_guide(no_tokenizer_path: object) -> None:
+def test_guides_need_a_tokenizer(no_tokenizer_path: object) -> None:
     llm = LLM(no_tokenizer_path, device="cpu")  # type: ignore[arg-type]
     result = llm.generate([[1, 2]], SamplingParams(guide=regex_guide("a")))[0]
     assert result.error is not None and "needs a tokenizer" in result.error

@@ -16,7 +16,7 @@ class Builds:
         return {"triton": 2, "deepgemm": 0}
 
 
-def test_what_was_compiled_late_is_told(llm: LLM) -> None:
+def test_late_compilations_are_reported(llm: LLM) -> None:
     engine = llm.engine
     assert sum(engine.metrics().late_compilations.values()) == 0
     kept = local_executor(engine.executor).builds

@@ -71,14 +71,14 @@ def test_params_one_for_all_or_one_each(llm: LLM) -> None:
 @pytest.mark.parametrize(
     "prompts", [5, None, 1.5, {"prompt": TEXT}, [{"prompt": TEXT}], b"abc", [b"abc"], [None]]
 )
-def test_what_is_no_prompt(llm: LLM, prompts: Any) -> None:
+def test_prompts_of_a_wrong_form_are_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError) as error:
         llm.generate(prompts, greedy(1))
     assert "prompt" in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3, [{"temperature": 0}], [None]])
-def test_what_are_no_params(llm: LLM, params: Any) -> None:
+def test_params_of_a_wrong_type_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError, match="sampling_params"):
         llm.generate([TEXT], params)
 
@@ -370,7 +370,7 @@ def test_a_conversation_that_is_too_long_fails_alone(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("messages", ["Hello", {}, [], None])
-def test_messages_that_are_none(llm: LLM, messages: Any) -> None:
+def test_messages_of_a_wrong_form_are_refused(llm: LLM, messages: Any) -> None:
     """One line, and nothing is left running."""
     with pytest.raises(RequestError) as error:
         llm.chat(messages, greedy(2))

@@ -75,7 +75,7 @@ def test_what_counts_as_workspace(
     assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 
 
-def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_gets_the_rest_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What others hold counts."""
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
@@ -84,7 +84,7 @@ def test_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.left_bytes(device, 0.3) == 0
 
 
-def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_use_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
     held, runner = llm.engine.memory, local_executor(llm.engine.executor).runner
     assert held.cache == runner.cache_plan.total_bytes
     assert held.cache == sum(pages.nbytes for pages in runner.cache.pages.values())
@@ -96,7 +96,7 @@ def test_what_is_held_is_said(llm: LLM, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.01, True, "0.5", float("nan")])
-def test_a_share_that_is_none(share: object) -> None:
+def test_a_memory_fraction_out_of_range_is_refused(share: object) -> None:
     with pytest.raises(FinwhaleError, match="gpu_memory_utilization must be above 0"):
         EngineConfig(gpu_memory_utilization=share)  # type: ignore[arg-type]
 

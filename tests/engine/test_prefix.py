@@ -190,7 +190,7 @@ def test_several_continuations_read_their_prompt_once(model: Model, length: int)
     assert_idle(engine)
 
 
-def test_who_yields_has_the_tokens_of_who_did_not(model: Model) -> None:
+def test_preemption_changes_no_token(model: Model) -> None:
     """Two that grow over a block's end with pages for one: the later one yields and comes back."""
     engine = model.engine(blocks=3, states=2)
     recorder = Recorder(engine)
@@ -215,7 +215,7 @@ def test_who_yields_has_the_tokens_of_who_did_not(model: Model) -> None:
     assert_idle(engine)
 
 
-def test_switched_off_nothing_is_found(model: Model) -> None:
+def test_without_prefix_caching_nothing_is_found(model: Model) -> None:
     engine = model.engine(blocks=9, states=0, prefix_caching=False)
     for i in range(2):
         result = engine.add_request(str(i), text(model, 300), greedy(2))

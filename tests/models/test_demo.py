@@ -66,7 +66,7 @@ def test_thinks_when_asked(llm: LLM) -> None:
 
 
 @torch.inference_mode()
-def test_mtp_layer_foresees_the_model(llm: LLM) -> None:
+def test_the_mtp_layer_predicts_the_model_s_tokens(llm: LLM) -> None:
     """Top-1 of the MTP layer is the model's own for the same position, most of the time.
 
     A wrong shift, norm or stream order in the wiring leaves a few percent; examples/train_demo

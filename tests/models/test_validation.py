@@ -135,7 +135,7 @@ def test_random_weights_fail(tiny_path: Path, one_thread: None, capsys: Capture)
     assert "failed" in out and "lm_eval" in out and "model card" in out
 
 
-def test_options_without_meaning_are_refused(capsys: Capture) -> None:
+def test_options_without_an_effect_are_refused(capsys: Capture) -> None:
     assert main(["validate", "--load-format", "dummy"]) == 1
     assert main(["validate", "--recall-tokens", "1"]) == 1
     errors = capsys.readouterr().err

@@ -30,7 +30,7 @@ def test_rows_come_back_as_the_reference_rounds_them(
     assert not found[rows:].any()
 
 
-def test_where_the_bytes_lie() -> None:
+def test_offsets_of_a_page_s_parts() -> None:
     """Row 3 of a page of 4: nope 1.5 and 2^9 in its second group, rope 3."""
     rows = torch.zeros(8, 512)
     rows[7, 0], rows[7, 64], rows[7, 448] = 1.5, 512.0, 3.0

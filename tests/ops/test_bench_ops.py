@@ -153,7 +153,7 @@ def scaled(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("operator", ["linear", "grouped_linear", "experts", "sparse_attention"])
-def test_a_result_that_is_off_is_found(operator: str) -> None:
+def test_a_wrong_result_is_found(operator: str) -> None:
     field = "experts_combine" if operator == "experts" else operator
     wrong = replace(PACKED, **{field: scaled(getattr(PACKED, field))})
     real = [v for v in verdicts(operator, wrong) if v.what.endswith((" 3 tokens", " 17 tokens"))]
@@ -174,7 +174,7 @@ def test_a_row_in_the_wrong_place_is_found(operator: str) -> None:
     assert sum(v.fault is not None for v in found) > len(found) // 3
 
 
-def test_other_entries_are_found() -> None:
+def test_wrong_entries_are_found() -> None:
     def reversed_scores(q: Tensor, weights: Tensor, *args: Any) -> Tensor:
         chosen: Tensor = PACKED.select_entries(q, -weights, *args)
         return chosen

@@ -139,7 +139,7 @@ def test_pairs_are_dispatched_by_expert(case: OpCase) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.by_token], ids=str)
-def test_a_token_s_bits_are_its_own(case: OpCase) -> None:
+def test_a_token_s_bits_do_not_depend_on_other_tokens(case: OpCase) -> None:
     """Alone, in batches of other sizes and at other offsets."""
     args = lay_out(CPU, case.args())
     num_tokens = args[case.by_token[0]].shape[0]
@@ -254,7 +254,7 @@ NEEDS_HALF = pytest.mark.skipif(
 @NEEDS_HALF
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("M, K", SHAPES)
-def test_rows_of_a_packed_product_are_their_own(M: int, K: int, threads: int) -> None:
+def test_rows_of_a_packed_gemm_do_not_depend_on_other_rows(M: int, K: int, threads: int) -> None:
     draw = Draw()
     weight = draw.normal(M, K, scale=K**-0.5).bfloat16().float()
     multiply, x = cpu_gemm.gemm(weight), draw.outliers(700, K)
@@ -320,12 +320,12 @@ def _is_small(case: OpCase) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES[::3] if c.by_token and _is_small(c)], ids=str)
-def test_the_table_s_own_products(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_s_own_gemms(case: OpCase, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where neither library keeps the promise: right values, and bits that are a token's own."""
     monkeypatch.setattr(cpu_math, "blas_keeps_bits", lambda: False)
     monkeypatch.setattr(cpu_gemm, "_rows_are_independent", lambda: False)
     test_against_the_reference(case)
-    test_a_token_s_bits_are_its_own(case)
+    test_a_token_s_bits_do_not_depend_on_other_tokens(case)
 
 
 def _fails(*_: Any) -> Tensor:

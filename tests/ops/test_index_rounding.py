@@ -153,7 +153,7 @@ def test_packed_keys_are_what_was_rounded(width: int) -> None:
     assert torch.equal(unpack_keys(torch.nn.functional.pad(pool, (0, 9)), 64, width), keys)
 
 
-def test_where_each_value_of_a_page_lies() -> None:
+def test_offsets_of_a_page_s_values() -> None:
     """By hand: magnitudes are in order, signs are where layout.py says; exponents follow."""
     assert page_bytes(64, 128) == 64 * 68
     keys = torch.zeros(4, 128)

@@ -68,11 +68,11 @@ def test_no_loop_carries_what_only_bounds_read(path: Path) -> None:
     assert {kernel.name: lost(kernel) for kernel in kernels(path.read_text()) if lost(kernel)} == {}
 
 
-def test_such_a_variable_is_found() -> None:
+def test_a_variable_that_only_bounds_read_is_found() -> None:
     assert [lost(kernel) for kernel in kernels(LOST)] == [{"start"}]
 
 
-def test_a_kernel_s_key_does_not_depend_on_which_is_met_first() -> None:
+def test_a_kernel_s_key_does_not_depend_on_the_order_of_kernels() -> None:
     """Else what one process compiled is compiled again by the next: a constant of a module that
     a function reads, which kernels share, is a part of the key or not.
     """

@@ -85,7 +85,7 @@ ALL = pytest.mark.parametrize("run", [on_the_cpu, reference, in_the_compiled_mod
 
 
 @ALL
-def test_it_multiplies_what_is_rounded_for_w2(run: Run) -> None:
+def test_the_routing_weight_is_applied_before_rounding_for_w2(run: Run) -> None:
     """A value on the other side of a rounding's boundary moves the result by less than 1e-3."""
     given = drawn(round_input=True)
     found = run(*given)
@@ -94,7 +94,7 @@ def test_it_multiplies_what_is_rounded_for_w2(run: Run) -> None:
 
 
 @ALL
-def test_without_rounding_the_place_does_not_matter(run: Run) -> None:
+def test_without_rounding_the_routing_weight_may_be_applied_later(run: Run) -> None:
     given = drawn(round_input=False)
     for weight_first in (False, True):
         assert distance(run(*given), formula(*given, weight_first=weight_first)) < 1e-6

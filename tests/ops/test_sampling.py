@@ -195,7 +195,7 @@ def test_threads_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_bad_row_is_marked_and_the_others_are_as_before(bad: float) -> None:
+def test_a_bad_row_is_marked_and_changes_no_other_row(bad: float) -> None:
     case = Case("", (*MIXED, *MIXED), vocab_size=513)
     logits = case.logits(seed=4)
     want = run(logits, tuple(case.rows))

@@ -141,7 +141,7 @@ def check_rows(found: Tensor, wanted: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_before_the_first_entry_there_is_none(count: int) -> None:
+def test_before_the_first_entry_no_slot_is_listed(count: int) -> None:
     """Widths are 0: no attention over nothing, whatever the batch."""
     tokens = step_tokens(((0, count),))
     entries, states = (

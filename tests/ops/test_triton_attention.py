@@ -191,7 +191,7 @@ def test_head_of_flash(splits: int) -> None:
 # Head widths: two tiles of columns, one, and one with columns and a group behind the head.
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("width", [512, 128, 384])
-def test_rounding_by_whoever_writes_the_output(width: int, splits: int) -> None:
+def test_rounding_by_the_kernel_that_writes_the_output(width: int, splits: int) -> None:
     """With a first token, padding, and heads of very different sizes."""
     case = Case(((259, 260), (0, 1), (7, 9)), 18, width, 64, 32, "selected", 40)
     case.sink *= torch.logspace(0, 2, 18)
@@ -312,7 +312,7 @@ def test_padding_stores_nothing() -> None:
     assert not rows.any()
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     draw = Draw()
     tokens = step_tokens(((0, 1),))
     table, _ = draw.page_table([(range(1),)], 8)

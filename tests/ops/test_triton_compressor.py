@@ -177,7 +177,7 @@ def test_groups_of_a_key_that_lie_far_apart(width: int) -> None:
         assert torch.equal(exponents, pack_keys(wanted[None], 1)[:, width // 2 :].expand(7, -1))
 
 
-def test_what_it_cannot_write_raises() -> None:
+def test_unpacked_entries_are_refused() -> None:
     args = compress_args(Draw(), 4, ((0, 4),), (64,), 16, ("none",))
     parts, tokens, rotary, eps, states, entries, _ = args
     with pytest.raises(ValueError, match="packed entries"):

@@ -218,7 +218,7 @@ def test_groups_of_zeros_do_not_count_and_far_groups_are_rounded() -> None:
     assert changed == 2 * values
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     raw, wanted = weights_of(3, 128, 128, 3)
     with pytest.raises(ValueError, match="FP4"):
         tile_experts(wanted)

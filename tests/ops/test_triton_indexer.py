@@ -276,7 +276,7 @@ def test_the_assembler_unpacks_every_code_exactly(below: int) -> None:
         assert torch.equal(values * 2.0 ** (below - 6), wanted)
 
 
-def test_what_it_cannot_read_raises() -> None:
+def test_unpacked_keys_are_refused() -> None:
     q, weights, keys, *rest = next(c for c in CASES if c.args()[0].shape[2] == 128).args()
     with pytest.raises(ValueError, match="packed keys"):
         kernels.select_entries(q, weights, keys, *rest)

@@ -165,7 +165,7 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     assert all(torch.equal(found[0], each) for each in found[1:])
 
 
-def test_invariant_products_have_the_same_bits_for_any_number() -> None:
+def test_invariant_gemms_give_a_row_the_same_bits_for_any_number_of_rows() -> None:
     linear, inputs = partial(kernels.linear, options=INVARIANT), Inputs()
     w, _ = e4m3_weight(inputs, 128, 1664)
     x = inputs.outliers(70, 1664, dtype=torch.bfloat16)
@@ -293,7 +293,7 @@ def test_deepgemm_leaves_unrounded_inputs_to_our_kernels(num_tokens: int, deepge
         assert_close(table.grouped_linear(x, w), wanted)
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     w, _ = e4m3_weight(Inputs(), 128, 256)
     x = torch.zeros(2, 256, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="lie together"):

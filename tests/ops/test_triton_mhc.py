@@ -57,7 +57,7 @@ def test_against_the_reference(size: tuple[int, int], dtype: torch.dtype) -> Non
     assert_close(kernels.hc_head(args[3], head, PARAMS), ref.hc_head(args[3], head, PARAMS))
 
 
-def test_streams_that_are_one_expanded_row() -> None:
+def test_residual_streams_that_are_one_expanded_row() -> None:
     """As the first layer gets them."""
     inputs = Inputs()
     w = weight(inputs, 48)
@@ -139,7 +139,7 @@ def test_the_ranks_rows_always_take_the_kernels_for_many_tokens() -> None:
             assert own.stop - own.start > kernels.FEW_TOKENS
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     inputs = Inputs()
     w = weight(inputs, 32)
     with pytest.raises(ValueError, match="4 streams, got 2"):

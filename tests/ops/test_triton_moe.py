@@ -137,7 +137,7 @@ def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:
     assert torch.equal(ids, hashed[2:3])
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     x, gate, bias, table, token_ids = inputs_of((3, 100, 37, 6), torch.float32)
     with pytest.raises(ValueError, match="got 38 of 37"):
         kernels.route_by_score(x, gate, bias, 38, 1.0, positions(3))

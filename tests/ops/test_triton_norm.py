@@ -26,7 +26,7 @@ def test_rows_apart_and_rows_of_zeros() -> None:
     assert torch.equal(found[2], kernels.rms_norm(x[2], weight, 1e-6))
 
 
-def test_what_the_kernel_does_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="lie together"):
         kernels.rms_norm(torch.zeros(4, 8).mT, torch.zeros(4), 1e-6)
     with pytest.raises(ValueError, match="at most 16384"):

@@ -205,14 +205,14 @@ def test_filters_that_leave_all_or_one(top_k: int, top_p: float) -> None:
     assert found == [min(top_k, 3000 if top_p == 1 else 1)] * 3 or top_p == 0.9
 
 
-def test_all_of_those_equal_to_the_kth_logit_stay() -> None:
+def test_every_logit_equal_to_the_kth_is_kept() -> None:
     logits = torch.full((1, 4000), -1.0)
     logits[0, 17] = 0.0
     logits[0, 3900:3990] = -0.25
     assert kept_of(logits, Row(top_k=2)) == [17, *range(3900, 3990)]
 
 
-def test_the_lower_ids_of_those_at_the_end_of_top_p_stay() -> None:
+def test_equal_logits_at_the_end_of_top_p_keep_the_lower_ids() -> None:
     logits = torch.zeros(1, 4000)
     assert kept_of(logits, Row(top_p=0.3)) == list(range(1200))
     logits[0, :10] = 0.25
@@ -370,7 +370,7 @@ def test_a_row_of_temperature_0_is_greedy() -> None:
     assert torch.equal(merged[valid], found[valid])
 
 
-def test_what_the_kernels_do_not_take_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="lie together"):
         kernels.greedy(torch.zeros(4, 8).mT)
     with pytest.raises(ValueError, match="got 0"):

@@ -17,7 +17,7 @@ with Artefacts(sys.argv[1], {"device": "x"}).filling():
 """
 
 
-def test_who_is_killed_while_filling_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_process_killed_while_it_fills_the_cache_blocks_no_other(tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )

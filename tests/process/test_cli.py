@@ -178,7 +178,7 @@ def test_chat(
     assert len(captured.out.rstrip("\n").splitlines()) >= 3
 
 
-def test_a_turn_that_fails_leaves_no_trace(
+def test_a_failed_turn_is_not_kept_in_the_conversation(
     command: Callable[..., list[str]], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The conversation goes on; a script learns of it from the exit code."""
@@ -262,7 +262,7 @@ def test_control_c(endless: list[str]) -> None:
     assert err.strip() == ""
 
 
-def test_a_reader_that_goes_away(endless: list[str]) -> None:
+def test_a_closed_output_pipe_ends_the_command(endless: list[str]) -> None:
     """`finwhale generate ... | head -c 20`."""
     process = start(*endless)
     assert process.stdout is not None and process.stderr is not None
@@ -277,7 +277,9 @@ def test_a_reader_that_goes_away(endless: list[str]) -> None:
 # --- Starts ---------------------------------------------------------------------------------------
 
 
-def test_warmup_says_how_long_and_what(tiny_path: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_warmup_reports_its_time_and_its_results(
+    tiny_path: Path, tmp_path: Path, capsys: Capture
+) -> None:
     cache = tmp_path / "kernels"
     assert main(["warmup", str(tiny_path), "--device", "cpu", "--cache-dir", str(cache)]) == 0
     phases, kernels = capsys.readouterr().out.splitlines()

@@ -12,7 +12,7 @@ print(process_start())
 """
 
 
-def test_it_began_between_its_start_and_its_first_line() -> None:
+def test_the_process_s_start_time_lies_before_its_first_line() -> None:
     """The clock counts from the machine's start; the system tells a start in hundredths."""
     before = time.monotonic()
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True)

@@ -56,12 +56,14 @@ def fair(batch: int, drafts: int) -> float:
         (1.0, fair, 3),
     ],
 )
-def test_it_finds_the_best_number(right: float, seconds: Seconds, wanted: int) -> None:
+def test_the_policy_finds_the_best_number_of_drafts(
+    right: float, seconds: Seconds, wanted: int
+) -> None:
     chosen = play(DraftPolicy(3), right, seconds)
     assert chosen[200:].count(wanted) > 0.95 * len(chosen[200:])
 
 
-def test_every_batch_size_has_its_own() -> None:
+def test_every_batch_size_has_its_own_number_of_drafts() -> None:
     """A large batch computes, a single one waits for weights."""
 
     def seconds(batch: int, drafts: int) -> float:
@@ -72,12 +74,12 @@ def test_every_batch_size_has_its_own() -> None:
     assert play(policy, 0.5, seconds, batch=64)[-1] == 0
 
 
-def test_it_follows_the_text() -> None:
+def test_the_policy_adapts_to_the_text() -> None:
     policy = DraftPolicy(3)
     for right, steps, wanted in ((0.95, 2000, 3), (0.0, 1000, 0), (0.95, 4000, 3)):
         assert play(policy, right, fair, steps=steps)[-100:].count(wanted) > 70
 
 
-def test_trying_is_a_small_part() -> None:
+def test_trials_are_a_small_part_of_the_steps() -> None:
     chosen = play(DraftPolicy(3), 0.9, dear, steps=10_000)
     assert sum(drafts > 0 for drafts in chosen[200:]) < 0.03 * len(chosen)

@@ -115,7 +115,7 @@ def test_integrity_finds_lost_and_shared_pages() -> None:
     shares=st.booleans(),
     steps=st.lists(st.sampled_from([1, 1, 1, 2, 3, 8, 63, 64, 127, 130, 256, 300]), max_size=40),
 )
-def test_between_what_grow_and_trim_say_they_have_nothing_to_do(
+def test_grow_and_trim_do_nothing_before_the_lengths_they_return(
     seed: int, shares: bool, steps: list[int]
 ) -> None:
     """`room` and `due`: a decode need not ask before them."""

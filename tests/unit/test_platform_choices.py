@@ -82,7 +82,7 @@ def test_code_below_the_tables_does_not_ask(name: str, path: Path) -> None:
         "try:\n    import deep_gemm\nexcept ImportError:\n    deep_gemm = None",
     ],
 )
-def test_what_asks_is_found(code: str) -> None:
+def test_code_that_asks_is_found(code: str) -> None:
     assert faults(code)
 
 

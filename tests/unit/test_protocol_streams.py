@@ -138,7 +138,7 @@ def test_any_truncation_parses(protocol: ProtocolName, example: str) -> None:
         assert DSML not in json.dumps(response, ensure_ascii=False).replace(f"<|{DSML}", "")
 
 
-def test_what_the_answers_are() -> None:
+def test_the_content_of_a_chat_completion() -> None:
     ids = tokenizer("official").encode_with_special(EXAMPLES["calls"])
     response, _ = answer("chat", "official", ids, [])
     message = response["choices"][0]["message"]
@@ -156,7 +156,7 @@ def test_what_the_answers_are() -> None:
     "wrong",
     [{}, {"messages": []}, {"messages": 3}, {"messages": [{"role": "user", "content": "\ud800"}]}],
 )
-def test_what_is_no_request(wrong: dict[str, Any]) -> None:
+def test_bodies_that_are_not_requests(wrong: dict[str, Any]) -> None:
     for protocol in WHERE.values():
         with pytest.raises(RequestError):
             convert(protocol, wrong, default_thinking=True)

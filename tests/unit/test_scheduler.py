@@ -403,7 +403,7 @@ def test_lower_priority_numbers_go_first() -> None:
     assert [s.key for s in driver.finished] == ["c", "b", "e", "a", "d"]
 
 
-def test_nobody_waits_for_ever() -> None:
+def test_every_request_is_admitted_eventually() -> None:
     """However many more urgent ones come: PATIENCE of them go first, then it is its turn."""
     driver = Driver(make_scheduler(0, 1, budget=100, blocks=9), 0, ahead=False)
     patient = make_sequence("patient", 5, 1, priority=9)
@@ -425,7 +425,7 @@ def test_nobody_waits_for_ever() -> None:
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("ahead", [True, False])
-def test_the_last_in_order_yields(caching: bool, ahead: bool) -> None:
+def test_the_last_in_order_is_preempted(caching: bool, ahead: bool) -> None:
     """Four blocks for three that grow to two each: all come to an end, the first uninterrupted."""
     scheduler = make_scheduler(0, 3, budget=600, blocks=4, prefix_caching=caching)
     driver = Driver(scheduler, 0, ahead)
@@ -439,7 +439,7 @@ def test_the_last_in_order_yields(caching: bool, ahead: bool) -> None:
     assert_empty(scheduler)
 
 
-def test_who_yields_goes_on_from_its_last_block() -> None:
+def test_a_preempted_sequence_resumes_from_its_last_block() -> None:
     """Preempted at 512 tokens, its blocks are still there when it is its turn again."""
     scheduler = make_scheduler(0, 2, budget=600, blocks=4)
     driver = Driver(scheduler, 0, ahead=False)
@@ -456,7 +456,7 @@ def test_who_yields_goes_on_from_its_last_block() -> None:
     assert_empty(scheduler)
 
 
-def test_a_less_urgent_one_yields_to_a_more_urgent_one() -> None:
+def test_a_less_urgent_request_is_preempted_by_a_more_urgent_one() -> None:
     scheduler = make_scheduler(0, 2, budget=600, blocks=3)
     driver = Driver(scheduler, 0, ahead=False)
     driver.add(make_sequence("early", 250, 200, priority=1))
@@ -502,7 +502,7 @@ def test_the_second_turn_finds_all_but_the_last_partial_block(length: int, ahead
 
 
 @pytest.mark.parametrize("common", [252, 255, 256, 257, 260, 384, 510, 512, 514, 768])
-def test_many_questions_behind_one_text(common: int) -> None:
+def test_many_requests_with_one_long_prefix(common: int) -> None:
     """From the second on, each finds the common text up to its last whole block."""
     driver = Driver(make_scheduler(0, 4, budget=200, blocks=20), 0, ahead=False)
     for i in range(4):
@@ -511,7 +511,7 @@ def test_many_questions_behind_one_text(common: int) -> None:
         assert asked.num_cached == (common // 256 * 256 if i else 0)
 
 
-def test_where_two_parted_is_kept() -> None:
+def test_the_last_common_block_of_two_prompts_is_kept() -> None:
     """States on the way are given up first; the third that comes by finds what the second left."""
     driver = Driver(make_scheduler(0, 1, budget=200, blocks=40, states=1), 0, ahead=False)
     common = text(512)
@@ -522,7 +522,7 @@ def test_where_two_parted_is_kept() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 5])
-def test_together_they_read_it_once(count: int) -> None:
+def test_requests_with_a_common_prompt_compute_it_once(count: int) -> None:
     """Several that begin alike and arrive together: one reads, the others wait and then go on."""
     scheduler = make_scheduler(0, 8, budget=200, blocks=20)
     driver = Driver(scheduler, 0, ahead=False)
@@ -542,7 +542,7 @@ def test_together_they_read_it_once(count: int) -> None:
     assert scheduler.counts.prompt_tokens == count * 700 + 30
 
 
-def test_who_waited_for_a_block_reads_it_when_its_reader_is_gone() -> None:
+def test_a_request_that_waits_for_an_aborted_one_computes_the_block_itself() -> None:
     scheduler = make_scheduler(0, 8, budget=200, blocks=20)
     driver = Driver(scheduler, 0, ahead=False)
     leader, one, two = (make_sequence(key, text(700), 3) for key in ("l", "a", "b"))
@@ -558,7 +558,7 @@ def test_who_waited_for_a_block_reads_it_when_its_reader_is_gone() -> None:
     assert_empty(scheduler)
 
 
-def test_a_more_urgent_one_does_not_wait_for_a_less_urgent_one() -> None:
+def test_a_more_urgent_request_does_not_wait_for_a_less_urgent_one() -> None:
     driver = Driver(make_scheduler(0, 8, budget=100, blocks=20), 0, ahead=False)
     driver.add(make_sequence("slow", text(700), 3, priority=1))
     driver.step()
@@ -576,7 +576,7 @@ def test_least_recently_used_goes_first() -> None:
     assert read(driver, "b1", texts[1]).num_cached == 0
 
 
-def test_without_it_nothing_is_kept() -> None:
+def test_without_prefix_caching_nothing_is_kept() -> None:
     driver = Driver(make_scheduler(0, 2, budget=600, blocks=9, prefix_caching=False), 0, False)
     for i in range(2):
         assert read(driver, f"s{i}", text(600)).num_cached == 0

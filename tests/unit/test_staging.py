@@ -94,7 +94,7 @@ def test_tensors_go_to_their_places(path: Path) -> None:
                 assert torch.equal(places[place], wanted.view(torch.uint8).view(-1))
 
 
-def test_what_adjoins_is_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_tensors_are_read_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what one call leaves, by the next."""
     calls = []
     read = os.preadv
@@ -234,7 +234,7 @@ def test_a_file_that_was_cut_meanwhile(path: Path) -> None:
         list(Staging(path, CPU).tensors(infos))
 
 
-def test_who_stops_early_leaves_no_thread(path: Path) -> None:
+def test_stopping_early_leaves_no_thread(path: Path) -> None:
     before = threading.active_count()
     weights = source(path)._staged({})
     assert isinstance(weights, Generator)

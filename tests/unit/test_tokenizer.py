@@ -142,7 +142,7 @@ def test_missing_control_token_is_named(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", [None, 3, b"x", ["x"], "a\ud800b"])
-def test_what_is_not_text(small: Tokenizer, text: Any) -> None:
+def test_values_that_are_not_text_are_refused(small: Tokenizer, text: Any) -> None:
     for encode in (small.encode, small.encode_with_special):
         with pytest.raises(RequestError, match="text"):
             encode(text)
