@@ -1,7 +1,7 @@
 """Compares the training model with transformers' DeepSeek-V4 in fp32, on the CPU, on random
 weights.
 
-    python check.py                       the architecture of the shipped config.json
+    python check.py                       the architecture of config.json
     python check.py --sinkhorn            the Triton kernels of sinkhorn.py (on a GPU)
 
 Nothing is left at zero (sinks, biases, ape, hc base) and swiglu_limit is small enough for its
@@ -25,7 +25,7 @@ from model import Batch, DemoConfig, DemoModel, Switches
 from safetensors.torch import save_file
 from sinkhorn import sinkhorn, sinkhorn_reference
 
-CONFIG = Path(__file__).parents[2] / "src/finwhale/demo/config.json"
+CONFIG = Path(__file__).parent / "config.json"
 TOLERANCE = 1e-4
 
 

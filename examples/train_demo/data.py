@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import chat
 import facts
@@ -31,6 +32,10 @@ from tokenizers import Tokenizer
 from wordnet import antonyms, load_senses
 
 DEMO = Path(__file__).parents[2] / "src/finwhale/demo"
+# Literal and position bits for 16-bit words, and a dictionary that holds the whole corpus.
+XZ_FILTERS: list[dict[str, Any]] = [
+    {"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 1 << 27, "lc": 0, "lp": 1, "pb": 1}
+]
 PIECE = 13_000  # characters: about 4,000 tokens
 HELD_OUT_PLAYS = {"the-tempest"}
 
@@ -145,17 +150,17 @@ def conversations(raw: Path) -> Iterator[Document]:
         return lambda rng: chat.render_chat(chat.shaped(rng, make(rng)))
 
     kinds: dict[str, tuple[int, Callable[[Random], str]]] = {
-        "closed": (260_000, lambda rng: chat.render_chat(chat.closed_chat(rng))),
-        "story": (45_000, shaped(lambda rng: [chat.story(rng)])),
-        "story_questions": (35_000, shaped(chat.story_questions)),
+        "closed": (200_000, lambda rng: chat.render_chat(chat.closed_chat(rng))),
+        "story": (36_000, shaped(lambda rng: [chat.story(rng)])),
+        "story_questions": (28_000, shaped(chat.story_questions)),
         "bare_story": (8_000, bare_story),
-        "definition": (130_000, shaped(lambda rng: [chat.definition(rng, senses)])),
-        "relation": (45_000, shaped(lambda rng: [chat.relation(rng, senses)])),
+        "definition": (104_000, shaped(lambda rng: [chat.definition(rng, senses)])),
+        "relation": (36_000, shaped(lambda rng: [chat.relation(rng, senses)])),
         "antonym": (8_000, antonym),
-        "introduction": (35_000, shaped(chat.introduction)),
-        "table": (22_000, table),
-        "needle": (6_000, needle),
-        "tool": (7_000, chat.tool_call),
+        "introduction": (28_000, shaped(chat.introduction)),
+        "table": (16_000, table),
+        "needle": (4_500, needle),
+        "tool": (5_600, chat.tool_call),
     }
     for source, (count, make) in kinds.items():
         rng = Random(f"finwhale {source}")
@@ -186,7 +191,7 @@ def save_corpus(path: Path, documents: list[Document], arrays: list[np.ndarray])
     names = sorted({d.source for d in documents})
     lengths = np.array([len(a) for a in arrays], np.uint32)
     header = {"sources": names, "documents": len(documents), "tokens": int(lengths.sum())}
-    with lzma.open(path, "wb", preset=1) as file:
+    with lzma.open(path, "wb", filters=XZ_FILTERS) as file:
         file.write(json.dumps(header).encode() + b"\n")
         file.write(lengths.tobytes())
         file.write(np.array([names.index(d.source) for d in documents], np.uint8).tobytes())

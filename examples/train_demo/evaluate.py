@@ -1,7 +1,7 @@
 """Perplexity on held-out text, agreement of the draft layer, closed questions and samples, as
 results.json.
 
-python evaluate.py --corpus corpus.xz --state model.pt --shipped FOLDER --out results.json
+python evaluate.py --corpus corpus.xz --shipped FOLDER --out results.json
 """
 
 # ruff: noqa: RUF001  (DeepSeek's markers)
@@ -17,15 +17,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from corpus import Corpus, pack
-from export import load_shipped
+from export import DEMO, load_shipped
 from generate import generate
-from model import Batch, DemoConfig, DemoModel, Switches
+from model import Batch, DemoModel, Switches
 from questions import CHATS, CLOSED, CONTINUATIONS
 from tokenizers import Tokenizer
 from torch import Tensor
-from train import CONFIG, labels_of
+from train import labels_of
 
-DEMO = CONFIG.parent
 ROW_TOKENS = 4096
 MAX_ROWS = 12  # a source
 
@@ -65,7 +64,7 @@ def _sums(model: DemoModel, batch: Batch, switches: Switches) -> np.ndarray:
     loss = F.cross_entropy(
         logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum"
     )
-    drafted = model.logits(output.mtp_hidden).argmax(-1)[:, :-1]
+    drafted = model.logits(output.drafts[0]).argmax(-1)[:, :-1]
     valid = labels_of(batch.tokens, batch.doc, 2)[:, :-1] != -100
     agree: Tensor = (drafted == logits.argmax(-1)[:, 1:]) & valid
     return np.array(
@@ -125,9 +124,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument(
-        "--state", type=Path, help="the trained state dict, for its perplexity before quantisation"
-    )
     parser.add_argument("--shipped", type=Path, default=DEMO)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
@@ -136,17 +132,14 @@ def main() -> None:
     corpus = Corpus.load(args.corpus)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     results: dict[str, Any] = {}
-    if args.state:
-        model = DemoModel(DemoConfig.load(CONFIG), torch.bfloat16)
-        model.load_state_dict(torch.load(args.state, map_location="cpu"))
-        results["bf16"] = perplexity(model.to(args.device), corpus, rounding=False)
     shipped = load_shipped(args.shipped, torch.bfloat16).to(args.device)
+    results["without_rounding"] = perplexity(shipped, corpus, rounding=False)
     results["shipped"] = perplexity(shipped, corpus, rounding=True)
     results["closed_questions"] = closed_questions(shipped, tokenizer)
     results["samples"] = samples(shipped, tokenizer)
     args.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     for name, rows in results.items():
-        if name in ("bf16", "shipped"):
+        if name in ("without_rounding", "shipped"):
             print(name, {source: tuple(row.values()) for source, row in rows.items()})
     closed = results["closed_questions"]
     print("closed", closed["accuracy"], [r for r in closed["answers"] if not r["right"]])

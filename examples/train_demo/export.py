@@ -1,10 +1,9 @@
-"""Writes a trained state dict as an official checkpoint (FP8, FP4, BF16), and reads one back
-for evaluation.
+"""Writes a trained state dict as an official checkpoint (FP8, FP4, BF16), and reads one back.
 
-    python export.py --state model.pt --out FOLDER [--shard-bytes N]
+    python export.py --parts FOLDER [--out FOLDER]
 
-The tokenizer's files are copied beside it. Needs the finwhale package, whose checkpoint writer
-does the quantising.
+joins the files that train.py wrote into the one that ships. Needs the finwhale package, whose
+checkpoint writer does the quantising.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 import torch
 from layout import official_tensors, training_state
 from model import DemoConfig, DemoModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from finwhale.checkpoint.formats import dequantise_fp4, dequantise_fp8_block
@@ -25,21 +24,18 @@ from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
+RANK = 128  # o_lora_rank
 DEMO = Path(__file__).parents[2] / "src/finwhale/demo"
 
 
-def export(state: dict[str, Tensor], out: Path, shard_bytes: int) -> None:
-    raw = json.loads((DEMO / "config.json").read_text())
+def export(state: dict[str, Tensor], config: Path, out: Path, shard_bytes: int) -> None:
+    raw = json.loads(config.read_text())
     specs = weight_specs(ModelConfig.from_dict(raw))
     write_checkpoint(out, raw, official_tensors(state), specs, max_shard_bytes=shard_bytes)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if out.resolve() != DEMO.resolve():
-            shutil.copy(DEMO / name, out / name)
 
 
-def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
-    """The training model with a checkpoint's weights, dequantised. Rounding them again changes
-    nothing."""
+def dequantised(folder: Path) -> dict[str, Tensor]:
+    """The training state dict of a checkpoint. Rounding it again changes nothing."""
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
@@ -55,20 +51,55 @@ def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
         elif value.dtype == torch.int8 and scale is not None:
             value = dequantise_fp4(value, scale, torch.float32)
         tensors[name] = value if value.dtype == torch.int64 else value.float()
+    return training_state(tensors)
+
+
+def load_shipped(folder: Path, dtype: torch.dtype) -> DemoModel:
+    """The training model with a checkpoint's weights."""
     model = DemoModel(DemoConfig.load(folder / "config.json"), dtype)
-    model.load_state_dict(training_state(tensors))
+    model.load_state_dict(dequantised(folder))
     return model
+
+
+def started(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a checkpoint that fit a model of other sizes, by name and shape.
+
+    Output groups may be split in two: each half has its own columns of wo_a, and wo_b adds both.
+    The experts are left out unless there are as many.
+    """
+    found = {}
+    for name, value in dequantised(folder).items():
+        shape = wanted[name].shape if name in wanted else None
+        if shape is not None and name.endswith("wo_a.weight") and value.shape != shape:
+            parts = value.shape[1] // shape[1]
+            blocks = value.unflatten(0, (-1, RANK)).unflatten(2, (parts, -1))
+            value = blocks.transpose(1, 2).flatten(0, 2)  # noqa: PLW2901
+        elif shape is not None and name.endswith("wo_b.weight") and value.shape != shape:
+            parts = shape[1] // value.shape[1]
+            blocks = value.unflatten(1, (-1, 1, RANK)).expand(-1, -1, parts, -1)
+            value = blocks.flatten(1)  # noqa: PLW2901
+        if value.shape == shape and not name.endswith("tid2eid"):
+            found[name] = value
+    return found
+
+
+def join(parts: Path, out: Path) -> None:
+    """Writes a checkpoint of several files as one file, tensor for tensor, beside its config."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(parts.glob("*.safetensors")):
+        tensors |= load_file(file)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(parts / "config.json", out / "config.json")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--shard-bytes", type=int, default=5_000_000_000)
+    parser.add_argument("--parts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=DEMO)
     args = parser.parse_args()
-    export(torch.load(args.state, map_location="cpu"), args.out, args.shard_bytes)
+    join(args.parts, args.out)
 
 
 if __name__ == "__main__":

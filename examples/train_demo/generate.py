@@ -59,4 +59,4 @@ def hidden_of(model: DemoModel, tokens: Tensor, switches: Switches) -> Tensor:
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32))
     streams, _, _ = model.streams(batch, switches)
     hidden: Tensor = model.norm(model.hc_head(streams))
-    return hidden
+    return hidden.unflatten(0, tokens.shape)

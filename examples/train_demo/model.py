@@ -6,7 +6,7 @@ scores every compressed entry.
 Parameters have the checkpoint's names, except that the experts of a layer are stacked
 (`ffn.experts.w1.weight` [E, I, D]).
 
-Shapes: B sequences, T tokens (a multiple of 128), D hidden, A heads, K head_dim, H residual
+Shapes: B rows, T tokens of a row (a multiple of 128), N = B * T, D hidden, A heads, K head_dim, H residual
 streams, W compressed entries, E experts, I moe_intermediate_size.
 """
 
@@ -14,15 +14,21 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rounding import round_activation, round_fp4_weight, round_fp8_weight
+from rounding import round_activation, round_fp4_weight, round_fp8_weight, round_index
 from sinkhorn import sinkhorn
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+MAX_WHOLE_ROW = 4096  # longer rows attend to C4 entries in chunks of CHUNK queries
+CHUNK = 1024
+MAX_DOCUMENTS = 2**21  # in one packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +70,9 @@ class DemoConfig:
         return cls(**{f.name: values[f.name] for f in fields(cls)})
 
 
+Angles = tuple[Tensor, Tensor]  # cos and sin of every token
+
+
 class Switches(NamedTuple):
     """Bool scalars on the device, so that changing one recompiles nothing."""
 
@@ -75,10 +84,15 @@ class Batch(NamedTuple):
     tokens: Tensor  # [B, T] int64
     doc: Tensor  # [B, T] int32: a document's number; attention stays inside a document
 
+    def flat_doc(self) -> Tensor:
+        """[N]: numbers that also differ between rows."""
+        row = torch.arange(len(self.doc), device=self.doc.device, dtype=self.doc.dtype)
+        return (self.doc + row[:, None] * MAX_DOCUMENTS).flatten()
+
 
 class Output(NamedTuple):
     hidden: Tensor  # [B, T, D] after the last norm, input of the shared head
-    mtp_hidden: Tensor  # [B, T, D] likewise of the MTP layer: position t predicts token t + 2
+    drafts: list[Tensor]  # [B, T, D] likewise of the MTP layer's steps: position t predicts t + 2
     index_loss: Tensor  # mean over C4 layers
     expert_load: Tensor  # [score-routed layers, E] share of the choices
 
@@ -136,8 +150,9 @@ class Rope(nn.Module):
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
 
-    def forward(self, start: int, end: int, step: int) -> tuple[Tensor, Tensor]:
-        return self.cos[start:end:step], self.sin[start:end:step]
+    def forward(self, rows: int, length: int) -> Angles:
+        """cos and sin [rows * length, rope/2] of rows that all begin at position 0."""
+        return self.cos[:length].repeat(rows, 1), self.sin[:length].repeat(rows, 1)
 
 
 class Norm(nn.Module):
@@ -192,8 +207,7 @@ class HyperConnection(nn.Module):
         self.scale = nn.Parameter(torch.ones(3))
 
     def pre(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [B, T, H, D] -> block input [B, T, D], post [B, T, H] and comb [B, T, H, H]
-        in fp32."""
+        """streams [N, H, D] -> block input [N, D], post [N, H] and comb [N, H, H] in fp32."""
         h, eps = self.config.hc_mult, self.config.hc_eps
         flat = streams.flatten(-2).float()
         mixes = F.linear(flat, self.fn) * torch.rsqrt(
@@ -248,23 +262,35 @@ class Compressor(nn.Module):
         self.ape = nn.Parameter(torch.zeros(ratio, width))
         self.norm = Norm(dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, doc: Tensor, rope: Rope) -> Tensor:
-        """x [B, T, D], doc [B, T] -> entries [B, T // ratio, dim] in x's dtype, after norm and
-        rope."""
-        T = x.shape[1]
-        kv = self.wkv(x).unflatten(1, (-1, self.ratio))
-        gate = self.wgate(x).unflatten(1, (-1, self.ratio)) + self.ape
+    def forward(self, x: Tensor, doc: Tensor, angles: Angles) -> Tensor:
+        """x [N, D], doc [N] -> entries [N // ratio, dim] in x's dtype, after norm and rope."""
+        cos, sin = angles
+        kv = self.wkv(x).unflatten(0, (-1, self.ratio))
+        gate = self.wgate(x).unflatten(0, (-1, self.ratio)) + self.ape
         if self.ratio == 4:
             kv_before, kv = kv.split(self.dim, -1)
             gate_before, gate = gate.split(self.dim, -1)
-            first = doc[:, :: self.ratio]
-            joined = F.pad(first[:, 1:] == first[:, :-1], (1, 0), value=False)
-            kv_before = F.pad(kv_before[:, :-1], (0, 0, 0, 0, 1, 0))
-            gate_before = F.pad(gate_before[:, :-1], (0, 0, 0, 0, 1, 0))
-            gate_before = torch.where(joined[:, :, None, None], gate_before, float("-inf"))
-            kv, gate = torch.cat((kv_before, kv), 2), torch.cat((gate_before, gate), 2)
-        entries = self.norm((kv * gate.softmax(2)).sum(2)).to(x.dtype)
-        return rotary(entries, *rope(0, T, self.ratio))
+            first = doc[:: self.ratio]
+            joined = F.pad(first[1:] == first[:-1], (1, 0), value=False)
+            kv_before = F.pad(kv_before[:-1], (0, 0, 0, 0, 1, 0))
+            gate_before = F.pad(gate_before[:-1], (0, 0, 0, 0, 1, 0))
+            gate_before = torch.where(joined[:, None, None], gate_before, float("-inf"))
+            kv, gate = torch.cat((kv_before, kv), 1), torch.cat((gate_before, gate), 1)
+        entries = self.norm((kv * gate.softmax(1)).sum(1)).to(x.dtype)
+        return rotary(entries, cos[:: self.ratio], sin[:: self.ratio])
+
+
+class Projected(NamedTuple):
+    """What one attention block computes before it looks at compressed entries."""
+
+    q: Tensor  # [N, A, K]
+    top: Tensor  # [N, A, 1] largest logit of the window and the sink, detached
+    total: Tensor  # [N, A, 1] sum of the exponentials of the window and the sink
+    out: Tensor  # [N, A, K] fp32: the window's share of the output, not yet divided
+    entries: Tensor | None  # [N // ratio, K]
+    index_q: Tensor | None  # [N, index heads, index dim]
+    index_k: Tensor | None  # [N // 4, index dim]
+    index_weights: Tensor | None  # [N, index heads] fp32
 
 
 class Indexer(nn.Module):
@@ -276,17 +302,16 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, 4, config.index_head_dim)
 
     def forward(
-        self, x: Tensor, q_r: Tensor, doc: Tensor, rope: Rope, switches: Switches
-    ) -> Tensor:
-        """Scores [B, T, W] in fp32 of every C4 entry for every query, causal or not."""
-        cos, sin = rope(0, x.shape[1], 1)
-        q = self.wq_b(q_r, switches).unflatten(-1, (self.config.index_n_heads, -1))
-        q = round_activation(rotary(q, cos[:, None], sin[:, None]), 128, switches.rounding)
-        k = round_activation(self.compressor(x, doc, rope), 128, switches.rounding)
-        scale = self.config.index_head_dim**-0.5 * self.config.index_n_heads**-0.5
-        weights = self.weights_proj(x) * scale
-        scores = torch.matmul(q.flatten(1, 2), k.mT).unflatten(1, (-1, self.config.index_n_heads))
-        return (F.relu(scores).float() * weights.unsqueeze(-1)).sum(2)
+        self, x: Tensor, q_r: Tensor, doc: Tensor, angles: Angles, switches: Switches
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and head weights of the scores, rotated and rounded as in inference."""
+        config = self.config
+        cos, sin = angles
+        q = self.wq_b(q_r, switches).unflatten(-1, (config.index_n_heads, -1))
+        q = round_index(rotary(q, cos[:, None], sin[:, None]), switches.rounding)
+        k = round_index(self.compressor(x, doc, angles), switches.rounding)
+        scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+        return q, k, self.weights_proj(x) * scale
 
 
 class Attention(nn.Module):
@@ -312,98 +337,107 @@ class Attention(nn.Module):
         )
 
     def window_scores(self, q: Tensor, kv: Tensor, doc: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores [B, T, A, 2 * window] of the window, -inf outside it, and the keys [B, blocks,
+        """Scores [N, A, 2 * window] of the window, -inf outside it, and the keys [blocks,
         2 * window, K]."""
         window = self.config.sliding_window
-        blocks = kv.unflatten(1, (-1, window))
-        keys = torch.cat((F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0)), blocks), 2)
-        doc_q = doc.unflatten(1, (-1, window))
-        doc_k = torch.cat((F.pad(doc_q[:, :-1], (0, 0, 1, 0), value=-1), doc_q), 2)
+        blocks = kv.unflatten(0, (-1, window))
+        keys = torch.cat((F.pad(blocks[:-1], (0, 0, 0, 0, 1, 0)), blocks), 1)
+        doc_q = doc.unflatten(0, (-1, window))
+        doc_k = torch.cat((F.pad(doc_q[:-1], (0, 0, 1, 0), value=-1), doc_q), 1)
         i = torch.arange(window, device=q.device)[:, None] + window
         j = torch.arange(2 * window, device=q.device)[None, :]
-        visible = (j <= i) & (j > i - window) & (doc_q[..., :, None] == doc_k[..., None, :])
-        folded = q.unflatten(1, (-1, window)).flatten(2, 3)
-        scores = torch.matmul(folded, keys.mT).unflatten(2, (window, -1)).flatten(1, 2).float()
-        return torch.where(visible.flatten(1, 2)[:, :, None], scores, float("-inf")), keys
+        visible = (j <= i) & (j > i - window) & (doc_q[:, :, None] == doc_k[:, None, :])
+        folded = q.unflatten(0, (-1, window)).flatten(1, 2)
+        scores = torch.matmul(folded, keys.mT).unflatten(1, (window, -1)).flatten(0, 1).float()
+        return torch.where(visible.flatten(0, 1)[:, None], scores, float("-inf")), keys
 
-    def forward(
-        self, x: Tensor, doc: Tensor, rope: Rope, switches: Switches
-    ) -> tuple[Tensor, Tensor]:
-        """x [B, T, D] -> output [B, T, D] and the indexer's loss (0 without one)."""
-        config, (_B, T, _) = self.config, x.shape
+    def project(self, x: Tensor, doc: Tensor, angles: Angles, switches: Switches) -> Projected:
+        """x [N, D] -> everything that does not depend on how the tokens are cut into rows."""
+        config = self.config
         heads, dim, window = config.num_attention_heads, config.head_dim, config.sliding_window
-        cos, sin = rope(0, T, 1)
+        cos, sin = angles
         q_r = self.q_norm(self.wq_a(x, switches))
         q = rms_norm(
             self.wq_b(q_r, switches).unflatten(-1, (heads, dim)), None, config.rms_norm_eps
         )
         q = rotary(q, cos[:, None], sin[:, None]) * dim**-0.5
         kv = self.round_nope(rotary(self.kv_norm(self.wkv(x, switches)), cos, sin), switches)
-
         scores, keys = self.window_scores(q, kv, doc)
         sink = self.attn_sink[:, None]
-        top = torch.maximum(scores.amax(-1, keepdim=True), sink)
-        index_loss = x.new_zeros((), dtype=torch.float32)
-        if self.compressor is None:
-            top = top.detach()
-            e = torch.exp(scores - top)
-            total = e.sum(-1, keepdim=True) + torch.exp(sink - top)
-            out = self.attend_window(e, keys, window)
-        else:
-            entries = self.round_nope(self.compressor(x, doc, rope), switches)
-            visible = self.visible_entries(doc)
-            selected, index_scores = visible, None
-            if self.indexer is not None:
-                index_scores = self.indexer(x.detach(), q_r.detach(), doc, rope, switches)
-                selected = self.select(index_scores.detach(), visible, switches)
-            far = torch.matmul(q.flatten(1, 2), entries.mT).unflatten(1, (T, heads)).float()
-            far = torch.where(selected.unsqueeze(2), far, float("-inf"))
-            top = torch.maximum(top, far.amax(-1, keepdim=True)).detach()
-            e, e_far = torch.exp(scores - top), torch.exp(far - top)
-            total = e.sum(-1, keepdim=True) + e_far.sum(-1, keepdim=True) + torch.exp(sink - top)
-            out = self.attend_window(e, keys, window)
-            out = (
-                out
-                + torch.matmul(e_far.to(x.dtype).flatten(1, 2), entries)
-                .unflatten(1, (T, heads))
-                .float()
+        top = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()
+        e = torch.exp(scores - top)
+        total = e.sum(-1, keepdim=True) + torch.exp(sink - top)
+        folded = e.to(keys.dtype).unflatten(0, (-1, window)).flatten(1, 2)
+        out = torch.matmul(folded, keys).unflatten(1, (window, -1)).flatten(0, 1).float()
+        entries = index_q = index_k = index_weights = None
+        if self.compressor is not None:
+            entries = self.round_nope(self.compressor(x, doc, angles), switches)
+        if self.indexer is not None:
+            index_q, index_k, index_weights = self.indexer(
+                x.detach(), q_r.detach(), doc, angles, switches
             )
-            if index_scores is not None:
-                target = (e_far.detach() / total.detach()).mean(2)
-                index_loss = self.index_loss(index_scores, target, selected)
-        out = rotary((out / total).to(x.dtype), cos[:, None], -sin[:, None])
-        out = round_activation(
-            out.flatten(2).unflatten(-1, (config.o_groups, -1)), 128, switches.rounding
-        )
-        wo_a = self.wo_a.rounded_weight(x.dtype, switches).unflatten(0, (config.o_groups, -1))
-        out = torch.einsum("btgi,goi->btgo", out, wo_a).flatten(2)
-        return self.wo_b(out, switches), index_loss
+        return Projected(q, top, total, out, entries, index_q, index_k, index_weights)
 
-    def attend_window(self, e: Tensor, keys: Tensor, window: int) -> Tensor:
-        """e [B, T, A, 2 * window] times the keys, which are the values too -> [B, T, A, K] fp32."""
-        folded = e.to(keys.dtype).unflatten(1, (-1, window)).flatten(2, 3)
-        return torch.matmul(folded, keys).unflatten(2, (window, -1)).flatten(1, 2).float()
+    def output(self, out: Tensor, angles: Angles, switches: Switches) -> Tensor:
+        """Attention output [N, A, K] -> block output [N, D]."""
+        cos, sin = angles
+        groups = self.config.o_groups
+        out = rotary(out, cos[:, None], -sin[:, None])
+        out = round_activation(out.flatten(1).unflatten(-1, (groups, -1)), 128, switches.rounding)
+        wo_a = self.wo_a.rounded_weight(out.dtype, switches).unflatten(0, (groups, -1))
+        out = torch.einsum("ngi,goi->ngo", out, wo_a).flatten(1)
+        return self.wo_b(out, switches)
 
-    def visible_entries(self, doc: Tensor) -> Tensor:
-        """[B, T, W]: the entry's window is complete and begins in the query's own document."""
-        t = torch.arange(doc.shape[1], device=doc.device)
-        w = torch.arange(doc.shape[1] // self.ratio, device=doc.device)
-        complete = w[None, :] < ((t + 1) // self.ratio)[:, None]
-        return complete & (doc[:, :, None] == doc[:, None, :: self.ratio])
 
-    def select(self, scores: Tensor, visible: Tensor, switches: Switches) -> Tensor:
-        masked = torch.where(visible, scores, float("-inf"))
-        kth = masked.topk(min(self.config.index_topk, masked.shape[-1]), -1).values[..., -1:]
-        return visible & ((masked >= kth) | ~switches.sparse)
+def attend_entries(
+    near: Projected,
+    start: Tensor,
+    doc: Tensor,
+    entry_doc: Tensor,
+    ratio: int,
+    index_topk: int,
+    sparse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adds the compressed entries to the attention of C queries of each of B rows.
 
-    def index_loss(self, scores: Tensor, target: Tensor, selected: Tensor) -> Tensor:
-        """Cross-entropy of the indexer's distribution over the selected entries to the
-        attention's own (detached)."""
-        mass = target.sum(-1, keepdim=True)
-        log_q = torch.where(selected, scores, -1e9).log_softmax(-1)
-        rows = (selected.sum(-1) > 1).float()
-        loss = -(target / (mass + 1e-6) * torch.where(selected, log_q, 0.0)).sum(-1)
-        return (loss * rows).sum() / (rows.sum() + 1)
+    Args:
+        near: the queries' values [B, C, ...]; entries and index_k are the whole row's [B, W, ...].
+        start: position of the first query (an int64 scalar).
+        doc, entry_doc: [B, C] and [B, W]: document of each query and of each entry's window.
+
+    Returns the output [B, C, A, K], and the sum and the number of rows of the indexer's loss.
+    """
+    q, entries = near.q, near.entries
+    assert entries is not None
+    (C, heads), W = q.shape[1:3], entries.shape[1]
+    t = start + torch.arange(C, device=q.device)
+    complete = torch.arange(W, device=q.device)[None, :] < ((t + 1) // ratio)[:, None]
+    selected = visible = complete & (doc[:, :, None] == entry_doc[:, None, :])
+    index_scores = None
+    if near.index_q is not None and near.index_k is not None and near.index_weights is not None:
+        pairs = torch.matmul(near.index_q.flatten(1, 2), near.index_k.mT)
+        pairs = F.relu(pairs.unflatten(1, (C, -1))).float()
+        index_scores = (pairs * near.index_weights.unsqueeze(-1)).sum(2)
+        masked = torch.where(visible, index_scores.detach(), float("-inf"))
+        kth = masked.topk(min(index_topk, W), -1).values[..., -1:]
+        selected = visible & ((masked >= kth) | ~sparse)
+    far = torch.matmul(q.flatten(1, 2), entries.mT).unflatten(1, (C, heads)).float()
+    far = torch.where(selected.unsqueeze(2), far, float("-inf"))
+    top = torch.maximum(near.top, far.amax(-1, keepdim=True)).detach()
+    shrink = torch.exp(near.top - top)
+    e = torch.exp(far - top)
+    total = near.total * shrink + e.sum(-1, keepdim=True)
+    out = torch.matmul(e.to(q.dtype).flatten(1, 2), entries).unflatten(1, (C, heads)).float()
+    out = ((near.out * shrink + out) / total).to(q.dtype)
+    if index_scores is None:
+        return out, total.new_zeros(()), total.new_zeros(())
+    # Cross-entropy of the indexer's distribution over the selected entries to the attention's own.
+    target = (e.detach() / total.detach()).mean(2)
+    target = target / (target.sum(-1, keepdim=True) + 1e-6)
+    log_q = torch.where(selected, index_scores, -1e9).log_softmax(-1)
+    loss = -(target * torch.where(selected, log_q, 0.0)).sum(-1)
+    rows = (selected.sum(-1) > 1).float()
+    return out, (loss * rows).sum(), rows.sum()
 
 
 class Experts(nn.Module):
@@ -441,8 +475,8 @@ class Gate(nn.Module):
             self.register_buffer("bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, D] -> weights [B, T, E] (0 for the experts not chosen) and the share of
-        choices [E]."""
+        """x [N, D] -> weights [N, E] (0 for the experts not chosen) and the share of choices
+        [E]."""
         scores = F.softplus(F.linear(x.float(), self.weight.to(x.dtype).float())).sqrt()
         if self.is_hash:
             chosen = self.tid2eid[tokens]
@@ -453,7 +487,7 @@ class Gate(nn.Module):
         weights = (
             weights / (weights.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
         )
-        return weights, mask.mean((0, 1))
+        return weights, mask.mean(0)
 
 
 class MoE(nn.Module):
@@ -489,17 +523,65 @@ class MoE(nn.Module):
         rounded = round_activation(x, 128, switches.rounding)
         gate = F.linear(rounded, w1.flatten(0, 1)).float().clamp(max=limit)
         up = F.linear(rounded, w3.flatten(0, 1)).float().clamp(-limit, limit)
-        inner = (F.silu(gate) * up).to(x.dtype).unflatten(-1, (w1.shape[0], -1))
-        inner = round_activation(inner, 128, switches.rounding)
         weights = torch.cat((weights, torch.ones_like(weights[..., :1])), -1)
-        inner = (inner.float() * weights.unsqueeze(-1)).to(x.dtype).flatten(-2)
+        inner = (F.silu(gate) * up).unflatten(-1, (w1.shape[0], -1)) * weights.unsqueeze(-1)
+        inner = round_activation(inner.to(x.dtype), 128, switches.rounding).flatten(-2)
         return F.linear(inner, w2.transpose(0, 1).flatten(1)), load
+
+
+def begin_attention(
+    hc: HyperConnection,
+    norm: Norm,
+    attention: Attention,
+    streams: Tensor,
+    doc: Tensor,
+    angles: Angles,
+    switches: Switches,
+) -> tuple[Projected, Tensor, Tensor]:
+    x, post, comb = hc.pre(streams)
+    return attention.project(norm(x), doc, angles, switches), post, comb
+
+
+def end_attention(
+    hc: HyperConnection,
+    attention: Attention,
+    streams: Tensor,
+    out: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    angles: Angles,
+    switches: Switches,
+) -> Tensor:
+    return hc.post(streams, attention.output(out, angles, switches), post, comb)
+
+
+def feed_forward(
+    hc: HyperConnection, norm: Norm, moe: MoE, streams: Tensor, tokens: Tensor, switches: Switches
+) -> tuple[Tensor, Tensor]:
+    x, post, comb = hc.pre(streams)
+    out, load = moe(norm(x), tokens, switches)
+    return hc.post(streams, out, post, comb), load
+
+
+@dataclass
+class Parts:
+    """The functions that a layer consists of. Only `attend_entries` sees the rows' length, so a
+    change of length compiles little again."""
+
+    begin_attention: Callable[..., tuple[Projected, Tensor, Tensor]] = begin_attention
+    attend_entries: Callable[..., tuple[Tensor, Tensor, Tensor]] = attend_entries
+    end_attention: Callable[..., Tensor] = end_attention
+    feed_forward: Callable[..., tuple[Tensor, Tensor]] = feed_forward
+
+    @classmethod
+    def compiled(cls) -> Parts:
+        return cls(*(torch.compile(getattr(cls, f.name), dynamic=False) for f in fields(cls)))
 
 
 class Layer(nn.Module):
     def __init__(self, config: DemoConfig, ratio: int, is_hash: bool) -> None:
         super().__init__()
-        self.ratio = ratio
+        self.ratio, self.index_topk = ratio, config.index_topk
         self.attn = Attention(config, ratio)
         self.ffn = MoE(config, is_hash)
         self.attn_norm = Norm(config.hidden_size, config.rms_norm_eps)
@@ -508,15 +590,60 @@ class Layer(nn.Module):
         self.hc_ffn = HyperConnection(config)
 
     def forward(
-        self, streams: Tensor, batch: Batch, rope: Rope, switches: Switches
+        self, streams: Tensor, batch: Batch, angles: Angles, switches: Switches, parts: Parts
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [B, T, H, D] -> streams, the indexer's loss, the experts' load [E]."""
-        x, post, comb = self.hc_attn.pre(streams)
-        out, index_loss = self.attn(self.attn_norm(x), batch.doc, rope, switches)
-        streams = self.hc_attn.post(streams, out, post, comb)
-        x, post, comb = self.hc_ffn.pre(streams)
-        out, load = self.ffn(self.ffn_norm(x), batch.tokens, switches)
-        return self.hc_ffn.post(streams, out, post, comb), index_loss, load
+        """streams [N, H, D] -> streams, the indexer's loss, the experts' load [E]."""
+        doc = batch.flat_doc()
+        near, post, comb = parts.begin_attention(
+            self.hc_attn, self.attn_norm, self.attn, streams, doc, angles, switches
+        )
+        index_loss = streams.new_zeros((), dtype=torch.float32)
+        if self.ratio:
+            out, index_loss = self.far_attention(near, batch, switches, parts)
+        else:
+            out = (near.out / near.total).to(near.q.dtype)
+        streams = parts.end_attention(
+            self.hc_attn, self.attn, streams, out, post, comb, angles, switches
+        )
+        streams, load = parts.feed_forward(
+            self.hc_ffn, self.ffn_norm, self.ffn, streams, batch.tokens.flatten(), switches
+        )
+        return streams, index_loss, load
+
+    def far_attention(
+        self, near: Projected, batch: Batch, switches: Switches, parts: Parts
+    ) -> tuple[Tensor, Tensor]:
+        """Output [N, A, K] and the indexer's loss. Long rows go in chunks of queries, whose scores
+        are computed again for the gradient."""
+        B, T = batch.tokens.shape
+        rows = Projected(*(x if x is None else x.unflatten(0, (B, -1)) for x in near))
+        chunk = CHUNK if self.ratio == 4 and T > MAX_WHOLE_ROW else T
+        outs, losses, counts = [], [], []
+        for start in range(0, T, chunk):
+            part = Projected(
+                *(x if x is None else x[:, start : start + chunk] for x in rows)
+            )._replace(entries=rows.entries, index_k=rows.index_k)
+            args = (
+                part,
+                torch.tensor(start, device=batch.doc.device),
+                batch.doc[:, start : start + chunk],
+                batch.doc[:, :: self.ratio],
+                self.ratio,
+                self.index_topk,
+                switches.sparse,
+            )
+            if chunk < T:
+                out, loss, count = checkpoint(
+                    parts.attend_entries, *args, use_reentrant=False, preserve_rng_state=False
+                )
+            else:
+                out, loss, count = parts.attend_entries(*args)
+            outs.append(out)
+            losses.append(loss)
+            counts.append(count)
+        whole = torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+        index_loss = torch.stack(losses).sum() / (torch.stack(counts).sum() + 1)
+        return whole.flatten(0, 1), index_loss
 
 
 class Mtp(Layer):
@@ -536,22 +663,13 @@ class Mtp(Layer):
         e = self.e_proj(self.enorm(next_embedding), switches)
         return self.h_proj(self.hnorm(streams), switches) + e.unsqueeze(-2)
 
-    def predict(
-        self, streams: Tensor, next_embedding: Tensor, batch: Batch, rope: Rope, switches: Switches
-    ) -> tuple[Tensor, Tensor]:
-        """streams [B, T, H, D], next_embedding [B, T, D] -> hidden [B, T, D] for the shared
-        head, experts' load."""
-        streams = self.combine(streams, next_embedding, switches)
-        streams, _, load = self(streams, batch, rope, switches)
-        return self.norm(self.hc_head(streams)), load
-
 
 class DemoModel(nn.Module):
     def __init__(self, config: DemoConfig, dtype: torch.dtype = torch.float32) -> None:
         """dtype: of the activations and of the weights as multiplied; parameters are always
         fp32."""
         super().__init__()
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.parts = config, dtype, Parts()
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, config.compress_ratios[i], i < config.num_hash_layers)
@@ -567,25 +685,37 @@ class DemoModel(nn.Module):
         nn.init.normal_(self.head.weight, std=0.5 * config.hidden_size**-0.5)
 
     def streams(self, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor, list[Tensor]]:
-        x = F.embedding(batch.tokens, self.embed.weight).to(self.dtype)
-        streams = x.unsqueeze(2).expand(-1, -1, self.config.hc_mult, -1).contiguous()
+        """Residual streams [N, H, D] of the last layer, the indexers' loss, the experts' loads."""
+        plain, compressed = self.rope(*batch.tokens.shape), self.compressed_rope(*batch.tokens.shape)
+        x = F.embedding(batch.tokens.flatten(), self.embed.weight).to(self.dtype)
+        streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         index_losses, loads = [], []
         for layer in self.layers:
-            rope = self.compressed_rope if layer.ratio else self.rope
-            streams, index_loss, load = layer(streams, batch, rope, switches)
+            angles = compressed if layer.ratio else plain
+            streams, index_loss, load = layer(streams, batch, angles, switches, self.parts)
             if layer.ratio == 4:
                 index_losses.append(index_loss)
             if not layer.ffn.gate.is_hash:
                 loads.append(load)
         return streams, torch.stack(index_losses).mean(), loads
 
-    def forward(self, batch: Batch, switches: Switches) -> Output:
+    def forward(self, batch: Batch, switches: Switches, draft_steps: int = 1) -> Output:
+        """draft_steps: how often the MTP layer runs, from the second time on its own streams."""
+        B, T = batch.tokens.shape
         streams, index_loss, loads = self.streams(batch, switches)
-        hidden = self.norm(self.hc_head(streams))
-        following = F.pad(batch.tokens[:, 1:], (0, 1))
+        hidden = self.norm(self.hc_head(streams)).unflatten(0, (B, T))
+        following = F.pad(batch.tokens[:, 1:], (0, 1)).flatten()
         next_embedding = F.embedding(following, self.embed.weight).to(self.dtype)
-        mtp_hidden, load = self.mtp[0].predict(streams, next_embedding, batch, self.rope, switches)
-        return Output(hidden, mtp_hidden, index_loss, torch.stack([*loads, load]))
+        mtp, angles = self.mtp[0], self.rope(B, T)
+        drafts, mtp_loads = [], []
+        for step in range(draft_steps):
+            if step:  # a further draft starts from the layer's own streams one token before
+                streams = F.pad(streams[:-1], (0, 0, 0, 0, 1, 0))
+            streams = mtp.combine(streams, next_embedding, switches)
+            streams, _, load = mtp(streams, batch, angles, switches, self.parts)
+            drafts.append(mtp.norm(mtp.hc_head(streams)).unflatten(0, (B, T)))
+            mtp_loads.append(load)
+        return Output(hidden, drafts, index_loss, torch.stack([*loads, mtp_loads[0]]))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., D] -> logits [..., V] in the model's dtype."""

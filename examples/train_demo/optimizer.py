@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +63,13 @@ class Optimizer:
             weight_decay=0.0,
             fused=next(model.parameters()).is_cuda,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"momenta": self.momenta, "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, values: dict[str, Any]) -> None:
+        self.momenta = values["momenta"]
+        self.adam.load_state_dict(values["adam"])
 
     @torch.no_grad()
     def step(self, factor: float) -> None:

@@ -98,6 +98,33 @@ def round_activation(x: Tensor, group: int, enabled: Tensor) -> Tensor:
     return straight_through(x, rounded_activation(x.detach().float(), group), enabled)
 
 
+def hadamard_matrix(width: int, device: torch.device) -> Tensor:
+    """The normalised Sylvester Hadamard matrix [width, width] in fp32; width a power of two."""
+    i = torch.arange(width, device=device)
+    both = i[:, None] & i[None, :]
+    odd = torch.zeros_like(both)
+    for bit in range(width.bit_length() - 1):
+        odd = odd ^ ((both >> bit) & 1)
+    return (1.0 - 2.0 * odd) * width**-0.5
+
+
+def rounded_index(x: Tensor) -> Tensor:
+    """x [..., n] fp32 in e2m1 with a power-of-two scale for each 32 values of the last axis."""
+    grouped = x.unflatten(-1, (-1, FP4_GROUP))
+    amax = grouped.abs().amax(-1, keepdim=True).clamp(min=E2M1_MAX * 2.0**-126)
+    scale = power_of_two_at_least(amax / E2M1_MAX)
+    return (to_e2m1(grouped / scale) * scale).flatten(-2)
+
+
+def round_index(x: Tensor, enabled: Tensor) -> Tensor:
+    """An index query or key [..., C], rotated by the Hadamard matrix, then rounded to FP4.
+
+    The rotation alone changes no score: both factors turn alike.
+    """
+    rotated = torch.matmul(x, hadamard_matrix(x.shape[-1], x.device).to(x.dtype))
+    return straight_through(rotated, rounded_index(rotated.detach().float()), enabled)
+
+
 def round_fp8_weight(w: Tensor, enabled: Tensor) -> Tensor:
     return straight_through(w, rounded_fp8_weight(w.detach()), enabled)
 
