@@ -73,11 +73,11 @@ def started(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         if shape is not None and name.endswith("wo_a.weight") and value.shape != shape:
             parts = value.shape[1] // shape[1]
             blocks = value.unflatten(0, (-1, RANK)).unflatten(2, (parts, -1))
-            value = blocks.transpose(1, 2).flatten(0, 2)  # noqa: PLW2901
+            value = blocks.transpose(1, 2).flatten(0, 2)
         elif shape is not None and name.endswith("wo_b.weight") and value.shape != shape:
             parts = shape[1] // value.shape[1]
             blocks = value.unflatten(1, (-1, 1, RANK)).expand(-1, -1, parts, -1)
-            value = blocks.flatten(1)  # noqa: PLW2901
+            value = blocks.flatten(1)
         if value.shape == shape and not name.endswith("tid2eid"):
             found[name] = value
     return found

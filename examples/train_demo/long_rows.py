@@ -110,7 +110,9 @@ def position_rows(corpus: Corpus, length: int, num_rows: int, shift: int) -> Row
     while total < size:
         kind = int(taken[0] > taken[1])  # as many tokens of prose as of conversations
         document = groups[kind][used[kind] % len(groups[kind])]
-        part = corpus.tokens[starts[document] : starts[document] + min(corpus.lengths[document], 4000)]
+        part = corpus.tokens[
+            starts[document] : starts[document] + min(corpus.lengths[document], 4000)
+        ]
         part = part[1:] if part[0] == BOS else part
         used[kind] += 1
         taken[kind] += len(part)

@@ -6,8 +6,8 @@ scores every compressed entry.
 Parameters have the checkpoint's names, except that the experts of a layer are stacked
 (`ffn.experts.w1.weight` [E, I, D]).
 
-Shapes: B rows, T tokens of a row (a multiple of 128), N = B * T, D hidden, A heads, K head_dim, H residual
-streams, W compressed entries, E experts, I moe_intermediate_size.
+Shapes: B rows, T tokens of a row (a multiple of 128), N = B * T, D hidden, A heads, K head_dim,
+H residual streams, W compressed entries, E experts, I moe_intermediate_size.
 """
 
 from __future__ import annotations
@@ -686,7 +686,10 @@ class DemoModel(nn.Module):
 
     def streams(self, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Residual streams [N, H, D] of the last layer, the indexers' loss, the experts' loads."""
-        plain, compressed = self.rope(*batch.tokens.shape), self.compressed_rope(*batch.tokens.shape)
+        plain, compressed = (
+            self.rope(*batch.tokens.shape),
+            self.compressed_rope(*batch.tokens.shape),
+        )
         x = F.embedding(batch.tokens.flatten(), self.embed.weight).to(self.dtype)
         streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()
         index_losses, loads = [], []

@@ -213,9 +213,7 @@ class Trainer:
     def batches(self, long: bool) -> Iterator[Batch]:
         length = self.plan.long_tokens if long else self.plan.row_tokens
         make = long_batches if long else short_batches
-        return make(
-            self.corpus, self.step, length, self.plan.batch_tokens // length, self.device
-        )
+        return make(self.corpus, self.step, length, self.plan.batch_tokens // length, self.device)
 
     def losses(self, batch: Batch, draft_steps: int) -> tuple[Losses, Output]:
         output = self.model(batch, self.switches, draft_steps)
@@ -238,8 +236,10 @@ class Trainer:
         for p in self.model.parameters():
             p.grad = None
         value = losses.total.item()
-        log(f"warm-up, {'long' if long else 'short'} rows: {time.monotonic() - began:.1f} s, "
-            f"loss {value:.3f}")
+        log(
+            f"warm-up, {'long' if long else 'short'} rows: {time.monotonic() - began:.1f} s, "
+            f"loss {value:.3f}"
+        )
 
     def train_step(self, batch: Batch, progress: float) -> tuple[Losses, Tensor]:
         plan = self.plan
@@ -319,7 +319,7 @@ class Trainer:
             logits = self.model.logits(output.hidden.detach())
             for row, labels in zip(logits, labels_of(batch.tokens, batch.doc, 1), strict=True):
                 loss = F.cross_entropy(row.float(), labels, ignore_index=-100, reduction="none")
-                sums += loss.double().cpu()
+                sums += loss.detach().double().cpu()
         sums = sums[: length - 1] / (len(rows) // size * size)
         return [round(float(part.mean().exp()), 3) for part in sums.split(BUCKET)]
 
@@ -386,6 +386,9 @@ def main() -> None:
     if args.start:
         fitting = started(args.start, model.state_dict())
         model.load_state_dict(fitting, strict=False)
+        for name, p in model.named_parameters():
+            if name not in fitting and name.endswith("w2.weight"):
+                p.data.mul_(0.1)  # new experts must not drown what the other weights know
         log(f"{len(fitting)} of {len(model.state_dict())} tensors from {args.start}")
     model.to(args.device)
     plan = Plan(
@@ -397,8 +400,10 @@ def main() -> None:
         trainer.resume(resumed)
     if not args.eager:
         trainer.compile()
-    log(f"ready to warm up after {clock.elapsed():.1f} s: python {sys.version.split()[0]}, "
-        f"torch {torch.__version__}")
+    log(
+        f"ready to warm up after {clock.elapsed():.1f} s: python {sys.version.split()[0]}, "
+        f"torch {torch.__version__}"
+    )
     warm_up(trainer)
     clock.start_schedule(resumed.get("progress", 0.0))
     trainer.run(args.out, args.state, args.save_seconds, args.log_steps)
