@@ -19,7 +19,8 @@ DOCUMENTS_OF_A_ROW = {1: 0.6, 2: 0.25, 4: 0.15}
 
 
 def starts_of(corpus: Corpus) -> np.ndarray:
-    return np.cumsum(corpus.lengths) - corpus.lengths
+    starts: np.ndarray = np.cumsum(corpus.lengths) - corpus.lengths
+    return starts
 
 
 def of_sources(corpus: Corpus, prose: bool) -> np.ndarray:
@@ -54,7 +55,8 @@ class LongRows:
     def document(self, size: int) -> np.ndarray:
         """A long document of exactly `size` tokens."""
         prose = self.rng.random() < PROSE_SHARE
-        at, parts, total = int(self.rng.integers(len(self.prose))), [], 0
+        at, total = int(self.rng.integers(len(self.prose))), 0
+        parts: list[np.ndarray] = []
         while total < size:
             if prose:
                 document = self.prose[(at + len(parts)) % len(self.prose)]
