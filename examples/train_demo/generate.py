@@ -58,5 +58,5 @@ def hidden_of(model: DemoModel, tokens: Tensor, switches: Switches) -> Tensor:
     """[B, T, D] after the last norm, of one document a row."""
     batch = Batch(tokens, torch.zeros_like(tokens, dtype=torch.int32))
     streams, _, _ = model.streams(batch, switches)
-    hidden: Tensor = model.norm(model.hc_head(streams))
-    return hidden.unflatten(0, tokens.shape)
+    hidden: Tensor = model.norm(model.hc_head(streams)).unflatten(0, tokens.shape)
+    return hidden

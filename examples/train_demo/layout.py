@@ -12,7 +12,7 @@ from torch import Tensor
 Kind = Literal["fp8", "fp4", "bf16", "f32", "i64"]
 
 _FP8 = re.compile(
-    r"(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123]|[eh]_proj)\.weight$"
+    r"(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123]|[eh]_proj|main_proj)\.weight$"
 )
 _F32 = re.compile(r"(attn_sink|ape|gate\.bias|hc_(attn|ffn|head)_(fn|base|scale))$")
 

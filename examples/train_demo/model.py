@@ -351,17 +351,26 @@ class Attention(nn.Module):
         scores = torch.matmul(folded, keys.mT).unflatten(1, (window, -1)).flatten(0, 1).float()
         return torch.where(visible.flatten(0, 1)[:, None], scores, float("-inf")), keys
 
-    def project(self, x: Tensor, doc: Tensor, angles: Angles, switches: Switches) -> Projected:
-        """x [N, D] -> everything that does not depend on how the tokens are cut into rows."""
+    def queries(self, x: Tensor, angles: Angles, switches: Switches) -> tuple[Tensor, Tensor]:
+        """x [N, D] -> the low-rank queries [N, Q] and the scaled queries [N, A, K]."""
         config = self.config
-        heads, dim, window = config.num_attention_heads, config.head_dim, config.sliding_window
+        heads, dim = config.num_attention_heads, config.head_dim
         cos, sin = angles
         q_r = self.q_norm(self.wq_a(x, switches))
         q = rms_norm(
             self.wq_b(q_r, switches).unflatten(-1, (heads, dim)), None, config.rms_norm_eps
         )
-        q = rotary(q, cos[:, None], sin[:, None]) * dim**-0.5
-        kv = self.round_nope(rotary(self.kv_norm(self.wkv(x, switches)), cos, sin), switches)
+        return q_r, rotary(q, cos[:, None], sin[:, None]) * dim**-0.5
+
+    def latent(self, x: Tensor, angles: Angles, switches: Switches) -> Tensor:
+        """x [N, D] -> the rows [N, K] that are keys and values, as the cache stores them."""
+        return self.round_nope(rotary(self.kv_norm(self.wkv(x, switches)), *angles), switches)
+
+    def project(self, x: Tensor, doc: Tensor, angles: Angles, switches: Switches) -> Projected:
+        """x [N, D] -> everything that does not depend on how the tokens are cut into rows."""
+        window = self.config.sliding_window
+        q_r, q = self.queries(x, angles, switches)
+        kv = self.latent(x, angles, switches)
         scores, keys = self.window_scores(q, kv, doc)
         sink = self.attn_sink[:, None]
         top = torch.maximum(scores.amax(-1, keepdim=True), sink).detach()
@@ -684,8 +693,13 @@ class DemoModel(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.5)
         nn.init.normal_(self.head.weight, std=0.5 * config.hidden_size**-0.5)
 
-    def streams(self, batch: Batch, switches: Switches) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Residual streams [N, H, D] of the last layer, the indexers' loss, the experts' loads."""
+    def streams(
+        self, batch: Batch, switches: Switches, features: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Residual streams [N, H, D] of the last layer, the indexers' loss, the experts' loads.
+
+        features: receives the mean [N, D] over the residual streams after every layer.
+        """
         plain, compressed = (
             self.rope(*batch.tokens.shape),
             self.compressed_rope(*batch.tokens.shape),
@@ -696,6 +710,8 @@ class DemoModel(nn.Module):
         for layer in self.layers:
             angles = compressed if layer.ratio else plain
             streams, index_loss, load = layer(streams, batch, angles, switches, self.parts)
+            if features is not None:
+                features.append(streams.mean(1))
             if layer.ratio == 4:
                 index_losses.append(index_loss)
             if not layer.ffn.gate.is_hash:

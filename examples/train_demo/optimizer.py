@@ -11,14 +11,16 @@ from torch import Tensor, nn
 # Learning rates of what AdamW trains, as multiples of its base rate; the first pattern that
 # matches a name counts.
 ADAM_RATES = [
-    (r"^embed\.", 2.5),
+    (r"^embed\.|markov_w1", 2.5),
     (r"^head\.", 1.0),
     (r"hc_\w+\.fn$", 0.15),
     (r"hc_\w+\.", 0.5),
     (r"gate\.weight$|weights_proj", 0.5),
     (r"", 1.0),
 ]
-_NOT_MUON = re.compile(r"^embed\.|^head\.|hc_|gate\.weight$|weights_proj|\.ape$")
+_NOT_MUON = re.compile(
+    r"^embed\.|^head\.|hc_|gate\.weight$|weights_proj|\.ape$|markov_head|confidence_head"
+)
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 

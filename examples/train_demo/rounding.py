@@ -105,7 +105,8 @@ def hadamard_matrix(width: int, device: torch.device) -> Tensor:
     odd = torch.zeros_like(both)
     for bit in range(width.bit_length() - 1):
         odd = odd ^ ((both >> bit) & 1)
-    return (1.0 - 2.0 * odd) * width**-0.5
+    matrix: Tensor = (1.0 - 2.0 * odd) * width**-0.5
+    return matrix
 
 
 def rounded_index(x: Tensor) -> Tensor:

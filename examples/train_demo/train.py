@@ -35,7 +35,6 @@ from model import Batch, DemoConfig, DemoModel, Output, Parts, Switches
 from optimizer import Optimizer
 from torch import Tensor
 
-CONFIG = Path(__file__).parent / "config.json"
 MTP_WEIGHTS = (0.3, 0.15)  # of the MTP layer's first step, and of the second on its own streams
 SHARD_BYTES = 15 * 1024 * 1024 - 100_000
 RESERVED_SECONDS = 20.0  # for the perplexity by position and the last checkpoint
@@ -61,6 +60,7 @@ class Plan:
     batch_tokens: int
     row_tokens: int
     long_tokens: int  # of a row in the last part; 0 for none
+    max_steps: int = 0  # 0: only the clock ends the training
     warmup: int = 100  # steps
     sparse_from: float = 0.12
     second_draft_from: float = 0.5
@@ -93,12 +93,15 @@ class Clock:
 
     def start_schedule(self, progress: float) -> None:
         """Let the schedule stand at `progress` now."""
-        end = self.seconds - RESERVED_SECONDS
-        self.first = (self.elapsed() - progress * end) / (1 - progress)
+        if progress < 1:
+            end = self.seconds - RESERVED_SECONDS
+            self.first = (self.elapsed() - progress * end) / (1 - progress)
 
     def progress(self) -> float:
-        if self.stopped:
-            return 1.0
+        return 1.0 if self.stopped else self.scheduled()
+
+    def scheduled(self) -> float:
+        """Progress without regard to SIGTERM: where a resumed run continues."""
         end = self.seconds - RESERVED_SECONDS
         return min(1.0, max(0.0, (self.elapsed() - self.first) / max(end - self.first, 1e-6)))
 
@@ -196,9 +199,16 @@ class Losses:
 
 class Trainer:
     def __init__(
-        self, model: DemoModel, corpus: Corpus, plan: Plan, optimizer: Optimizer, clock: Clock
+        self,
+        config: Path,
+        model: DemoModel,
+        corpus: Corpus,
+        plan: Plan,
+        optimizer: Optimizer,
+        clock: Clock,
     ) -> None:
-        self.model, self.plan, self.optimizer, self.clock = model, plan, optimizer, clock
+        self.config, self.model, self.plan = config, model, plan
+        self.optimizer, self.clock = optimizer, clock
         self.corpus, self.device = corpus, next(model.parameters()).device
         off = torch.tensor(False, device=self.device)
         self.switches = Switches(off, off.clone())
@@ -256,10 +266,14 @@ class Trainer:
         self.seen += batch.tokens.numel()
         return losses, output.expert_load
 
+    def progress(self) -> float:
+        steps = self.plan.max_steps
+        return max(self.clock.progress(), min(1.0, self.step / steps) if steps else 0.0)
+
     def run(self, out: Path, state: Path, save_seconds: float, log_steps: int) -> None:
         saved, stream, is_long = self.clock.elapsed(), self.batches(False), False
         lines = (out / "train.jsonl").open("a")
-        while (progress := self.clock.progress()) < 1:
+        while (progress := self.progress()) < 1:
             if self.plan.long_tokens and progress >= self.plan.long_from and not is_long:
                 stream, is_long = self.batches(True), True
             losses, load = self.train_step(next(stream), progress)
@@ -285,7 +299,7 @@ class Trainer:
         weights = {name: value.cpu() for name, value in self.model.state_dict().items()}
         new = state / "checkpoint"
         shutil.rmtree(new, ignore_errors=True)
-        export(weights, CONFIG, new, SHARD_BYTES)
+        export(weights, self.config, new, SHARD_BYTES)
         for file in new.iterdir():
             shutil.copyfile(file, out / f"{file.name}.new")
         for file in out.glob("*.new"):
@@ -296,7 +310,7 @@ class Trainer:
             "step": self.step,
             "seen": self.seen,
             "elapsed": self.clock.elapsed(),
-            "progress": self.clock.progress(),
+            "progress": self.clock.scheduled(),
         }
         torch.save(values, state / "state.pt.new")
         (state / "state.pt.new").replace(state / "state.pt")
@@ -355,7 +369,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder with corpus.xz")
     parser.add_argument("--out", type=Path, required=True, help="for the checkpoint and the log")
     parser.add_argument("--state", type=Path, default=Path("/tmp/train_demo_state"))
+    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "config.json")
     parser.add_argument("--seconds", type=float, default=480.0, help="for everything")
+    parser.add_argument("--max-steps", type=int, default=0, help="end after so many; 0: no limit")
     parser.add_argument("--save-seconds", type=float, default=90.0)
     parser.add_argument("--start", type=Path, help="a checkpoint whose fitting weights begin")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
@@ -377,7 +393,7 @@ def main() -> None:
         resumed = torch.load(args.state / "state.pt", map_location=args.device)
     clock = Clock(args.seconds, resumed.get("elapsed", 0.0))
     corpus = Corpus.load(args.data / "corpus.xz")
-    config = DemoConfig.load(CONFIG)
+    config = DemoConfig.load(args.config)
     model = DemoModel(config, torch.bfloat16 if args.device != "cpu" else torch.float32)
     table = hash_table(corpus, config)
     for layer in model.layers:
@@ -392,10 +408,13 @@ def main() -> None:
         log(f"{len(fitting)} of {len(model.state_dict())} tensors from {args.start}")
     model.to(args.device)
     plan = Plan(
-        batch_tokens=args.batch_tokens, row_tokens=args.row_tokens, long_tokens=args.long_tokens
+        batch_tokens=args.batch_tokens,
+        row_tokens=args.row_tokens,
+        long_tokens=args.long_tokens,
+        max_steps=args.max_steps,
     )
     optimizer = Optimizer(model, args.muon_rate, args.adam_rate, weight_decay=0.03)
-    trainer = Trainer(model, corpus, plan, optimizer, clock)
+    trainer = Trainer(args.config, model, corpus, plan, optimizer, clock)
     if resumed:
         trainer.resume(resumed)
     if not args.eager:
