@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -209,6 +209,18 @@ def block_attention(
     return hc.post(streams, attention.output(out, angles, switches), post, comb)
 
 
+@dataclass
+class HeadParts:
+    """The functions that a stage consists of."""
+
+    attention: Callable[..., Tensor] = block_attention
+    feed_forward: Callable[..., tuple[Tensor, Tensor]] = feed_forward
+
+    @classmethod
+    def compiled(cls) -> HeadParts:
+        return cls(*(torch.compile(getattr(cls, f.name), dynamic=False) for f in fields(cls)))
+
+
 class DSparkHead(nn.Module):
     def __init__(
         self, config: DemoConfig, head: DSparkConfig, dtype: torch.dtype = torch.float32
@@ -218,8 +230,7 @@ class DSparkHead(nn.Module):
         self.config, self.head_config, self.dtype = config, head, dtype
         self.mtp = nn.ModuleList(Stage(config, head, i) for i in range(STAGES))
         self.rope = Rope(config, compressed=False)
-        self.attend: Callable[..., Tensor] = block_attention
-        self.feed_forward: Callable[..., tuple[Tensor, Tensor]] = feed_forward
+        self.parts = HeadParts()
 
     @torch.no_grad()
     def start_from(self, model: DemoModel) -> None:
@@ -227,10 +238,6 @@ class DSparkHead(nn.Module):
         last = self.mtp[-1]
         last.norm.load_state_dict(model.norm.state_dict())
         last.hc_head.load_state_dict(model.hc_head.state_dict())
-
-    def use_compiled(self) -> None:
-        self.attend = torch.compile(block_attention, dynamic=False)
-        self.feed_forward = torch.compile(feed_forward, dynamic=False)
 
     def context_rows(self, main: Tensor, length: int, switches: Switches) -> list[Tensor]:
         """Each stage's rows [N, K] of all tokens, for rows of text of `length` tokens."""
@@ -260,17 +267,17 @@ class DSparkHead(nn.Module):
         loads = []
         rows = self.context_rows(features.main.to(self.dtype), T, switches)
         for stage, kv in zip(self.mtp, rows, strict=True):
-            streams = self.attend(
+            streams = self.parts.attention(
                 stage.hc_attn,
                 stage.attn_norm,
                 stage.attn,
                 streams,
-                kv[anchors.context],
+                kv.index_select(0, anchors.context.flatten()).unflatten(0, anchors.context.shape),
                 anchors.visible,
                 angles,
                 switches,
             )
-            streams, load = self.feed_forward(
+            streams, load = self.parts.feed_forward(
                 stage.hc_ffn, stage.ffn_norm, stage.ffn, streams, ids, switches
             )
             loads.append(load)

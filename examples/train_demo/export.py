@@ -84,10 +84,12 @@ def started(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join(parts: Path, out: Path) -> None:
-    """Writes a checkpoint of several files as one file, tensor for tensor, beside its config."""
+    """Writes a checkpoint of several files as one file beside its config, and no other tensors."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(parts.glob("*.safetensors")):
-        tensors |= load_file(file)
+        tensors |= {name: value.clone() for name, value in load_file(file).items()}
+    for old in (*out.glob("*.safetensors"), *out.glob("*.safetensors.index.json")):
+        old.unlink()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(parts / "config.json", out / "config.json")
 

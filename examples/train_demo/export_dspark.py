@@ -3,7 +3,9 @@
     python export_dspark.py --base CHECKPOINT --head FOLDER --out FOLDER
 
 writes a checkpoint that stands alone: the base model's tensors without its MTP layer, and the
-head's dspark.safetensors, which train_dspark.py wrote.
+head's dspark.safetensors, which train_dspark.py wrote. With --share, FOLDER of --out lies beside
+the base model's and reads its tensors there; the base model's tensors and its MTP layer then are
+two files.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from finwhale.checkpoint.writer import encode
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 
-HEAD_FILE = "dspark.safetensors"
+BASE_FILE, MTP_FILE, HEAD_FILE = "base.safetensors", "mtp.safetensors", "dspark.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
@@ -94,17 +96,48 @@ def load_head(folder: Path, dtype: torch.dtype) -> DSparkHead:
 def join(base: Path, head: Path, out: Path) -> None:
     """Write a checkpoint that stands alone: base.safetensors, dspark.safetensors, their index."""
     out.mkdir(parents=True, exist_ok=True)
+    tensors, _ = split(base)
+    save_file(tensors, out / BASE_FILE, metadata={"format": "pt"})
+    add_head(base, head, out, dict.fromkeys(tensors, BASE_FILE))
+
+
+def share(base: Path, head: Path, out: Path) -> None:
+    """Write a checkpoint in a directory beside the base model's, and let it read that one's file.
+
+    The base model's directory then holds base.safetensors and mtp.safetensors.
+    """
+    if base.resolve().parent != out.resolve().parent:
+        raise SystemExit(f"{out} must lie beside {base}")
+    out.mkdir(parents=True, exist_ok=True)
+    tensors, mtp = split(base)
+    for file in base.glob("*.safetensors"):
+        file.unlink()
+    save_file(tensors, base / BASE_FILE, metadata={"format": "pt"})
+    save_file(mtp, base / MTP_FILE, metadata={"format": "pt"})
+    write_index(base, dict.fromkeys(tensors, BASE_FILE) | dict.fromkeys(mtp, MTP_FILE))
+    add_head(base, head, out, dict.fromkeys(tensors, f"../{base.resolve().name}/{BASE_FILE}"))
+
+
+def split(base: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the model, and those of its MTP layer."""
     tensors: dict[str, Tensor] = {}
     for file in sorted(base.glob("*.safetensors")):
-        tensors |= {k: v for k, v in load_file(file).items() if not k.startswith("mtp.")}
-    save_file(tensors, out / "base.safetensors", metadata={"format": "pt"})
+        tensors |= {name: value.clone() for name, value in load_file(file).items()}
+    mtp = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    return tensors, mtp
+
+
+def add_head(base: Path, head: Path, out: Path, names: dict[str, str]) -> None:
+    """Put the head, its configuration, the tokenizer and the index beside the model's tensors."""
     shutil.copyfile(head / HEAD_FILE, out / HEAD_FILE)
     shutil.copyfile(head / "config.json", out / "config.json")
     for file in base.glob("tokenizer*.json"):
         shutil.copyfile(file, out / file.name)
-    names = dict.fromkeys(tensors, "base.safetensors")
-    names |= dict.fromkeys(load_file(out / HEAD_FILE), HEAD_FILE)
-    size = sum((out / file).stat().st_size for file in ("base.safetensors", HEAD_FILE))
+    write_index(out, names | dict.fromkeys(load_file(out / HEAD_FILE), HEAD_FILE))
+
+
+def write_index(out: Path, names: dict[str, str]) -> None:
+    size = sum((out / file).stat().st_size for file in set(names.values()))
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(names.items()))}
     (out / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -116,8 +149,9 @@ def main() -> None:
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", action="store_true", help="read the base model's own file")
     args = parser.parse_args()
-    join(args.base, args.head, args.out)
+    (share if args.share else join)(args.base, args.head, args.out)
 
 
 if __name__ == "__main__":

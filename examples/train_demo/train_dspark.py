@@ -33,7 +33,7 @@ from dspark import (
     DSparkConfig,
     DSparkHead,
     Features,
-    block_attention,
+    HeadParts,
     choose_anchors,
     dspark_json,
     features_of,
@@ -41,7 +41,7 @@ from dspark import (
 from export import load_shipped
 from export_dspark import export_head
 from long_rows import PROSE
-from model import Batch, DemoModel, Parts, Switches, feed_forward
+from model import Batch, DemoModel, Parts, Switches
 from optimizer import Optimizer
 from torch import Tensor
 from train import BIAS_RATE, Clock, cut, labels_of, log, short_batches
@@ -49,7 +49,7 @@ from train import BIAS_RATE, Clock, cut, labels_of, log, short_batches
 CE_WEIGHT, L1_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 GAMMA = 4.0
 WARMUP_STEPS = 50
-DECAY_FROM = 0.5
+DECAY_FROM = 0.2
 ROUNDING_FROM = 0.5
 SETTLE_FROM = 0.75  # gate.bias moves a tenth as fast
 HELD_OUT_ROWS = 2  # of each source
@@ -228,16 +228,15 @@ class Trainer:
     def warm_up(self, batch: Batch, compiled: bool) -> None:
         """Compiles and forgets the gradients; runs eagerly if compilation fails."""
         if compiled:
-            self.head.use_compiled()
-            self.model.parts = Parts.compiled()
+            torch._dynamo.config.recompile_limit = 64
+            self.head.parts, self.model.parts = HeadParts.compiled(), Parts.compiled()
         try:
             self.backward(self.forward(batch)[0])
         except Exception as error:  # the one run on a GPU must not be lost
             if not compiled:
                 raise
             log(f"compilation failed, goes on eagerly: {type(error).__name__}: {str(error)[:2000]}")
-            self.head.attend, self.head.feed_forward = block_attention, feed_forward
-            self.model.parts = Parts()
+            self.head.parts, self.model.parts = HeadParts(), Parts()
             self.backward(self.forward(batch)[0])
 
     def rate(self, progress: float) -> float:
@@ -271,7 +270,9 @@ class Trainer:
             print(text, file=lines, flush=True)
 
         def measure() -> None:
+            parts, self.head.parts = self.head.parts, HeadParts()  # other sizes: compile nothing
             by_source = held_out.measure(self.head, self.model, self.frozen)
+            self.head.parts = parts
             note({"held_out": summary(by_source), "by_source": by_source})
 
         while (progress := self.progress()) < 1:

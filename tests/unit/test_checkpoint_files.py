@@ -241,6 +241,9 @@ def test_index_that_does_not_fit(tmp_path: Path) -> None:
     fails(tmp_path, "has no weight_map")
     index.write_text('{"weight_map": {"x": "../a.safetensors"}}')
     fails(tmp_path, "x has the file name '../a.safetensors'")
+    for name in ("../../a/a.safetensors", "../b/c/a.safetensors", "../..", "/a", "a/b", "../b/.."):
+        index.write_text(json.dumps({"weight_map": {"x": name}}))
+        fails(tmp_path, f"x has the file name {name!r}")
     index.write_text("nonsense")
     fails(tmp_path, "index.json is not JSON")
 
@@ -297,3 +300,17 @@ def test_writer_wants_every_weight_once(tmp_path: Path) -> None:
     write(tmp_path / "full")
     with pytest.raises(CheckpointError, match="already holds a checkpoint"):
         write(tmp_path / "full")
+
+
+def test_two_checkpoints_share_a_file_of_the_directory_beside_them(tmp_path: Path) -> None:
+    x, y, other = torch.ones(4), torch.zeros(2), torch.full((2,), 2.0)
+    plain(tmp_path / "first", base={"x": x}, head={"y": y})
+    plain(tmp_path / "second", head={"y": other})
+    index = tmp_path / "second/model.safetensors.index.json"
+    names = {"x": "../first/base.safetensors", "y": "head.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    second = Checkpoint.open(tmp_path / "second")
+    assert torch.equal(second.read("x"), x) and torch.equal(second.read("y"), other)
+    (tmp_path / "first/base.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 files.*\.\./first/base"):
+        Checkpoint.open(tmp_path / "second")

@@ -283,7 +283,7 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
         raise CheckpointError(f"{index_path} has no weight_map of tensor names to file names")
     expected: dict[str, set[str]] = {}
     for name, file in sorted(weight_map.items(), key=lambda item: str(item[1])):
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str) or not _allowed(file):
             raise CheckpointError(f"{index_path}: {name} has the file name {file!r}")
         expected.setdefault(file, set()).add(name)
     missing = [file for file in expected if not (directory / file).is_file()]
@@ -293,6 +293,19 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
             f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}; download them again"
         )
     return expected
+
+
+def _allowed(file: str) -> bool:
+    """Whether an index may name this file: in the checkpoint's directory, or in one beside it.
+
+    Two checkpoints that differ in the draft head share the other weights in this way.
+    """
+    up, _, shared = file.partition("/")
+    if up == "..":
+        directory, _, file = shared.partition("/")
+        if directory in ("", ".", ".."):
+            return False
+    return file not in ("", "..") and Path(file).name == file
 
 
 def _read_header(path: Path) -> dict[str, _Stored]:
