@@ -60,7 +60,7 @@ class Trial:
     shared: np.ndarray  # [J] accepted drafts with the model's own noise
     likeliest: np.ndarray  # [J] accepted drafts if each is the head's likeliest token
     confidence: np.ndarray  # [J, G] logits, of the drafts with the model's noise
-    accepted: np.ndarray  # [J, G] 1, 0, or -1 after the first rejection
+    accepted: np.ndarray  # [J, G] 1, 0, or -1 after the first rejection and after the text
 
 
 def prompts_of(corpus: Corpus, index: int, count: int) -> list[list[int]]:
@@ -99,10 +99,10 @@ def noise_of(places: Tensor, seed: int, vocabulary: int) -> Tensor:
 
 @torch.no_grad()
 def trial(model: DemoModel, head: DSparkHead, text: Text, seed: int) -> Trial | None:
-    """Draft after every token of the continuation that has a whole block behind it."""
+    """Draft after every token of the continuation but the last."""
     device, block = next(head.parameters()).device, head.head_config.block_size
     on = Switches(torch.tensor(True, device=device), torch.tensor(True, device=device))
-    columns = torch.arange(text.num_prompt, len(text.tokens) - block, device=device)
+    columns = torch.arange(text.num_prompt, len(text.tokens) - 1, device=device)
     if not len(columns):
         return None
     size = -(-len(text.tokens) // ROW) * ROW
@@ -127,22 +127,23 @@ def trial(model: DemoModel, head: DSparkHead, text: Text, seed: int) -> Trial | 
 
     right = accepted(drafts)
     reached = np.concatenate((np.ones_like(right[:, :1]), right[:, :-1]), 1)
+    judged = (reached == 1) & (anchors.labels != -100).cpu().numpy()
     return Trial(
         text,
         right.sum(-1),
         accepted(likeliest).sum(-1),
         confidence.float().cpu().numpy(),
-        np.where(reached == 1, right, -1),
+        np.where(judged, right, -1),
     )
 
 
 def steps(accepted: np.ndarray) -> tuple[int, int]:
     """Tokens and steps of a decode that begins at the first anchor."""
-    at = tokens = count = 0
+    at = count = 0
     while at < len(accepted):
         at += int(accepted[at]) + 1
-        tokens, count = at, count + 1
-    return tokens, count
+        count += 1
+    return min(at, len(accepted)), count
 
 
 def mean_length(all_accepted: list[np.ndarray]) -> float | None:
