@@ -44,7 +44,7 @@ class TensorInfo:
 
     Attributes:
         num_bytes: its size in the file; for one expert of a stacked tensor, the size of its slice.
-        file: the file's name inside the directory.
+        file: path from the directory: a name, or "../NAME/FILE" for a directory beside it.
         stored_name: the tensor's name in the file.
         offset: offset in the file of its first byte.
         part: the slice of the stored tensor; None: the whole tensor.
