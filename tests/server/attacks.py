@@ -136,8 +136,8 @@ def posting(path: str, body: bytes, status: int, message: str) -> Attack:
                 answer += await reader.readexactly(int(length[1]))
         finally:
             writer.close()
-        busy = b" 503 " in answer[:13] and b"overloaded" in answer
-        if status and not busy:
+        # It may also be too busy with the other attacks.
+        if status and answer and answer[9:12] not in (b"429", b"503"):
             assert answer.startswith(f"HTTP/1.1 {status} ".encode()), (path, answer[:500])
             assert message.encode() in answer, (path, answer[:500])
 
@@ -233,8 +233,9 @@ ATTACKS: dict[str, Attack] = {
     "3 MiB of chat": posting(CHAT, chat("a b " * 800_000), 400, "cannot hold it"),
     "9 million lists": posting(CHAT, metadata(b"[]," * 9_000_000), 413, "the body has more than"),
     "a million lists": posting(CHAT, metadata(b"[]," * 1_000_000), 400, "arrays, objects and"),
+    "many numbers": posting(CHAT, metadata(b"1," * 130_000), 200, "chat.completion"),
     "as many lists as it may": posting(CHAT, metadata(b"[[]]," * 65_000), 200, "chat.completion"),
-    "a million numbers": posting(CHAT, metadata(b"1," * 1_500_000), 200, "chat.completion"),
+    "a million numbers": posting(CHAT, metadata(b"1," * 1_500_000), 400, "items"),
     "brackets in a string": posting(CHAT, metadata(b'"' + b"[" * 3 * MIB + b'",'), 200, "chat."),
     "300,000 unknown fields": posting(
         CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(300_000)) + b"}", 400, "members"
@@ -242,13 +243,11 @@ ATTACKS: dict[str, Attack] = {
     "100,000 unknown fields": posting(
         CHAT, b"{" + b",".join(b'"%d":1' % i for i in range(100_000)) + b"}", 400, "fields"
     ),
-    "a million wrong messages": posting(
-        CHAT, completion(messages=[1] * 1_000_000), 400, "messages.0"
-    ),
-    "a million prompts": posting(COMPLETIONS, completion(prompt=["a"] * 500_000), 400, "allows"),
-    "a million ids": posting(COMPLETIONS, completion(prompt=[5] * 900_000), 400, "tokens"),
-    "a million ids to /detokenize": posting(
-        "/detokenize", json.dumps({"tokens": [5] * 900_000}).encode(), 200, "prompt"
+    "many wrong messages": posting(CHAT, completion(messages=[1] * 130_000), 400, "messages.0"),
+    "many prompts": posting(COMPLETIONS, completion(prompt=["a"] * 130_000), 400, "allows"),
+    "many ids": posting(COMPLETIONS, completion(prompt=[5] * 130_000), 400, "tokens"),
+    "many ids to /detokenize": posting(
+        "/detokenize", json.dumps({"tokens": [5] * 130_000}).encode(), 200, "prompt"
     ),
     "deep nesting": posting(CHAT, metadata(b"[" * 100_000), 400, "nested deeper"),
     "UTF-16": posting(CHAT, chat("x" * 70_000).decode().encode("utf-16"), 400, "not valid JSON"),

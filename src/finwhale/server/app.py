@@ -17,7 +17,7 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
-from finwhale.server.bodies import BodyRoute, Parser
+from finwhale.server.bodies import BodyRoute, Parser, max_items
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
@@ -86,7 +86,7 @@ def create_app(state: ServerState) -> FastAPI:
         static_url=STATIC_PATH,
     )
     app.router.route_class = BodyRoute
-    app.state.parser = Parser()
+    app.state.parser = Parser(lambda: max_items(state.max_model_len))
     if state.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ MAX_FIELDS = 256  # pydantic makes an error of each unknown field
 def max_body_bytes(max_model_len: int) -> int:
     """The size limit of a body for a context of `max_model_len` tokens."""
     return BASE_BYTES + BYTES_PER_TOKEN * max_model_len
+
+
+def max_items(max_model_len: int) -> int:
+    """The number of items that a body may have, so that a prompt of token ids fits."""
+    return MAX_STRUCTURES + 2 * max_model_len
 
 
 class Budget:
@@ -71,8 +77,12 @@ class Budget:
 class Parser:
     """Parses bodies on one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_items: Callable[[], int]) -> None:
+        """`max_items`: the number of commas that a body may have."""
+        self._max_items = max_items
         self._free = asyncio.Semaphore(1)
+        # Always the same thread: the memory allocator keeps memory for each thread.
+        self._thread = ThreadPoolExecutor(1, "parser")
 
     async def parse(self, body: bytes) -> Any:
         """The JSON value of a body.
@@ -81,10 +91,12 @@ class Parser:
             ApiError (400): it is not JSON in UTF-8, or has too many or too deep structures.
         """
         if len(body) <= SMALL_BYTES:
-            return _parse(body)
+            return _parse(body, self._max_items())
         async with self._free:
             begin = time.monotonic()
-            value = await asyncio.to_thread(_parse, body)
+            value = await asyncio.get_running_loop().run_in_executor(
+                self._thread, _parse, body, self._max_items()
+            )
             # The loop gets at least as much time between large bodies as they take.
             await asyncio.sleep(time.monotonic() - begin)
         return value
@@ -140,39 +152,39 @@ def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
     raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")
 
 
-def count_structures(body: bytes) -> int:
-    """The number of arrays, objects and members in JSON text.
+def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
+    """The number of certain ASCII characters outside the strings of JSON text.
 
-    Brackets in strings count too, unless the number exceeds MAX_STRUCTURES. Behind the first syntax
-    error the number means nothing; a parser does not get there.
+    Those in strings count too, unless the number exceeds `enough`. Behind the first syntax error
+    the number means nothing; a parser does not get there.
     """
-    found = sum(map(body.count, (b"[", b"{", b":")))
-    if found <= MAX_STRUCTURES:
+    found = sum(map(text.count, marks))
+    if found <= enough:
         return found
     # numpy works without the GIL.
-    text = np.frombuffer(body, np.uint8)
-    quotes = np.flatnonzero(text == ord('"'))
-    if b"\\" in body:
+    chars = np.frombuffer(text, np.uint8)
+    quotes = np.flatnonzero(chars == ord('"'))
+    if b"\\" in text:
         # A quote that follows an odd number of backslashes does not end its string.
-        places = np.arange(len(text), dtype=np.int32)
-        others = np.maximum.accumulate(np.where(text == ord("\\"), -1, places))
+        places = np.arange(len(chars), dtype=np.int32)
+        others = np.maximum.accumulate(np.where(chars == ord("\\"), -1, places))
         slashes = np.where(quotes > 0, quotes - 1 - others[quotes - 1], 0)
         quotes = quotes[slashes % 2 == 0]
-    toggles = np.zeros(len(text), np.bool_)
+    toggles = np.zeros(len(chars), np.bool_)
     toggles[quotes] = True
     in_string = np.logical_xor.accumulate(toggles)
-    structural = (text == ord("[")) | (text == ord("{")) | (text == ord(":"))
-    return int(np.count_nonzero(structural & ~in_string))
+    return sum(int(np.count_nonzero((chars == mark) & ~in_string)) for mark in marks)
 
 
-def _parse(body: bytes) -> Any:
-    if (found := count_structures(body)) > MAX_STRUCTURES:
-        raise ApiError(
-            400,
-            f"the body has {found} arrays, objects and members; this server allows "
-            f"{MAX_STRUCTURES}",
-            code="too_complex",
-        )
+def _parse(body: bytes, max_items: int) -> Any:
+    for marks, what, allowed in (
+        (b"[{:", "arrays, objects and members", MAX_STRUCTURES),
+        (b",", "items", max_items),
+    ):
+        found = count_outside_strings(body, marks, allowed)
+        if found > allowed:
+            message = f"the body has {found} {what}; this server allows {allowed}"
+            raise ApiError(400, message, code="too_complex")
     try:
         # Bytes would be decoded as UTF-16 or UTF-32 if they look like it; JSON is UTF-8.
         value = json.loads(body.decode())

@@ -98,9 +98,12 @@ class ServerState:
 
     @property
     def max_body_bytes(self) -> int:
-        ready = self.client.ready
-        derived = max_body_bytes(0 if ready is None else ready.max_model_len)
-        return self.config.max_body_bytes or derived
+        return self.config.max_body_bytes or max_body_bytes(self.max_model_len)
+
+    @property
+    def max_model_len(self) -> int:
+        """The number of tokens that the context holds; 0 while the model loads."""
+        return 0 if self.client.ready is None else self.client.ready.max_model_len
 
     async def in_thread(self, body_bytes: int, work: Callable[[], T]) -> T:
         """Converts and encodes a request on a thread; the tokenizers work without the GIL.
