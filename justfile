@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -44,6 +44,10 @@ long-page:
 # Many clients of one server, some of them hostile.
 long-soak seconds="600":
     FINWHALE_SOAK_SECONDS={{ seconds }} pytest -n0 tests/server/test_soak.py
+
+# All attacks of tests/server/attacks.py on one server: needs a machine with nothing else to do.
+long-hostile seconds="600":
+    FINWHALE_HOSTILE_SECONDS={{ seconds }} pytest -n0 tests/server/test_hostile_load.py
 
 # Ranks on two hosts, which are two node agents of torchrun or two nodes of Ray on this machine.
 long-hosts:

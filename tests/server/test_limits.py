@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from finwhale import LLM
+from finwhale.server.bodies import check_depth
 from finwhale.server.errors import ApiError
-from finwhale.server.limits import check_depth
 
 from .running import MODEL, RunningServer
 from .test_openai import QUESTION

@@ -86,7 +86,10 @@ def serve() -> Iterator[Serve]:
 def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# ours\nsecret-key\n")
-    served = serve("--api-key-file", str(keys), environment={"FINWHALE_API_KEYS": "other-key,"})
+    served = serve(
+        *("--api-key-file", str(keys), "--drain-delay", "1.5"),
+        environment={"FINWHALE_API_KEYS": "other-key,"},
+    )
     engine = served.engine_pid()
     assert served.client.models.list().data[0].id == "finwhale-demo"
     assert served.client.with_options(api_key="other-key").models.list().data
@@ -98,6 +101,10 @@ def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
     pieces = iter(stream)
     next(pieces)
     served.process.send_signal(signal.SIGTERM)
+    served.wait_for("not ready")
+    assert httpx.get(f"{served.url}/health/ready").status_code == 503
+    assert httpx.get(f"{served.url}/health/live").status_code == 200
+    assert served.client.models.list().data, "it still accepts requests"
     served.wait_for("stopping")
     wait_until(served.refuses)
     with pytest.raises(openai.APIConnectionError):
@@ -114,11 +121,15 @@ def test_a_second_signal_ends_at_once(serve: Serve) -> None:
     served = serve()
     engine = served.engine_pid()
     stream = served.client.completions.create(**{**LONG, "model": "finwhale-demo"}, stream=True)
-    next(iter(stream))
+    pieces = iter(stream)
+    next(pieces)
     served.process.send_signal(signal.SIGTERM)
     served.wait_for("stopping")
     assert served.process.poll() is None
     served.process.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="has cut off this request") as caught:
+        list(pieces)
+    assert caught.value.code == "server_stopping"
     code, _ = served.end()
     assert code == 1, "the answer that was running was not cut off"
     assert not Path(f"/proc/{engine}").exists()

@@ -4,7 +4,7 @@ A conversation is a request of one of three chat protocols, or a list of OpenAI-
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -178,8 +178,15 @@ class ChatTemplate:
         """
         return self.encode(_convert(messages, options or ChatOptions()))
 
-    def encode(self, request: recipe.ConversationRequest) -> ChatPrompt:
+    def encode(
+        self,
+        request: recipe.ConversationRequest,
+        check_text: Callable[[str], None] | None = None,
+    ) -> ChatPrompt:
         """The prompt of a converted conversation.
+
+        Args:
+            check_text: is called with the prompt's text before it is encoded, and may raise.
 
         Raises:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
@@ -187,6 +194,8 @@ class ChatTemplate:
         rendered = self._encoding.render_conversation(
             with_ladder(request.conversation, self._ladder)
         )
+        if check_text is not None:
+            check_text(rendered.prompt)
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, request)
 

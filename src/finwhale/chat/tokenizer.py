@@ -135,6 +135,11 @@ class Tokenizer:
         return b"".join(parts).decode("utf-8", errors="replace")
 
     @cached_property
+    def longest_token(self) -> int:
+        """The number of bytes of the longest token."""
+        return max(len(self.token_bytes(i)) for i in self._tokens)
+
+    @cached_property
     def _full(self) -> tokenizers.Tokenizer:
         return _build(self._spec, self.path)
 

@@ -16,7 +16,8 @@ import finwhale
 from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
-from finwhale.server import chat_answers, chat_requests, completions, tokens
+from finwhale.server import chat_answers, chat_requests, completions, health, tokens
+from finwhale.server.bodies import BodyRoute, Parser, max_items
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
@@ -25,7 +26,7 @@ from finwhale.server.errors import (
     error_response,
     is_anthropic,
 )
-from finwhale.server.limits import STATIC_PATH, Gate, check_depth
+from finwhale.server.limits import STATIC_PATH, Gate
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import page_response
@@ -84,6 +85,8 @@ def create_app(state: ServerState) -> FastAPI:
         redoc_url=None,
         static_url=STATIC_PATH,
     )
+    app.router.route_class = BodyRoute
+    app.state.parser = Parser(lambda: max_items(state.max_model_len))
     if state.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -103,7 +106,7 @@ def _add_generation(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/completions", responses=_STREAMS, response_model=None)
     async def create_completion(body: CompletionBody, request: Request) -> Response:
         log = _begin(state, request, body)
-        job = await _prepared(request, state, log, completions.prepare(state, body))
+        job = await _prepared(request, state, log, completions.prepare(state, body, log.body_bytes))
         if body.stream:
             return await _stream(request, state, completions.stream(state, job, log))
         return await _whole(request, completions.complete(state, job, log))
@@ -125,7 +128,7 @@ async def _chat(
     state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, request: Request
 ) -> Response:
     log = _begin(state, request, body)
-    preparing = chat_requests.prepare(state, protocol, body)
+    preparing = chat_requests.prepare(state, protocol, body, log.body_bytes)
     prepared = await _prepared(request, state, log, preparing)
     if body.stream:
         return await _stream(request, state, chat_answers.stream(state, prepared, log))
@@ -134,18 +137,16 @@ async def _chat(
 
 def _add_tokens(app: FastAPI, state: ServerState) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
-    async def count_tokens(body: CountTokensBody) -> dict[str, int]:
-        check_depth(body.model_dump())
-        return {"input_tokens": await tokens.count(state, body)}
+    async def count_tokens(body: CountTokensBody, request: Request) -> dict[str, int]:
+        return {"input_tokens": await tokens.count(state, body, _size(request))}
 
     @app.post("/tokenize", responses=_ERRORS)
-    async def tokenize(body: TokenizeBody) -> TokenizeAnswer:
-        check_depth(body.model_dump())
-        return await tokens.tokenize(state, body)
+    async def tokenize(body: TokenizeBody, request: Request) -> TokenizeAnswer:
+        return await tokens.tokenize(state, body, _size(request))
 
     @app.post("/detokenize", responses=_ERRORS)
-    async def detokenize(body: DetokenizeBody) -> DetokenizeAnswer:
-        return await tokens.detokenize(state, body)
+    async def detokenize(body: DetokenizeBody, request: Request) -> DetokenizeAnswer:
+        return await tokens.detokenize(state, body, _size(request))
 
 
 def _add_service(app: FastAPI, state: ServerState) -> None:
@@ -163,22 +164,14 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
 
     @app.get("/health/live", responses={503: {"model": Health}})
     async def live() -> Response:
-        """Whether the process is healthy: the engine has not died."""
-        failure = state.client.failure
-        health = Health(status="dead" if failure else "alive", reason=failure)
-        return JSONResponse(health.model_dump(), 503 if failure else 200)
+        """Whether the process is healthy: neither it nor its engine has died or stopped."""
+        return _health(health.live(state))
 
     @app.get("/health", responses={503: {"model": Health}}, name="healthy")
     @app.get("/health/ready", responses={503: {"model": Health}})
     async def ready() -> Response:
         """Whether the server accepts requests: the model is loaded and it is not stopping."""
-        reason = state.client.failure
-        if reason is None and state.draining:
-            reason = "the server is stopping"
-        if reason is None and not state.client.alive:
-            reason = "the model is loading"
-        health = Health(status="not ready" if reason else "ready", reason=reason)
-        return JSONResponse(health.model_dump(), 503 if reason else 200)
+        return _health(health.ready(state))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -195,12 +188,21 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         return page_response()
 
 
+def _health(found: Health) -> Response:
+    return JSONResponse(found.model_dump(), 503 if found.reason else 200)
+
+
+def _size(request: Request) -> int:
+    """The number of bytes of the body."""
+    size: int = request.scope["state"]["body_bytes"]
+    return size
+
+
 def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
-    check_depth(body.model_dump())
     if state.config.log_prompts:
         found = {"request_id": request.scope["state"]["request_id"]}
         logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
-    log = RequestLog(request.scope["state"]["request_id"], request.url.path)
+    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request))
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log
     return log

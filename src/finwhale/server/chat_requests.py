@@ -5,7 +5,6 @@ for it, within the limits of `chat.grammar_limits`, but compiles no grammar: `Se
 checks it in another process.
 """
 
-import asyncio
 import time
 import uuid
 from collections.abc import Mapping
@@ -70,11 +69,11 @@ class ChatRequest:
 
 
 async def prepare(
-    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody
+    state: ServerState, protocol: ProtocolName, body: ChatProtocolBody, body_bytes: int
 ) -> ChatRequest:
     """Checks a body, converts it and encodes its prompt. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    request = await asyncio.to_thread(_prepare, state, protocol, body)
+    request = await state.in_thread(body_bytes, lambda: _prepare(state, protocol, body))
     await state.grammars.check(request.params.guide)
     return request
 
@@ -99,7 +98,7 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         choice,
         end_of_thinking,
     )
-    prompt = template.encode(request)
+    prompt = template.encode(request, state.check_text)
     state.check_prompt(prompt.token_ids)
     max_tokens = options.max_tokens
     if max_tokens is None:

@@ -17,6 +17,7 @@ from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server import worker
+from finwhale.server.heartbeat import Heartbeat
 from finwhale.server.wire import (
     Abort,
     Accepted,
@@ -32,6 +33,10 @@ from finwhale.server.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+class StoppingError(FinwhaleError):
+    """The server stops before a request has ended."""
 
 
 class QueueFullError(FinwhaleError):
@@ -114,10 +119,22 @@ class EngineClient:
         ready: the engine's message that its model is loaded; None before.
         failure: why the engine has died; None while it lives.
         metrics: the engine's latest metrics; None before the first ones.
+        heartbeat: the signs of life of the engine's process; None: the engine is a thread.
     """
 
-    def __init__(self, connection: Connection, process: BaseProcess | None = None) -> None:
-        """`connection`: the server's end of the pipe; `process`: the process at the other end."""
+    def __init__(
+        self,
+        connection: Connection,
+        process: BaseProcess | None = None,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        """
+        Args:
+            connection: the server's end of the pipe.
+            process: the process at the other end.
+            heartbeat: its signs of life.
+        """
+        self.heartbeat = heartbeat
         self.ready: Ready | None = None
         self.failure: str | None = None
         self.metrics: EngineMetrics | None = None
@@ -142,12 +159,13 @@ class EngineClient:
         """Starts a process and calls `load`, which must be picklable, there to open an engine."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
+        heartbeat = Heartbeat(context)
         process = context.Process(
-            target=worker.main, args=(theirs, load), name="finwhale-engine", daemon=True
+            target=worker.main, args=(theirs, load, heartbeat), name="finwhale-engine", daemon=True
         )
         process.start()
         theirs.close()
-        return cls(ours, process)
+        return cls(ours, process, heartbeat)
 
     @property
     def alive(self) -> bool:
@@ -184,6 +202,8 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine is not ready or has died.
         """
+        if self._closing:
+            raise StoppingError("the server is stopping")
         if not self.alive:
             raise EngineDeadError(self.failure or "the engine is not ready")
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
@@ -194,11 +214,20 @@ class EngineClient:
             self._send(Add(request_id, prompt, params, stop_after, priority))
         return generation
 
+    def cut_off(self) -> int:
+        """Ends all requests with a StoppingError. Returns the number of their sequences."""
+        count = self._num_sequences
+        if self.failure is None:
+            for request_id in self._live:
+                self._send(Abort(request_id))
+        self._fail_all(StoppingError("the server is stopping, and has cut off this request"))
+        return count
+
     async def close(self, timeout_s: float = 5.0) -> None:
         """Ends the engine's process. Requests that still run fail."""
         self._closing = True
+        self.cut_off()
         self._send(Stop())
-        self._fail_all("the server is stopping")
         process = self._process
         if process is not None:
             await asyncio.to_thread(process.join, timeout_s)
@@ -295,13 +324,13 @@ class EngineClient:
             return
         self.failure = message
         logger.error("engine died", extra={"reason": message})
-        self._fail_all(message)
+        self._fail_all(EngineDeadError(message))
         self._settled.set()
         if self.on_failure is not None:
             self.on_failure()
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, error: Exception) -> None:
         for generation in {id(live): live.generation for live in self._live.values()}.values():
-            generation._put(EngineDeadError(message))
+            generation._put(error)
         self._live.clear()
         self._num_sequences = 0

@@ -1,6 +1,5 @@
 """/v1/completions: continues texts or token ids."""
 
-import asyncio
 import json
 import uuid
 from collections.abc import AsyncGenerator
@@ -52,10 +51,10 @@ class CompletionJob:
         return sum(map(len, self.prompts))
 
 
-async def prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
+async def prepare(state: ServerState, body: CompletionBody, body_bytes: int) -> CompletionJob:
     """Checks a body and encodes its prompts. Raises RequestError, ApiError."""
     state.check_model(body.model)
-    job = await asyncio.to_thread(_prepare, state, body)
+    job = await state.in_thread(body_bytes, lambda: _prepare(state, body))
     if job.params is not None:
         await state.grammars.check(job.params.guide)
     return job
@@ -72,9 +71,11 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)")
-    prompts = [_encode(state, prompt) for prompt in _prompts(body.prompt)]
-    if not prompts:
+    given = _prompts(body.prompt)
+    if not given:
         raise RequestError("prompt must not be an empty list")
+    state.check_choices(len(given) * n)
+    prompts = [_encode(state, prompt) for prompt in given]
     echoes = [state.need_tokenizer().decode(p) if body.echo else "" for p in prompts]
     params = None
     if max_tokens:
@@ -102,6 +103,7 @@ def _encode(state: ServerState, prompt: str | list[int]) -> list[int]:
     elif not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     else:
+        state.check_text(prompt)
         ids = [state.ready.bos_token_id, *state.need_tokenizer().encode(prompt)]
     if not ids:
         raise RequestError("the prompt is empty: give at least one token")

@@ -44,7 +44,17 @@ class ServerConfig:
         metavar="ORIGIN",
         flag="--cors-origin",
     )
-    max_body_bytes: int = option(32 << 20, "maximum size of a request's body", metavar="N")
+    max_body_bytes: int | None = option(
+        None,
+        "maximum size of a request's body",
+        unset="4 MiB, and 16 bytes for each token of the context",
+        metavar="N",
+    )
+    max_buffered_bytes: int = option(
+        1 << 30,
+        "maximum size of all requests' bodies together; a large body beyond it gets 503",
+        metavar="N",
+    )
     max_prompt_tokens: int | None = option(
         None, "maximum number of tokens of a prompt", unset="the model's context", metavar="N"
     )
@@ -77,6 +87,57 @@ class ServerConfig:
         metavar="SECONDS",
         flag="--drain-timeout",
     )
+    drain_delay_s: float = option(
+        0.0,
+        "time for which a server that is told to stop still accepts requests, after /health/ready "
+        "has turned to 503; give a load balancer time to notice",
+        metavar="SECONDS",
+        flag="--drain-delay",
+    )
+    health_port: int | None = option(
+        None,
+        "second port for /health and /metrics, which needs no API key and answers even if the "
+        "server is too busy for the first one; 0 takes any free port",
+        unset="none",
+        metavar="PORT",
+    )
+    engine_timeout_s: float = option(
+        60.0,
+        "time without a sign of life from the engine's process after which /health/live fails",
+        metavar="SECONDS",
+        flag="--engine-timeout",
+    )
+    step_timeout_s: float = option(
+        600.0,
+        "duration of one step of the engine beyond which /health/live fails",
+        metavar="SECONDS",
+        flag="--step-timeout",
+    )
+    max_connections: int = option(
+        4096,
+        "maximum number of connections, within the system's limit of open files; a further one "
+        "replaces the one that has sent nothing for longest",
+        metavar="N",
+    )
+    header_timeout_s: float = option(
+        10.0,
+        "time in which the head of a request must arrive",
+        metavar="SECONDS",
+        flag="--header-timeout",
+    )
+    body_timeout_s: float = option(
+        30.0,
+        "time in which a request's body must arrive, plus a second for each 64 KiB",
+        metavar="SECONDS",
+        flag="--body-timeout",
+    )
+    idle_timeout_s: float = option(
+        75.0,
+        "time after which a connection without a request is closed, or one that does not read its "
+        "answer",
+        metavar="SECONDS",
+        flag="--idle-timeout",
+    )
     log_level: LogLevel = option("info", "least severe level of messages to log")
     log_prompts: bool = option(False, "write the bodies of requests to the log")
 
@@ -84,20 +145,30 @@ class ServerConfig:
         check_types(self)
         if not self.model_names or not all(self.model_names):
             raise FinwhaleError("a server needs at least one name of the model, not empty")
-        if not 0 <= self.port <= 65535:
-            raise FinwhaleError(f"port must be 0 to 65535, got {self.port}")
+        for name in ("port", "health_port"):
+            if not 0 <= (getattr(self, name) or 0) <= 65535:
+                raise FinwhaleError(f"{name} must be 0 to 65535, got {getattr(self, name)}")
+        if self.drain_delay_s < 0:
+            raise FinwhaleError(f"drain_delay_s must be at least 0, got {self.drain_delay_s}")
         if any(len(key) < 8 or not key.isascii() for key in self.api_keys):
             raise FinwhaleError("an API key must be at least 8 ASCII characters")
         if self.max_queue < 0:
             raise FinwhaleError(f"max_queue must be at least 0, got {self.max_queue}")
         for name in (
             "max_body_bytes",
+            "max_buffered_bytes",
             "max_prompt_tokens",
             "max_choices",
             "max_concurrency",
             "retry_after_s",
             "request_timeout_s",
             "drain_timeout_s",
+            "engine_timeout_s",
+            "step_timeout_s",
+            "max_connections",
+            "header_timeout_s",
+            "body_timeout_s",
+            "idle_timeout_s",
         ):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from starlette.responses import Response
 
 from finwhale.errors import EngineDeadError, RequestError
-from finwhale.server.client import QueueFullError
+from finwhale.server.client import QueueFullError, StoppingError
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -69,6 +69,9 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
         return ApiError(429, str(error), code="queue_full", headers=headers)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
+    if isinstance(error, StoppingError):
+        headers = {"retry-after": str(retry_after_s)}
+        return ApiError(503, str(error), code="server_stopping", headers=headers)
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows", code="timeout")
     return None

@@ -9,6 +9,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from finwhale.server.bodies import Budget
 from finwhale.server.errors import ApiError, error_response
 from finwhale.server.state import ServerState
 
@@ -38,7 +39,7 @@ class Gate:
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
-        body = _LimitedBody(receive, self._state.config.max_body_bytes)
+        body = _LimitedBody(receive, self._state.max_body_bytes, self._state.budget)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -49,24 +50,24 @@ class Gate:
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
 
-        async def send_unless_exceeded(message: Message) -> None:
-            if not body.exceeded:
+        async def send_unless_refused(message: Message) -> None:
+            if body.refused is None:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
                 # The application sees an incomplete body, so replace its answer.
-                told = error_response(_too_large(self._state.config.max_body_bytes), path)
-                await told(scope, receive, send_marked)
+                await error_response(body.refused, path)(scope, receive, send_marked)
 
         self._in_flight += 1
         try:
             self._check(scope, path)
-            await self._app(scope, body.receive, send_unless_exceeded)
+            await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
             if status:
                 raise
             await error_response(error, path)(scope, receive, send_marked)
         finally:
             self._in_flight -= 1
+            body.release()
             self._report(scope, status, request_id, begin)
 
     def _check(self, scope: Scope, path: str) -> None:
@@ -82,8 +83,9 @@ class Gate:
                 headers={"www-authenticate": "Bearer"},
             )
         length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > config.max_body_bytes:
-            raise _too_large(config.max_body_bytes)
+        max_body_bytes = self._state.max_body_bytes
+        if length.isdecimal() and int(length[:20]) > max_body_bytes:
+            raise _too_large(max_body_bytes)
         if self._in_flight > config.max_concurrency and path not in _ALWAYS:
             raise ApiError(
                 429,
@@ -121,22 +123,39 @@ class Gate:
 
 
 class _LimitedBody:
-    """Passes a request's body on. Beyond a size, sets `exceeded` and raises ApiError."""
+    """Passes a request's body on, until it has too many bytes or the server holds too many.
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    Attributes:
+        refused: why the rest of the body is not passed on; None: it is.
+    """
+
+    def __init__(self, receive: Receive, max_bytes: int, budget: Budget) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
+        self._budget = budget
         self._seen = 0
-        self.exceeded = False
+        self.refused: ApiError | None = None
 
     async def receive(self) -> Message:
+        """Raises ApiError."""
         message = await self._receive()
         if message["type"] == "http.request":
-            self._seen += len(message.get("body", b""))
-            if self._seen > self._max_bytes:
-                self.exceeded = True
-                raise _too_large(self._max_bytes)
+            seen = self._seen + len(message.get("body", b""))
+            try:
+                if seen > self._max_bytes:
+                    raise _too_large(self._max_bytes)
+                self._budget.resize(self._seen, seen)
+            except ApiError as error:
+                self.refused = error
+                self.release()
+                raise
+            self._seen = seen
         return message
+
+    def release(self) -> None:
+        """Counts the body no longer. A request's text lives as long as the request."""
+        self._budget.resize(self._seen, 0)
+        self._seen = 0
 
 
 def _too_large(max_bytes: int) -> ApiError:
@@ -145,19 +164,3 @@ def _too_large(max_bytes: int) -> ApiError:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-
-
-def check_depth(value: object, limit: int = 64) -> None:
-    """Raises ApiError if parsed JSON is nested deeper than `limit` levels."""
-    level: list[object] = [value]
-    for _ in range(limit):
-        level = [
-            item
-            for outer in level
-            if isinstance(outer, dict | list)
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-            if isinstance(item, dict | list)
-        ]
-        if not level:
-            return
-    raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")

@@ -43,6 +43,7 @@ class RequestLog:
 
     Attributes:
         request_id: the answer's x-request-id.
+        body_bytes: size of the request's body.
         begin, last_token: times of the request's arrival and of its latest token.
         first_token_s: time from the arrival to the first token; None before the first token.
         finish: the finish reason of each continuation that has ended.
@@ -50,6 +51,7 @@ class RequestLog:
 
     request_id: str
     endpoint: str
+    body_bytes: int
     begin: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -61,6 +63,7 @@ class RequestLog:
 
     def fields(self) -> dict[str, object]:
         found: dict[str, object] = {
+            "body_bytes": self.body_bytes,
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,

@@ -14,15 +14,19 @@ from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.rank.start_times import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.server import health
 from finwhale.server.app import create_app
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
+from finwhale.server.connections import Connections
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
 
 # After the engine's death, the server answers health checks for this long before it ends.
 DEATH_NOTICE_S = 2.0
+LAST_WORDS_S = 2
+BACKLOG = 2048
 
 
 def serve(
@@ -41,23 +45,35 @@ def serve(
     Raises:
         FinwhaleError: the server cannot listen on the address, or the model does not load.
     """
+    connections = Connections(config)
     listener = listen(config)
+    port = None
+    if config.health_port is not None:
+        port = health.HealthPort(config.host, config.health_port)
     client = EngineClient.spawn(load)
     if tokenizer is not None:
         # Build these while the engine loads, so that the first request does not wait for them.
         _ = tokenizer.guidance, tokenizer.recipe
-    return asyncio.run(_serve(ServerState(config, client, tokenizer, ladder), listener))
+    state = ServerState(config, client, tokenizer, ladder)
+    if port is not None:
+        port.start(state)
+        logger.info("health port", extra={"port": port.port})
+    try:
+        return asyncio.run(_serve(state, Server(state, connections), listener))
+    finally:
+        if port is not None:
+            port.close()
 
 
-async def _serve(state: ServerState, listener: socket.socket) -> int:
-    client = state.client
-    server = Server(state)
-    stop = asyncio.Event()
+async def _serve(state: ServerState, server: "Server", listener: socket.socket) -> int:
+    client, config = state.client, state.config
+    stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def asked_to_stop() -> None:
         if state.draining:
             server.force_exit = True
+            stop_now.set()
         state.draining = True
         stop.set()
 
@@ -66,6 +82,7 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
     died = asyncio.Event()
     client.on_failure = died.set
     serving = loop.create_task(server.serve(sockets=[listener]))
+    pulse = loop.create_task(health.pulse(state))
     try:
         await state.grammars.start()
         starting = loop.create_task(client.start())
@@ -83,18 +100,28 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
             await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
             if died.is_set():
                 await asyncio.sleep(DEATH_NOTICE_S)
+            elif config.drain_delay_s and not serving.done():
+                logger.info("not ready", extra={"drain_delay_s": config.drain_delay_s})
+                stopping_now = loop.create_task(stop_now.wait())
+                await asyncio.wait(
+                    (stopping_now, dying, serving),
+                    timeout=config.drain_delay_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
         else:
             starting.cancel()
         logger.info("stopping", extra={"in_flight": client.num_sequences})
         server.should_exit = True
+        await asyncio.wait((serving,), timeout=config.drain_timeout_s)
+        cut = client.cut_off() > 0 or server.force_exit
         await serving
-        cut = server.force_exit or client.num_sequences > 0
     except EngineDeadError as error:
         raise FinwhaleError(str(error)) from error
     finally:
         server.should_exit = server.force_exit = True
         with contextlib.suppress(Exception):
             await serving
+        pulse.cancel()
         await state.grammars.close()
         await client.close()
     return int(client.failure is not None or cut)
@@ -103,18 +130,31 @@ async def _serve(state: ServerState, listener: socket.socket) -> int:
 class Server(uvicorn.Server):
     """uvicorn without its handling of signals."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, connections: Connections | None = None) -> None:
+        self.connections = connections or Connections(state.config)
         config = uvicorn.Config(
             create_app(state),
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(state.config.drain_timeout_s) or 1,
+            http=self.connections.protocol(),  # type: ignore[arg-type]
+            ws="none",
+            # The event loop tries to accept this many connections in a row, even if no file
+            # descriptor is left, and complains each time. `startup` sets the real backlog.
+            backlog=1,
+            timeout_keep_alive=state.config.idle_timeout_s,  # type: ignore[arg-type]
+            # `_serve` ends the requests after --drain-timeout; this is for their last words.
+            timeout_graceful_shutdown=int(state.config.drain_timeout_s) + LAST_WORDS_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
         )
         super().__init__(config)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(BACKLOG)
+        asyncio.get_running_loop().set_exception_handler(self.connections.handle)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -131,7 +171,7 @@ def listen(config: ServerConfig) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen(2048)
+        listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise FinwhaleError(

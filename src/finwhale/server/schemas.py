@@ -13,10 +13,14 @@ from finwhale.errors import RequestError
 from finwhale.request import MAX_LOGPROBS, Guide, SamplingParams
 
 Text = Annotated[str, Field(max_length=1 << 24)]
+# An error in the first item ends the check: a list of a million wrong items has one error.
+Texts = Annotated[list[Text], Field(fail_fast=True)]
 Names = Annotated[list[str], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Json = dict[str, Any]
+Jsons = Annotated[list[Json], Field(fail_fast=True)]
 # Of the fields that vllm-router and sglang-router add to a request.
 _ROUTERS = "routers add this value, which has no effect; no other value is supported"
 # Fields that have the same name and meaning in SamplingParams.
@@ -130,7 +134,7 @@ class OpenAIBody(SamplingBody):
 
 
 class CompletionBody(OpenAIBody):
-    prompt: Text | list[Text] | list[TokenId] | list[list[TokenId]]
+    prompt: Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -144,12 +148,12 @@ class CompletionBody(OpenAIBody):
 
 
 class ChatBody(OpenAIBody):
-    messages: Annotated[list[Json], Field(min_length=1)]
+    messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     response_format: Json | None = Field(
@@ -175,12 +179,12 @@ class ChatBody(OpenAIBody):
 
 
 class ResponsesBody(SamplingBody):
-    input: Text | list[Json]
+    input: Text | Jsons
     instructions: Text | None = None
     max_output_tokens: MaxTokens | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    include: list[str] | None = None
-    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    include: Annotated[list[str], Field(max_length=64)] | None = None
+    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
     text: Json | None = None
@@ -204,20 +208,20 @@ class ResponsesBody(SamplingBody):
 
 class CountTokensBody(Body):
     model: Annotated[str, Field(max_length=512)]
-    messages: Annotated[list[Json], Field(min_length=1)]
-    system: Text | list[Json] | None = None
-    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    messages: Annotated[Jsons, Field(min_length=1)]
+    system: Text | Jsons | None = None
+    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: Json | None = None
 
 
 class MessagesBody(SamplingBody):
-    messages: Annotated[list[Json], Field(min_length=1)]
+    messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens
-    system: Text | list[Json] | None = None
+    system: Text | Jsons | None = None
     stop_sequences: Names | None = None
-    tools: Annotated[list[Json], Field(max_length=1024)] | None = None
+    tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: Json | None = None
@@ -229,8 +233,8 @@ class MessagesBody(SamplingBody):
 class TokenizeBody(Body):
     model: str | None = None
     prompt: Text | None = Field(default=None, description="text; or give messages")
-    messages: Annotated[list[Json], Field(min_length=1)] | None = None
-    tools: list[Json] | None = None
+    messages: Annotated[Jsons, Field(min_length=1)] | None = None
+    tools: Jsons | None = None
     thinking: Json | None = None
     add_special_tokens: bool = Field(
         default=True, description="whether a prompt begins with the begin of sequence"
@@ -240,7 +244,7 @@ class TokenizeBody(Body):
 
 class DetokenizeBody(Body):
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1 << 22)]
+    tokens: Annotated[TokenIds, Field(max_length=1 << 22)]
     skip_special_tokens: bool = False
 
 

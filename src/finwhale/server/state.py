@@ -2,14 +2,17 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
+from finwhale.server.bodies import SMALL_BYTES, Budget, max_body_bytes
 from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError
@@ -17,6 +20,10 @@ from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
 from finwhale.server.wire import Ready
+
+T = TypeVar("T")
+
+NUM_LARGE = 2  # number of large requests that are converted and encoded at once
 
 
 class ServerState:
@@ -37,13 +44,23 @@ class ServerState:
         self.grammars = GrammarChecker(
             None if tokenizer is None else tokenizer.path.parent, self.metrics
         )
+        self.budget = Budget(config.max_buffered_bytes, config.retry_after_s)
+        self._large = ThreadPoolExecutor(NUM_LARGE, "large-request")
+        self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
         self.started = int(time.time())
         self.draining = False
+        # When the event loop was last seen to run (`health.pulse`); 0: it does not run yet.
+        self.loop_seen = 0.0
         client.observer = self.metrics
 
     @property
     def model_name(self) -> str:
         return self.config.model_names[0]
+
+    @property
+    def loop_silent_s(self) -> float:
+        """The seconds since the event loop was last seen to run."""
+        return time.monotonic() - self.loop_seen if self.loop_seen else 0.0
 
     @property
     def ready(self) -> Ready:
@@ -79,6 +96,33 @@ class ServerState:
             raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
         return self.template
 
+    @property
+    def max_body_bytes(self) -> int:
+        return self.config.max_body_bytes or max_body_bytes(self.max_model_len)
+
+    @property
+    def max_model_len(self) -> int:
+        """The number of tokens that the context holds; 0 while the model loads."""
+        return 0 if self.client.ready is None else self.client.ready.max_model_len
+
+    async def in_thread(self, body_bytes: int, work: Callable[[], T]) -> T:
+        """Converts and encodes a request on a thread; the tokenizers work without the GIL.
+
+        Large requests have threads of their own: small ones do not wait for them.
+        """
+        threads = self._large if body_bytes > SMALL_BYTES else None
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def check_text(self, text: str) -> None:
+        """Raises RequestError if a text cannot fit into the context, whatever its tokens are."""
+        context = self.ready.max_model_len
+        # Each token stands for at least one byte, and each character has at least one.
+        if len(text) > context * self._longest_token:
+            raise RequestError(
+                f"the text has {len(text)} characters; {context} tokens of at most "
+                f"{self._longest_token} bytes cannot hold it"
+            )
+
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raises RequestError if a prompt is too long for this server."""
         ready = self.ready
@@ -93,6 +137,17 @@ class ServerState:
                 f"room for {ready.max_model_len}"
             )
 
+    def check_choices(self, num_sequences: int) -> None:
+        """Raises ApiError if a request asks for more continuations than the server allows."""
+        allowed = self.config.max_choices
+        if num_sequences > allowed:
+            raise ApiError(
+                400,
+                f"prompts times n is {num_sequences}; this server allows {allowed}",
+                code="too_many_choices",
+                param="n",
+            )
+
     def check_room(self, num_sequences: int) -> None:
         """Checks that the queue has room for a request.
 
@@ -101,13 +156,7 @@ class ServerState:
             QueueFullError: the queue has no room now.
         """
         config = self.config
-        if num_sequences > config.max_choices:
-            raise ApiError(
-                400,
-                f"prompts times n is {num_sequences}; this server allows {config.max_choices}",
-                code="too_many_choices",
-                param="n",
-            )
+        self.check_choices(num_sequences)
         room = self.ready.max_num_seqs + config.max_queue
         if self.client.num_sequences + num_sequences > room:
             raise QueueFullError(

@@ -1,6 +1,5 @@
 """/tokenize, /detokenize and /v1/messages/count_tokens."""
 
-import asyncio
 from typing import Any
 
 from finwhale.chat.template import convert
@@ -15,13 +14,13 @@ from finwhale.server.schemas import (
 from finwhale.server.state import ServerState
 
 
-async def tokenize(state: ServerState, body: TokenizeBody) -> TokenizeAnswer:
+async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> TokenizeAnswer:
     """Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages")
-    ids = await asyncio.to_thread(_encode, state, body)
+    ids = await state.in_thread(body_bytes, lambda: _encode(state, body))
     strings = None
     if body.return_token_strs:
         tokenizer = state.need_tokenizer()
@@ -33,6 +32,7 @@ async def tokenize(state: ServerState, body: TokenizeBody) -> TokenizeAnswer:
 
 def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
+        state.check_text(body.prompt)
         ids = state.need_tokenizer().encode(body.prompt)
         return [state.ready.bos_token_id, *ids] if body.add_special_tokens else ids
     fields: dict[str, Any] = {"messages": body.messages}
@@ -41,10 +41,10 @@ def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.thinking:
         fields["thinking"] = body.thinking
     converted = convert("chat", fields, default_thinking=state.config.default_thinking)
-    return state.need_template().encode(converted.request).token_ids
+    return state.need_template().encode(converted.request, state.check_text).token_ids
 
 
-async def detokenize(state: ServerState, body: DetokenizeBody) -> DetokenizeAnswer:
+async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) -> DetokenizeAnswer:
     """Raises RequestError, ApiError."""
     if body.model is not None:
         state.check_model(body.model)
@@ -52,17 +52,19 @@ async def detokenize(state: ServerState, body: DetokenizeBody) -> DetokenizeAnsw
     wrong = next((i for i in body.tokens if i >= state.ready.vocab_size), None)
     if wrong is not None:
         raise RequestError(f"token id {wrong} is not in 0..{state.ready.vocab_size - 1}")
-    text = await asyncio.to_thread(tokenizer.decode, body.tokens, body.skip_special_tokens)
+    text = await state.in_thread(
+        body_bytes, lambda: tokenizer.decode(body.tokens, body.skip_special_tokens)
+    )
     return DetokenizeAnswer(prompt=text)
 
 
-async def count(state: ServerState, body: CountTokensBody) -> int:
+async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> int:
     """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
     state.check_model(body.model)
     fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
 
     def encode() -> int:
         converted = convert("messages", fields, default_thinking=state.config.default_thinking)
-        return len(state.need_template().encode(converted.request).token_ids)
+        return len(state.need_template().encode(converted.request, state.check_text).token_ids)
 
-    return await asyncio.to_thread(encode)
+    return await state.in_thread(body_bytes, encode)

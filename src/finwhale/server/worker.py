@@ -5,6 +5,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 
 from finwhale.chat.grammar import Matcher
@@ -16,6 +17,7 @@ from finwhale.engine.rank.start_times import freeze_heap, whole_start
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
 from finwhale.server.grammar_compiler import GrammarCompiler
+from finwhale.server.heartbeat import Heartbeat
 from finwhale.server.wire import (
     Abort,
     Accepted,
@@ -36,12 +38,16 @@ METRICS_INTERVAL_S = 0.25
 CHECK_INTERVAL_S = 0.5  # an idle engine looks this often whether its ranks are well
 
 
-def main(connection: Connection, load: Callable[[], Engine]) -> None:
+def main(
+    connection: Connection, load: Callable[[], Engine], heartbeat: Heartbeat | None = None
+) -> None:
     """Loads the model and serves until `Stop`, or until the server closes the pipe."""
     # The server decides when this process ends. A terminal's Ctrl-C reaches both processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     began = time.monotonic()
+    if heartbeat is not None:
+        heartbeat.start()
     try:
         engine = load()
     except FinwhaleError as error:
@@ -49,15 +55,21 @@ def main(connection: Connection, load: Callable[[], Engine]) -> None:
         return
     phases = whole_start(engine.start_seconds, began)
     freeze_heap()
-    EngineLoop(engine, connection, phases).run()
+    EngineLoop(engine, connection, phases, heartbeat).run()
 
 
 class EngineLoop:
     """Runs one engine for one pipe."""
 
     def __init__(
-        self, engine: Engine, connection: Connection, phases: Mapping[str, float] | None = None
+        self,
+        engine: Engine,
+        connection: Connection,
+        phases: Mapping[str, float] | None = None,
+        heartbeat: Heartbeat | None = None,
     ) -> None:
+        # Each step begins and ends in it.
+        self._in_step = nullcontext if heartbeat is None else heartbeat.step
         self._engine = engine
         self._phases = phases or {}
         self._connection = connection
@@ -164,7 +176,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         self._engine.check()
-        touched = self._engine.step() if self._engine.has_work else []
+        touched: list[RequestOutput] = []
+        if self._engine.has_work:
+            with self._in_step():
+                touched = self._engine.step()
         deltas = [delta for request in touched for delta in self._deltas(request)]
         metrics = self._due_metrics()
         if deltas or metrics is not None:

@@ -1,0 +1,200 @@
+"""Reads request bodies within bounds, so that no body can stop the event loop or fill the memory.
+
+Python's JSON parser and pydantic hold Python's lock (GIL) while they work, so a thread does not
+help: other requests wait for them all the same. The cost is therefore bounded before it arises, by
+the size of a body and by its number of arrays, objects and members. Large bodies are parsed one at
+a time, with a pause after each in which other requests proceed.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from finwhale.server.errors import ApiError
+
+# A limit of the body's size that follows from the context: an id in JSON takes up to 9 bytes, and a
+# token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
+# and a grammar (1 MiB), whatever the context.
+BASE_BYTES = 4 << 20
+BYTES_PER_TOKEN = 16
+# A body up to this size is parsed and encoded without waiting, and is always let in.
+SMALL_BYTES = 64 << 10
+# The most expensive JSON value is a list: parsing this many holds the GIL for 50 ms.
+MAX_STRUCTURES = 1 << 17
+MAX_DEPTH = 64
+MAX_FIELDS = 256  # pydantic makes an error of each unknown field
+
+
+def max_body_bytes(max_model_len: int) -> int:
+    """The size limit of a body for a context of `max_model_len` tokens."""
+    return BASE_BYTES + BYTES_PER_TOKEN * max_model_len
+
+
+def max_items(max_model_len: int) -> int:
+    """The number of items that a body may have, so that a prompt of token ids fits."""
+    return MAX_STRUCTURES + 2 * max_model_len
+
+
+class Budget:
+    """The bytes of all bodies that the server holds now.
+
+    The first SMALL_BYTES of each body are free, so that large bodies cannot keep out small ones.
+
+    Attributes:
+        bytes: bytes that count.
+    """
+
+    def __init__(self, max_bytes: int, retry_after_s: int) -> None:
+        self.bytes = 0
+        self._max_bytes = max_bytes
+        self._retry_after_s = retry_after_s
+
+    def resize(self, before: int, after: int) -> None:
+        """Counts a body that grows from `before` to `after` bytes, or is dropped (`after` = 0).
+
+        Raises:
+            ApiError (503): there is no room; the body still counts as `before` bytes.
+        """
+        more = max(0, after - SMALL_BYTES) - max(0, before - SMALL_BYTES)
+        if more > 0 and self.bytes + more > self._max_bytes:
+            raise ApiError(
+                503,
+                "the server holds too many large requests; try again",
+                code="overloaded",
+                headers={"retry-after": str(self._retry_after_s)},
+            )
+        self.bytes += more
+
+
+class Parser:
+    """Parses bodies on one event loop."""
+
+    def __init__(self, max_items: Callable[[], int]) -> None:
+        """`max_items`: the number of commas that a body may have."""
+        self._max_items = max_items
+        self._free = asyncio.Semaphore(1)
+        # Always the same thread: the memory allocator keeps memory for each thread.
+        self._thread = ThreadPoolExecutor(1, "parser")
+
+    async def parse(self, body: bytes) -> Any:
+        """The JSON value of a body.
+
+        Raises:
+            ApiError (400): it is not JSON in UTF-8, or has too many or too deep structures.
+        """
+        if len(body) <= SMALL_BYTES:
+            return _parse(body, self._max_items())
+        async with self._free:
+            begin = time.monotonic()
+            value = await asyncio.get_running_loop().run_in_executor(
+                self._thread, _parse, body, self._max_items()
+            )
+            # The loop gets at least as much time between large bodies as they take.
+            await asyncio.sleep(time.monotonic() - begin)
+        return value
+
+
+class ParsedRequest(Request):
+    """A request whose body has been parsed. The bytes are dropped."""
+
+    def __init__(self, request: Request, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._value = value
+
+    async def body(self) -> bytes:
+        return b"parsed"  # FastAPI asks only whether there is a body
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class BodyRoute(APIRoute):
+    """A route that parses JSON bodies with `app.state.parser`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def parse_and_handle(request: Request) -> Response:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind == "application/json" or kind.endswith("+json"):
+                body = await request.body()
+                if body:
+                    request.scope["state"]["body_bytes"] = len(body)
+                    value = await request.app.state.parser.parse(body)
+                    del body
+                    request = ParsedRequest(request, value)
+            return await handle(request)
+
+        return parse_and_handle if self.body_field is not None else handle
+
+
+def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
+    """Raises ApiError if parsed JSON is nested deeper than `limit` levels."""
+    level: list[object] = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for outer in level
+            if isinstance(outer, dict | list)
+            for item in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(item, dict | list)
+        ]
+        if not level:
+            return
+    raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")
+
+
+def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
+    """The number of certain ASCII characters outside the strings of JSON text.
+
+    Those in strings count too, unless the number exceeds `enough`. Behind the first syntax error
+    the number means nothing; a parser does not get there.
+    """
+    found = sum(map(text.count, marks))
+    if found <= enough:
+        return found
+    # numpy works without the GIL.
+    chars = np.frombuffer(text, np.uint8)
+    quotes = np.flatnonzero(chars == ord('"'))
+    if b"\\" in text:
+        # A quote that follows an odd number of backslashes does not end its string.
+        places = np.arange(len(chars), dtype=np.int32)
+        others = np.maximum.accumulate(np.where(chars == ord("\\"), -1, places))
+        slashes = np.where(quotes > 0, quotes - 1 - others[quotes - 1], 0)
+        quotes = quotes[slashes % 2 == 0]
+    toggles = np.zeros(len(chars), np.bool_)
+    toggles[quotes] = True
+    in_string = np.logical_xor.accumulate(toggles)
+    return sum(int(np.count_nonzero((chars == mark) & ~in_string)) for mark in marks)
+
+
+def _parse(body: bytes, max_items: int) -> Any:
+    for marks, what, allowed in (
+        (b"[{:", "arrays, objects and members", MAX_STRUCTURES),
+        (b",", "items", max_items),
+    ):
+        found = count_outside_strings(body, marks, allowed)
+        if found > allowed:
+            message = f"the body has {found} {what}; this server allows {allowed}"
+            raise ApiError(400, message, code="too_complex")
+    try:
+        # Bytes would be decoded as UTF-16 or UTF-32 if they look like it; JSON is UTF-8.
+        value = json.loads(body.decode())
+    except ValueError as error:
+        raise ApiError(400, "the body is not valid JSON", code="invalid_json") from error
+    except RecursionError as error:
+        message = f"the body is nested deeper than {MAX_DEPTH} levels"
+        raise ApiError(400, message, code="too_deep") from error
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        message = f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}"
+        raise ApiError(400, message, code="too_complex")
+    check_depth(value)
+    return value

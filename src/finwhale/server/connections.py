@@ -1,0 +1,226 @@
+"""The server's connections: time limits for slow clients, and a limit of their number.
+
+A connection waits for the client (for a request's head, its body, or the next request) or the
+client waits for the server. While it waits for the client it has a deadline, and it may be closed
+to make room for another: the connection that has waited longest goes first. So clients that open
+connections and send nothing cannot keep out others, health checks among them.
+"""
+
+import asyncio
+import errno
+import json
+import logging
+import resource
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState as UvicornState
+
+from finwhale.server.config import ServerConfig
+
+logger = logging.getLogger(__name__)
+
+# A body may take its time-out and this long beyond it: a slow line is no attack.
+MIN_BYTES_PER_S = 64 << 10
+# Descriptors for files, the engine, the process that tries grammars, and the health port.
+RESERVED_FILES = 128
+LOG_INTERVAL_S = 60.0
+# If no descriptor is left, so many waiting connections are closed at once.
+MADE_ROOM = 16
+
+Phase = Literal["idle", "head", "body", "busy"]
+
+
+class Connections:
+    """What the connections of one server share.
+
+    Attributes:
+        max_connections: number of connections; one more is refused, or replaces a waiting one.
+        waiting: the connections that wait for their clients, the longest wait first.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.max_connections = min(config.max_connections, max_files() - RESERVED_FILES)
+        self.waiting: dict[Connection, None] = {}
+        self._logged: dict[str, tuple[float, int]] = {}
+
+    def protocol(self) -> Callable[..., "Connection"]:
+        """The factory that uvicorn calls for each connection."""
+
+        def make(
+            config: Config,
+            server_state: UvicornState,
+            app_state: dict[str, Any],
+            _loop: asyncio.AbstractEventLoop | None = None,
+        ) -> Connection:
+            return Connection(self, config, server_state, app_state, _loop)
+
+        return make
+
+    def make_room(self, count: int) -> bool:
+        """Closes up to `count` waiting connections. Returns whether there was one."""
+        oldest = list(self.waiting)[:count]
+        for connection in oldest:
+            connection.refuse(503, "the server has too many connections; try again")
+        return bool(oldest)
+
+    def handle(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The event loop's handler of exceptions."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            # The loop tries again after a second.
+            self.log("no file descriptor is left for a new connection")
+            self.make_room(MADE_ROOM)
+        else:
+            loop.default_exception_handler(context)
+
+    def log(self, message: str) -> None:
+        """Logs a warning at most once in LOG_INTERVAL_S, with the number of those left out."""
+        now = time.monotonic()
+        before, omitted = self._logged.get(message, (-LOG_INTERVAL_S, 0))
+        if now - before >= LOG_INTERVAL_S:
+            logger.warning(message, extra={"omitted": omitted})
+            self._logged[message] = (now, 0)
+        else:
+            self._logged[message] = (before, omitted + 1)
+
+
+class Connection(H11Protocol):
+    """One connection."""
+
+    def __init__(self, shared: Connections, *args: Any) -> None:
+        super().__init__(*args)
+        self._shared = shared
+        self._phase: Phase = "idle"
+        self._since = 0.0
+        self._phase_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
+
+    # uvicorn calls these.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        shared = self._shared
+        if len(self.connections) > shared.max_connections:
+            shared.log("too many connections: the one that waits longest is closed")
+            if not shared.make_room(1):
+                self.refuse(503, "the server has too many connections; try again")
+                return
+        self._enter("idle")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave()
+        self._cancel_stalled()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._phase_bytes += len(data)
+        self._update()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._cancel_stalled()
+        self._stalled = self.loop.call_later(self._shared.config.idle_timeout_s, self._abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_stalled()
+
+    # Ours.
+
+    def refuse(self, status: int, message: str) -> None:
+        """Closes the connection, with an answer unless one has begun."""
+        self._leave()
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = json.dumps({"error": {"message": message, "type": "server_error"}})
+            head = (
+                f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write((head + body).encode())
+        self.transport.close()
+
+    def _update(self) -> None:
+        """Finds the phase after something has happened."""
+        if self.transport.is_closing():
+            self._leave()
+        elif self.conn.their_state is h11.SEND_BODY:
+            self._enter("body")
+        elif self.conn.their_state is not h11.IDLE or self.conn.our_state is not h11.IDLE:
+            self._enter("busy")
+        else:
+            self._enter("head" if self.conn.trailing_data[0] else "idle")
+
+    def _enter(self, phase: Phase) -> None:
+        if phase == self._phase and self._timer is not None:
+            return
+        self._leave()
+        self._phase, self._phase_bytes = phase, 0
+        if phase != "busy":
+            self._since = time.monotonic()
+            self._shared.waiting[self] = None
+            self._timer = self.loop.call_later(self._time_limit(), self._check)
+
+    def _leave(self) -> None:
+        self._shared.waiting.pop(self, None)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_limit(self) -> float:
+        config = self._shared.config
+        if self._phase == "idle" and self.cycle is not None:
+            return config.idle_timeout_s
+        if self._phase == "body":
+            return config.body_timeout_s + self._phase_bytes / MIN_BYTES_PER_S
+        return config.header_timeout_s
+
+    def _check(self) -> None:
+        left = self._since + self._time_limit() - time.monotonic()
+        if left > 0:
+            self._timer = self.loop.call_later(left, self._check)
+        elif self._phase == "idle":
+            self._leave()
+            self.transport.close()
+        else:
+            self._shared.log(f"a client is too slow: its {self._phase} did not arrive in time")
+            self.refuse(408, f"the request's {self._phase} did not arrive in time")
+
+    def _abort(self) -> None:
+        self._shared.log("a client does not read its answer: its connection is closed")
+        self.transport.abort()
+
+    def _cancel_stalled(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+
+_REASONS = {408: "Request Timeout", 503: "Service Unavailable"}
+
+
+def max_files() -> int:
+    """The number of files that this process may open, raised as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 1 << 16
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(soft, wanted)

@@ -1,0 +1,101 @@
+"""Bodies that cost too much are refused before they cost it."""
+
+import json
+import random
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from finwhale.server.bodies import SMALL_BYTES, Budget, count_outside_strings
+from finwhale.server.errors import ApiError
+
+from .running import MODEL, RunningServer
+from .test_limits import request, wait_until
+
+
+def random_json(draw: random.Random, depth: int) -> Any:
+    kind = draw.random()
+    if depth and kind < 0.3:
+        return [random_json(draw, depth - 1) for _ in range(draw.randrange(4))]
+    if depth and kind < 0.6:
+        return {text(draw): random_json(draw, depth - 1) for _ in range(draw.randrange(4))}
+    return text(draw) if kind < 0.9 else draw.random()
+
+
+def text(draw: random.Random) -> str:
+    return "".join(draw.choice('\\"[{:a\n') for _ in range(draw.randrange(8)))
+
+
+def structures(value: Any) -> int:
+    if isinstance(value, dict):
+        return 1 + len(value) + sum(map(structures, value.values()))
+    return 1 + sum(map(structures, value)) if isinstance(value, list) else 0
+
+
+def test_structures_are_counted_outside_strings() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        value = random_json(draw, 6)
+        assert count_outside_strings(json.dumps(value).encode(), b"[{:", -1) == structures(value)
+
+
+def test_budget() -> None:
+    budget = Budget(1000, retry_after_s=3)
+    for _ in range(5):
+        budget.resize(0, SMALL_BYTES)
+    budget.resize(0, SMALL_BYTES + 600)
+    with pytest.raises(ApiError) as caught:
+        budget.resize(10, SMALL_BYTES + 401)
+    assert caught.value.status == 503 and caught.value.headers["retry-after"] == "3"
+    budget.resize(SMALL_BYTES + 600, 0)
+    budget.resize(10, SMALL_BYTES + 1000)
+    assert budget.bytes == 1000
+
+
+def test_large_bodies_share_a_budget(start: Callable[..., RunningServer]) -> None:
+    server = start(max_buffered_bytes=300_000)
+    small = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 1}).encode()
+    large = small + b" " * 250_000
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as held:
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400000\r\n\r\n"
+        held.sendall(head.encode() + large)
+        wait_until(lambda: server.state.budget.bytes > 100_000)
+        status, headers, answer = request(server, "POST", "/v1/completions", large)
+        assert status == 503 and json.loads(answer)["error"]["code"] == "overloaded"
+        assert headers["retry-after"] == "1"
+        assert request(server, "POST", "/v1/completions", small)[0] == 200
+    wait_until(lambda: server.state.budget.bytes == 0)
+    assert request(server, "POST", "/v1/completions", large)[0] == 200
+    assert server.state.budget.bytes == 0
+
+
+def test_text_beyond_the_context_is_not_encoded(
+    start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start()
+    tokenizer = server.state.need_tokenizer()
+    longest = max(len(tokenizer.token_bytes(i)) for i in range(tokenizer.vocab_size))
+    assert tokenizer.longest_token == longest
+    limit = server.state.ready.max_model_len * longest
+    assert (
+        request(server, "POST", "/tokenize", json.dumps({"prompt": "x" * limit}).encode())[0] == 200
+    )
+    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text: time.sleep(60))
+    long = "x" * (limit + 1)
+    message = [{"role": "user", "content": long}]
+    for path, fields in (
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": message}),
+        ("/v1/completions", {"prompt": ["x", long][1:]}),
+        ("/v1/chat/completions", {"messages": message}),
+        ("/v1/responses", {"input": long}),
+        ("/v1/messages", {"messages": message, "max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"messages": message}),
+    ):
+        body = json.dumps({"model": MODEL, **fields}).encode()
+        status, _, answer = request(server, "POST", path, body)
+        assert status == 400 and f"of at most {longest} bytes" in answer.decode(), (path, answer)

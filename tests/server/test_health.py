@@ -1,0 +1,67 @@
+"""The health port answers while the event loop is busy."""
+
+from collections.abc import Callable
+
+import pytest
+
+from finwhale.server import health
+
+from .attacks import ask
+from .running import RunningServer
+from .test_limits import request, wait_until
+
+
+def test_health_port_while_the_loop_is_busy(
+    start: Callable[..., RunningServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start(engine_timeout_s=0.6)
+    monkeypatch.setattr(health, "READY_S", 0.3)
+    monkeypatch.setattr(health, "PULSE_S", 0.05)
+    loop = server.client._loop
+    assert loop is not None
+    tasks = []
+    loop.call_soon_threadsafe(lambda: tasks.append(loop.create_task(health.pulse(server.state))))
+    port = health.HealthPort("127.0.0.1", 0)
+    port.start(server.state)
+    try:
+        wait_until(lambda: server.state.loop_seen > 0)
+        assert ask(port.port, "GET", "/health/ready")[0] == 200
+        busy = True
+
+        def spin() -> None:
+            while busy:
+                pass
+
+        loop.call_soon_threadsafe(spin)
+        try:
+            wait_until(lambda: ask(port.port, "GET", "/health/ready")[0] == 503)
+            status, text = ask(port.port, "GET", "/metrics")
+            assert status == 200 and b"finwhale_engine_up 1.0" in text
+            wait_until(lambda: ask(port.port, "GET", "/health/live")[0] == 503)
+            assert b"event loop" in ask(port.port, "GET", "/health/live")[1]
+        finally:
+            busy = False
+        wait_until(lambda: ask(port.port, "GET", "/health/ready")[0] == 200)
+        assert request(server, "GET", "/health/live")[0] == 200
+    finally:
+        loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+        port.close()
+
+
+def test_a_long_step_is_no_alarm_and_a_hanging_one_is(
+    start: Callable[..., RunningServer],
+) -> None:
+    server = start()
+
+    class Stepping:
+        silent_s = 0.2
+        step_s = 500.0
+
+    server.client.heartbeat = Stepping()  # type: ignore[assignment]
+    assert health.live(server.state).reason is health.ready(server.state).reason is None
+    Stepping.step_s = 601.0
+    assert health.live(server.state).reason == "a step has taken 601 s"
+    assert health.ready(server.state).reason is not None
+    Stepping.step_s, Stepping.silent_s = 0.0, 4.0
+    assert health.live(server.state).reason is None
+    assert "has not run for 4 s" in (health.ready(server.state).reason or "")
