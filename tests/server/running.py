@@ -11,7 +11,8 @@ import openai
 from finwhale.engine.loop.engine import Engine
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
-from finwhale.server.run import Server, listen
+from finwhale.server.listening import listen, tls_context, url_of
+from finwhale.server.run import Server
 from finwhale.server.state import ServerState
 from finwhale.server.worker import EngineLoop
 
@@ -31,8 +32,9 @@ class RunningServer:
         self.client = EngineClient(ours)
         self.state = ServerState(config, self.client, engine.tokenizer, "april")
         self._listener = listen(config)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._server = Server(self.state)
+        self.url = url_of(self._listener, config)
+        self.tls = tls_context(config)
+        self._server = Server(self.state, tls=self.tls)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()

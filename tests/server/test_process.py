@@ -96,6 +96,12 @@ def test_keys_and_draining(serve: Serve, tmp_path: Path) -> None:
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="wrong-key").models.list()
 
+    keys.write_text("ann:key-of-ann\nsecret-key\n")
+    served.process.send_signal(signal.SIGHUP)
+    served.wait_for("read the API keys")
+    for key in ("key-of-ann", "secret-key", "other-key"):
+        assert served.client.with_options(api_key=key).models.list().data
+
     options = {**LONG, "model": "finwhale-demo", "max_tokens": 150}
     stream = served.client.completions.create(**options, stream=True)
     pieces = iter(stream)

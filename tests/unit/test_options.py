@@ -10,6 +10,7 @@ import pytest
 
 import finwhale
 from finwhale import LLM
+from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options_page import options_page
 from finwhale.config import EngineConfig
@@ -17,6 +18,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
+from finwhale.server.listening import LOCAL_HOSTS
 
 Capture = pytest.CaptureFixture[str]
 PAGE = Path(finwhale.__file__).parents[2] / "docs" / "options.md"
@@ -79,7 +81,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
         found.append(config)
         raise OpenedError
 
-    def serve(config: ServerConfig, tokenizer: object, ladder: object, load: Any) -> int:
+    def serve(
+        config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: object
+    ) -> int:
         found.append(load.args[2])
         raise OpenedError
 
@@ -166,3 +170,23 @@ def test_a_value_that_cannot_be_read(arguments: list[str], wanted: str, capsys: 
 def test_a_value_of_a_wrong_type(options: dict[str, Any], wanted: str) -> None:
     with pytest.raises(FinwhaleError, match=f"^{wanted}$"):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "allowed"),
+    [
+        ([], ("localhost", "addresses")),
+        (["--host", "::1"], ("localhost", "addresses")),
+        (["--host", "localhost"], ("localhost", "addresses")),
+        (["--host", "0.0.0.0"], ()),
+        (["--uds", "s"], ()),
+        (["--allowed-hosts", "a.example", "--allowed-hosts", "b.example"],
+         ("a.example", "b.example")),
+    ],
+)  # fmt: skip
+def test_hosts_that_a_server_answers(arguments: list[str], allowed: tuple[str, ...]) -> None:
+    args = serve_command._parser().parse_args(arguments)
+    assert serve_command._server_config(args, {}).allowed_hosts == allowed
+    if allowed == LOCAL_HOSTS:
+        keys = {serve_command.KEYS_VARIABLE: "a-key-of-ours"}
+        assert serve_command._server_config(args, keys).allowed_hosts == ()

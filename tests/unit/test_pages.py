@@ -229,3 +229,18 @@ def test_keys_depend_on_the_salt() -> None:
     assert len(keys("a")) == 2 and keys("a") == keys("a")
     assert not set(keys("a")) & set(keys("b"))
     assert not set(keys(None)) & set(keys(None))
+
+
+def test_keys_depend_on_the_owner() -> None:
+    index = PrefixIndex(manager(), "a")
+
+    def keys(owner: str) -> list[bytes]:
+        found: list[bytes] = []
+        # In two steps, as a sequence that grows.
+        index.extend_keys(found, list(range(300)), owner)
+        index.extend_keys(found, list(range(600)), owner)
+        return found
+
+    owners = ["", "name:ann", "name:bob", "name:ann/salt", "/salt", "\ud800"]
+    assert all(keys(owner) == keys(owner) for owner in owners)
+    assert len({key for owner in owners for key in keys(owner)}) == 2 * len(owners)

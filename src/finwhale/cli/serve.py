@@ -21,6 +21,7 @@ from finwhale.options import add_options, read_options
 try:
     from finwhale.server import logs
     from finwhale.server.config import ServerConfig
+    from finwhale.server.listening import LOCAL_HOSTS, is_loopback
     from finwhale.server.loading import load_engine
     from finwhale.server.run import serve
 except ModuleNotFoundError as error:
@@ -53,7 +54,8 @@ def run(argv: Sequence[str]) -> int:
     logs.configure(config.log_level)
     load = partial(load_engine, args.path, config.log_level, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
-    return serve(config, tokenizer, architecture.chat_dialect(directory), load)
+    read_keys = partial(_api_keys, args.api_keys or [], os.environ.get(KEYS_VARIABLE, ""))
+    return serve(config, tokenizer, architecture.chat_dialect(directory), load, read_keys)
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
@@ -64,9 +66,23 @@ def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
         args,
         ServerConfig,
         model_names=tuple(args.model_names or [name]),
+        allowed_hosts=_allowed_hosts(args, environment),
         default_thinking=not demo if args.default_thinking is None else args.default_thinking,
         api_keys=_api_keys(args.api_keys or [], environment.get(KEYS_VARIABLE, "")),
     )
+
+
+def _allowed_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """The hosts that requests may name; empty: any.
+
+    A server that listens on a loopback address and needs no key trusts everything on this machine.
+    Web pages in a browser here are not to be trusted.
+    """
+    if args.allowed_hosts:
+        return tuple(args.allowed_hosts)
+    local = args.uds is None and (args.host == "localhost" or is_loopback(args.host))
+    has_keys = args.api_keys or environment.get(KEYS_VARIABLE)
+    return LOCAL_HOSTS if local and not has_keys else ()
 
 
 def _api_keys(files: Sequence[str], variable: str) -> tuple[str, ...]:

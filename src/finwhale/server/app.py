@@ -17,7 +17,7 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
-from finwhale.server.bodies import BodyRoute, Parser, max_items
+from finwhale.server.bodies import Parser, max_items
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
@@ -26,8 +26,9 @@ from finwhale.server.errors import (
     error_response,
     is_anthropic,
 )
+from finwhale.server.fields_route import FieldsRoute
 from finwhale.server.limits import STATIC_PATH, Gate
-from finwhale.server.logs import RequestLog
+from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import page_response
 from finwhale.server.schemas import (
@@ -84,9 +85,12 @@ def create_app(state: ServerState) -> FastAPI:
         docs_url="/docs",
         redoc_url=None,
         static_url=STATIC_PATH,
+        # A redirect would go to the host that the client names.
+        redirect_slashes=False,
     )
-    app.router.route_class = BodyRoute
+    app.router.route_class = FieldsRoute
     app.state.parser = Parser(lambda: max_items(state.max_model_len))
+    app.state.lenient = state.config.lenient
     if state.config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -202,7 +206,11 @@ def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
     if state.config.log_prompts:
         found = {"request_id": request.scope["state"]["request_id"]}
         logger.info("body", extra=found | {"body": body.model_dump(exclude_unset=True)})
-    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request))
+    key = request.scope["state"].get("key")
+    if key is not None:
+        key.check(getattr(body, "priority", None))
+    log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
+    log.cache_salt = getattr(body, "cache_salt", None)
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log
     return log
@@ -230,11 +238,11 @@ async def _stream(
     except BaseException:
         await source.aclose()
         raise
-    return EventStream(_with_errors(source, state, is_anthropic(request.url.path)))
+    return EventStream(_with_errors(source, state, request))
 
 
 async def _with_errors(
-    source: AsyncGenerator[bytes, None], state: ServerState, anthropic: bool
+    source: AsyncGenerator[bytes, None], state: ServerState, request: Request
 ) -> AsyncGenerator[bytes, None]:
     """The pieces of a stream; if the source fails, an error event is the last one."""
     try:
@@ -242,6 +250,8 @@ async def _with_errors(
             yield piece
     except Exception as error:
         told = _told(error, state)
+        note_refusal(request.scope, told, state.config.log_prompts)
+        anthropic = is_anthropic(request.url.path)
         body = JSONResponse(error_body(told, anthropic=anthropic)).body
         yield event(bytes(body).decode(), "error" if anthropic else None)
     finally:
@@ -261,16 +271,16 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     async def known(request: Request, error: Exception) -> Response:
         if isinstance(error, GrammarError):
             state.metrics.grammar(error.reason)
-        return error_response(_told(error, state), request.url.path)
+        return _refused(request, state, _told(error, state))
 
     async def invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error), request.url.path)
+        return _refused(request, state, _validation_error(error))
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         told = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return error_response(told, request.url.path)
+        return _refused(request, state, told)
 
     async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # only for the log: the client has gone
@@ -282,6 +292,11 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(ClientGone, gone)
     app.add_exception_handler(Exception, known)
+
+
+def _refused(request: Request, state: ServerState, error: ApiError) -> Response:
+    note_refusal(request.scope, error, state.config.log_prompts)
+    return error_response(error, request.url.path)
 
 
 def _validation_error(error: RequestValidationError) -> ApiError:

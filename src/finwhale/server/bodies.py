@@ -130,10 +130,14 @@ class BodyRoute(APIRoute):
                     request.scope["state"]["body_bytes"] = len(body)
                     value = await request.app.state.parser.parse(body)
                     del body
+                    self.check(request, value)
                     request = ParsedRequest(request, value)
             return await handle(request)
 
         return parse_and_handle if self.body_field is not None else handle
+
+    def check(self, request: Request, value: Any) -> None:
+        """Checks a parsed body. Raises ApiError."""
 
 
 def check_depth(value: object, limit: int = MAX_DEPTH) -> None:

@@ -196,6 +196,7 @@ class EngineClient:
         params: SamplingParams,
         stop_after: int | None = None,
         priority: int = 0,
+        prefix_owner: str = "",
     ) -> Generation:
         """Sends prompts to the engine; `Generation.accepted` says whether it accepts them.
 
@@ -211,7 +212,7 @@ class EngineClient:
         for request_id, prompt in zip(request_ids, prompts, strict=True):
             self._live[request_id] = _Live(generation, params.n)
             self._num_sequences += params.n
-            self._send(Add(request_id, prompt, params, stop_after, priority))
+            self._send(Add(request_id, prompt, params, stop_after, priority, prefix_owner))
         return generation
 
     def cut_off(self) -> int:

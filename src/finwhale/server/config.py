@@ -1,10 +1,12 @@
 """The options of a server, from which `finwhale serve` and docs/options.md derive theirs."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from finwhale.errors import FinwhaleError
 from finwhale.options import check_types, option
+from finwhale.server.keys import parse_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -15,6 +17,34 @@ class ServerConfig:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes any free port")
+    uds: str | None = option(
+        None,
+        "Unix socket to listen on, instead of an address and a port",
+        unset="none",
+        metavar="PATH",
+    )
+    uds_mode: str = option(
+        "600", "permissions of the Unix socket, as an octal number", metavar="MODE"
+    )
+    ssl_certfile: str | None = option(
+        None,
+        "certificate chain in PEM: serve HTTPS. SIGHUP makes the server read it again",
+        unset="none: HTTP",
+        metavar="FILE",
+    )
+    ssl_keyfile: str | None = option(
+        None,
+        "private key of the certificate, in PEM and not encrypted",
+        unset="the key in the certificate's file",
+        metavar="FILE",
+    )
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        'host name that clients may use for this server; ".NAME" also allows its subdomains, '
+        '"addresses" any IP address, "*" any host. Other requests get 400',
+        unset="any; localhost and addresses on a loopback address without API keys",
+        metavar="HOST",
+    )
     # The first name stands in the answers.
     model_names: tuple[str, ...] = option(
         (),
@@ -32,10 +62,14 @@ class ServerConfig:
     # `finwhale serve` reads the keys from the files and from its environment.
     api_keys: tuple[str, ...] = option(
         (),
-        "file of API keys, one on each line; a request must carry one of the keys",
+        "file of API keys, one on each line: KEY or NAME:KEY, and limits; a request must carry one "
+        "of the keys. SIGHUP makes the server read the files again",
         unset="no key is needed",
         metavar="FILE",
         flag="--api-key-file",
+    )
+    share_prefixes: bool = option(
+        False, "let all API keys share cached prefixes; without it, each name has its own"
     )
     cors_origins: tuple[str, ...] = option(
         (),
@@ -86,6 +120,11 @@ class ServerConfig:
         "time limit for running requests when the server is told to stop",
         metavar="SECONDS",
         flag="--drain-timeout",
+    )
+    lenient: bool = option(
+        False,
+        "ignore unknown fields of requests: the answer's header Finwhale-Ignored and a warning in "
+        "the log name them. Without it, such requests are refused",
     )
     drain_delay_s: float = option(
         0.0,
@@ -150,8 +189,11 @@ class ServerConfig:
                 raise FinwhaleError(f"{name} must be 0 to 65535, got {getattr(self, name)}")
         if self.drain_delay_s < 0:
             raise FinwhaleError(f"drain_delay_s must be at least 0, got {self.drain_delay_s}")
-        if any(len(key) < 8 or not key.isascii() for key in self.api_keys):
-            raise FinwhaleError("an API key must be at least 8 ASCII characters")
+        parse_keys(self.api_keys)
+        if not re.fullmatch("[0-7]{3,4}", self.uds_mode):
+            raise FinwhaleError(f"uds_mode must be an octal number, got {self.uds_mode!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise FinwhaleError("ssl_keyfile needs ssl_certfile")
         if self.max_queue < 0:
             raise FinwhaleError(f"max_queue must be at least 0, got {self.max_queue}")
         for name in (

@@ -1,16 +1,18 @@
 """Checks before the endpoints (API keys, body size, concurrency); request ids and log lines."""
 
-import hashlib
-import hmac
 import logging
 import time
 import uuid
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.server.bodies import Budget
 from finwhale.server.errors import ApiError, error_response
+from finwhale.server.keys import ApiKey
+from finwhale.server.listening import HostCheck
+from finwhale.server.logs import note_refusal, printable
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
@@ -22,13 +24,18 @@ STATIC_PATH = "/docs-files"
 _ALWAYS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
+# Probes may call these paths by any host name.
+_HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+MAX_LOGGED_PATH = 200
+
+
 class Gate:
     """ASGI middleware around the whole application."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
-        self._keys = [_digest(key) for key in state.config.api_keys]
+        self._hosts = HostCheck(state.config.allowed_hosts)
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -39,6 +46,7 @@ class Gate:
         request_id = f"req_{uuid.uuid4().hex}"
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
+        config = self._state.config
         body = _LimitedBody(receive, self._state.max_body_bytes, self._state.budget)
 
         async def send_marked(message: Message) -> None:
@@ -48,6 +56,8 @@ class Gate:
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
+                if ignored := scope["state"].get("ignored"):
+                    headers["finwhale-ignored"] = ",".join(ignored)
             await send(message)
 
         async def send_unless_refused(message: Message) -> None:
@@ -55,33 +65,50 @@ class Gate:
                 await send_marked(message)
             elif message["type"] == "http.response.start":
                 # The application sees an incomplete body, so replace its answer.
+                note_refusal(scope, body.refused, config.log_prompts)
                 await error_response(body.refused, path)(scope, receive, send_marked)
 
         self._in_flight += 1
         try:
-            self._check(scope, path)
-            await self._app(scope, body.receive, send_unless_refused)
+            key = self._check(scope, path)
+            counted: AbstractContextManager[None] = nullcontext()
+            if key is not None and path not in _ALWAYS:
+                counted = key.request(config.retry_after_s)
+            with counted:
+                await self._app(scope, body.receive, send_unless_refused)
         except ApiError as error:
             if status:
                 raise
+            note_refusal(scope, error, self._state.config.log_prompts)
             await error_response(error, path)(scope, receive, send_marked)
         finally:
             self._in_flight -= 1
             body.release()
             self._report(scope, status, request_id, begin)
 
-    def _check(self, scope: Scope, path: str) -> None:
+    def _check(self, scope: Scope, path: str) -> ApiKey | None:
+        """Returns the request's key; None: it needs none. Raises ApiError."""
         headers = Headers(scope=scope)
         config = self._state.config
+        if not self._hosts.allows(headers.get("host", "")) and path not in _HEALTH:
+            raise ApiError(
+                400,
+                "the request's Host is not one of this server's: see --allowed-hosts",
+                code="host_not_allowed",
+            )
         preflight = scope["method"] == "OPTIONS" and config.cors_origins
         open_to_all = path in _OPEN or path.startswith(f"{STATIC_PATH}/") or preflight
-        if self._keys and not open_to_all and not self._has_key(headers):
-            raise ApiError(
-                401,
-                "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+        key = None
+        if self._state.keys.required and not open_to_all:
+            key = self._state.keys.find(_given_key(headers))
+            if key is None:
+                raise ApiError(
+                    401,
+                    "a valid API key is needed (Authorization: Bearer KEY, or x-api-key)",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            scope["state"]["key"] = key
         length = headers.get("content-length", "")
         max_body_bytes = self._state.max_body_bytes
         if length.isdecimal() and int(length[:20]) > max_body_bytes:
@@ -93,20 +120,20 @@ class Gate:
                 code="too_many_requests",
                 headers={"retry-after": str(config.retry_after_s)},
             )
-
-    def _has_key(self, headers: Headers) -> bool:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        digest = _digest(given)
-        # Compare every key, each in constant time, so that the time reveals nothing.
-        return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+        return key
 
     def _report(self, scope: Scope, status: int, request_id: str, begin: float) -> None:
         route = scope.get("route")
         endpoint = getattr(route, "path", "unknown")
         self._state.metrics.answered(endpoint, status)
         log = scope["state"].get("log")
+        key = scope["state"].get("key")
         fields = {} if log is None else log.fields()
+        if key is not None:
+            fields["key"] = key.name
+        fields |= scope["state"].get("refusal", {})
+        if status == 404:
+            fields["path"] = printable(scope["path"], MAX_LOGGED_PATH)
         level = logging.DEBUG if endpoint in _ALWAYS else logging.INFO
         logger.log(
             level,
@@ -162,5 +189,6 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"the body has more than {max_bytes} bytes", code="body_too_large")
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
+def _given_key(headers: Headers) -> str:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")

@@ -2,10 +2,19 @@
 
 import json
 import logging
+import re
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from finwhale.server.errors import ApiError
+from finwhale.server.keys import ApiKey
+
+# Errors with these codes may repeat text from a request, after one of these.
+_QUOTING = frozenset({"invalid_request", "generation_failed"})
+_QUOTATION = re.compile(r"""['"`\n<]|\bgot\b""")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
 
 
@@ -37,6 +46,28 @@ def configure(level: str) -> None:
     logging.getLogger("uvicorn.access").disabled = True
 
 
+def printable(text: str, limit: int) -> str:
+    """Text from a client as the log shows it: short, and without control characters."""
+    shown = text if len(text) <= limit else text[:limit] + "..."
+    return "".join(c if c.isascii() and c.isprintable() else "?" for c in shown)
+
+
+def note_refusal(scope: Mapping[str, Any], error: ApiError, with_text: bool) -> None:
+    """Notes for the log line of a request why it is refused, and its wrong parameter.
+
+    Args:
+        with_text: whether the log may contain text from requests. Without it, the reason ends
+            before the first quotation, which may be from a prompt.
+    """
+    reason = error.message
+    if error.code in _QUOTING and not with_text:
+        reason = _QUOTATION.split(reason, maxsplit=1)[0].rstrip(" :")
+    noted = {"code": error.code, "reason": printable(reason, 300)}
+    if error.param is not None:
+        noted["param"] = printable(error.param, 200)
+    scope["state"]["refusal"] = {name: value for name, value in noted.items() if value is not None}
+
+
 @dataclass(slots=True)
 class RequestLog:
     """What the log says about one request at its end.
@@ -46,12 +77,16 @@ class RequestLog:
         body_bytes: size of the request's body.
         begin, last_token: times of the request's arrival and of its latest token.
         first_token_s: time from the arrival to the first token; None before the first token.
+        key: the request's API key; None: the server needs none.
+        cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
     """
 
     request_id: str
     endpoint: str
     body_bytes: int
+    key: ApiKey | None = None
+    cache_salt: str | None = None
     begin: float = field(default_factory=time.monotonic)
     prompt_tokens: int = 0
     cached_tokens: int = 0

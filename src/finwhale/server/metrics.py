@@ -122,6 +122,8 @@ class Metrics:
                     self._between.observe(each)
             log.last_token = now
             log.output_tokens += len(delta.token_ids)
+            if log.key is not None:
+                log.key.use.spend(len(delta.token_ids))
         if delta.finish_reason is not None:
             log.finish.append(delta.finish_reason)
 

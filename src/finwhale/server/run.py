@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -19,6 +20,7 @@ from finwhale.server.app import create_app
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
+from finwhale.server.listening import close, listen, load_certificate, tls_context, url_of
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ def serve(
     tokenizer: Tokenizer | None,
     ladder: EffortLadder,
     load: Callable[[], object],
+    read_keys: Callable[[], tuple[str, ...]],
 ) -> int:
     """Serves until a signal. Returns the exit code: 0, or 1 if the engine died or requests were cut
     off.
@@ -41,10 +44,12 @@ def serve(
     Args:
         ladder: the checkpoint's levels of reasoning effort.
         load: opens the engine in another process; it must be picklable.
+        read_keys: reads the lines of the API keys again, on SIGHUP.
 
     Raises:
         FinwhaleError: the server cannot listen on the address, or the model does not load.
     """
+    tls = tls_context(config)
     connections = Connections(config)
     listener = listen(config)
     port = None
@@ -58,14 +63,21 @@ def serve(
     if port is not None:
         port.start(state)
         logger.info("health port", extra={"port": port.port})
+    server = Server(state, connections, tls=tls)
     try:
-        return asyncio.run(_serve(state, Server(state, connections), listener))
+        return asyncio.run(_serve(state, server, listener, read_keys))
     finally:
         if port is not None:
             port.close()
+        close(listener, config)
 
 
-async def _serve(state: ServerState, server: "Server", listener: socket.socket) -> int:
+async def _serve(
+    state: ServerState,
+    server: "Server",
+    listener: socket.socket,
+    read_keys: Callable[[], tuple[str, ...]],
+) -> int:
     client, config = state.client, state.config
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -79,6 +91,7 @@ async def _serve(state: ServerState, server: "Server", listener: socket.socket) 
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_stop)
+    loop.add_signal_handler(signal.SIGHUP, reload, state, server.tls, read_keys)
     died = asyncio.Event()
     client.on_failure = died.set
     serving = loop.create_task(server.serve(sockets=[listener]))
@@ -90,12 +103,12 @@ async def _serve(state: ServerState, server: "Server", listener: socket.socket) 
         await asyncio.wait((starting, stopping, serving), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()  # raises if the model does not load
-            host, port = listener.getsockname()[:2]
             # Without this, a full garbage collection stops all streams for tenths of a second.
             freeze_heap()
             phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
             logger.info("started", extra={"phases": table(phases)})
-            logger.info("ready", extra={"url": f"http://{host}:{port}", "model": state.model_name})
+            url = url_of(listener, state.config)
+            logger.info("ready", extra={"url": url, "model": state.model_name})
             dying = loop.create_task(died.wait())
             await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
             if died.is_set():
@@ -127,10 +140,38 @@ async def _serve(state: ServerState, server: "Server", listener: socket.socket) 
     return int(client.failure is not None or cut)
 
 
+def reload(
+    state: ServerState, tls: ssl.SSLContext | None, read: Callable[[], tuple[str, ...]]
+) -> None:
+    """Reads the API keys and the certificate again; if one is wrong, it stays as it was."""
+    keys = state.keys
+    try:
+        if tls is not None:
+            load_certificate(tls, state.config)
+    except FinwhaleError as error:
+        logger.error("the certificate stays as it was", extra={"reason": str(error)})
+    try:
+        lines = read()
+        if keys.required and not lines:
+            raise FinwhaleError("there is no API key left")
+        keys.replace(lines)
+    except FinwhaleError as error:
+        logger.error("the API keys stay as they were", extra={"reason": str(error)})
+    else:
+        logger.info("read the API keys", extra={"keys": len(keys)})
+
+
 class Server(uvicorn.Server):
     """uvicorn without its handling of signals."""
 
-    def __init__(self, state: ServerState, connections: Connections | None = None) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        connections: Connections | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self.tls = tls
         self.connections = connections or Connections(state.config)
         config = uvicorn.Config(
             create_app(state),
@@ -147,6 +188,9 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=int(state.config.drain_timeout_s) + LAST_WORDS_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
+            # Without a proxy's headers, a client cannot choose its own address and scheme.
+            proxy_headers=False,
+            ssl_context_factory=None if tls is None else lambda config, default: tls,
         )
         super().__init__(config)
 
@@ -162,20 +206,3 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         raise AssertionError("signals are handled by the loop")
-
-
-def listen(config: ServerConfig) -> socket.socket:
-    """Raises FinwhaleError."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise FinwhaleError(
-            f"cannot listen on {config.host} port {config.port}: {error.strerror or error}"
-        ) from error
-    listener.setblocking(False)
-    return listener

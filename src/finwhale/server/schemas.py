@@ -71,6 +71,10 @@ class SamplingBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
         default=None, description="extension: lower numbers are served first"
     )
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None,
+        description="extension: only requests with the same value share cached prefixes",
+    )
 
     def sampling_params(
         self,

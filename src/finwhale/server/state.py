@@ -17,6 +17,7 @@ from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
 from finwhale.server.errors import ApiError
 from finwhale.server.grammar_check import GrammarChecker
+from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
 from finwhale.server.wire import Ready
@@ -49,6 +50,7 @@ class ServerState:
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
         self.started = int(time.time())
         self.draining = False
+        self.keys = Keys(config.api_keys)
         # When the event loop was last seen to run (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
         client.observer = self.metrics
@@ -187,8 +189,13 @@ class ServerState:
         """
         self.check_room(len(prompts) * params.n)
         log.prompt_tokens = sum(map(len, prompts))
+        if log.key is not None:
+            log.key.use.spend(log.prompt_tokens)
         self.metrics.begin(log)
-        generation = self.client.submit(prompts, params, stop_after, priority)
+        owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
+        if log.cache_salt is not None:
+            owner += f"/{log.cache_salt}"
+        generation = self.client.submit(prompts, params, stop_after, priority, owner)
         timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
         try:
             await generation.accepted()

@@ -18,6 +18,7 @@ class Add:
     params: SamplingParams
     stop_after: int | None = None
     priority: int = 0
+    prefix_owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ class EngineLoop:
                 stop_after=command.stop_after,
                 priority=command.priority,
                 matcher=matcher,
+                prefix_owner=command.prefix_owner,
             )
         except RequestError as error:
             self._send(Refused(command.request_id, str(error)))

@@ -122,6 +122,7 @@ class Engine:
         stop_after: int | None = None,
         priority: int = 0,
         matcher: TokenMatcher | None = None,
+        prefix_owner: str = "",
     ) -> RequestOutput:
         """Begin a request; `step` fills the returned object.
 
@@ -130,6 +131,7 @@ class Engine:
                 may call `step`.
             stop_after: look for stop strings only after this token, the end of the reasoning.
             priority: requests with a lower value run first; equal ones in order of arrival.
+            prefix_owner: only requests of the same owner share cached prefixes.
 
         Raises:
             RequestError: the prompt is empty, too long or holds ids outside the vocabulary, or the
@@ -140,7 +142,14 @@ class Engine:
             matcher = new_matcher(params, self.tokenizer)
         with self._lock:
             return self._add(
-                request_id, prompt_token_ids, params, prompt, stop_after, priority, matcher
+                request_id,
+                prompt_token_ids,
+                params,
+                prompt,
+                stop_after,
+                priority,
+                matcher,
+                prefix_owner,
             )
 
     def _add(
@@ -152,6 +161,7 @@ class Engine:
         stop_after: int | None,
         priority: int,
         matcher: TokenMatcher | None,
+        prefix_owner: str,
     ) -> RequestOutput:
         self._check_usable()
         assert request_id not in self._requests, f"request {request_id} is running already"
@@ -181,6 +191,7 @@ class Engine:
                 max_len=longest,
                 params=params,
                 priority=priority,
+                prefix_owner=prefix_owner,
                 sampling=RequestSampling(
                     params,
                     prompt_token_ids,

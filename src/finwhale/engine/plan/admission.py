@@ -132,7 +132,7 @@ class Admission:
     def _match(self, sequence: Sequence) -> tuple[list[Block], int]:
         if self._prefix is None:
             return [], 0
-        self._prefix.extend_keys(sequence.keys, sequence.token_ids)
+        self._prefix.extend_keys(sequence.keys, sequence.token_ids, sequence.prefix_owner)
         # The last token is always computed, because its logits give the next token.
         last = (len(sequence.token_ids) - 1) // self._prefix.block_tokens
         return self._prefix.match(sequence.keys[:last])

@@ -74,16 +74,31 @@ class PrefixIndex:
     def num_states(self) -> int:
         return len(self._passed) + len(self._lasting)
 
-    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int]) -> None:
-        """Append the keys of the whole blocks of token_ids that `keys` does not have yet."""
+    def extend_keys(self, keys: list[bytes], token_ids: Sequence[int], owner: str = "") -> None:
+        """Append the keys of the whole blocks of token_ids that `keys` does not have yet.
+
+        Args:
+            owner: sequences with different owners have no keys in common.
+        """
         size = self.block_tokens
-        parent = keys[-1] if keys else b""
+        parent = keys[-1] if keys else self._root(owner)
         for end in range((len(keys) + 1) * size, len(token_ids) + 1, size):
             content = array("i", token_ids[end - size : end]).tobytes()
             parent = hashlib.blake2b(
                 parent + content, digest_size=KEY_BYTES, key=self._salt
             ).digest()
             keys.append(parent)
+
+    def _root(self, owner: str) -> bytes:
+        """What the key of a sequence's first block depends on."""
+        if not owner:
+            return b""
+        return hashlib.blake2b(
+            owner.encode("utf-8", "surrogatepass"),
+            digest_size=KEY_BYTES,
+            key=self._salt,
+            person=b"owner",
+        ).digest()
 
     def match(self, keys: Iterable[bytes]) -> tuple[list[Block], int]:
         """Find the longest cached prefix.

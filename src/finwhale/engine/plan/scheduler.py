@@ -269,7 +269,7 @@ class Scheduler:
         """Add the block that ends at `end` to the prefix cache, with the state at its end."""
         place = len(sequence.chain)
         if place == len(sequence.keys):
-            prefix.extend_keys(sequence.keys, sequence.token_ids[:end])
+            prefix.extend_keys(sequence.keys, sequence.token_ids[:end], sequence.prefix_owner)
         key = sequence.keys[place]
         block = prefix.add(sequence.chain, key, sequence.tables)
         # A request with the same prompt computes at least its last token. A longer prompt may begin

@@ -33,6 +33,7 @@ class Sequence:
         arrival: position in the order of arrival.
         room: the most tokens that the sequence may have before it needs more pages.
         due: number of known tokens at which a block is complete or prompt pages can be freed.
+        prefix_owner: only sequences of the same owner share cached prefixes.
         keys: prefix-cache keys of its complete blocks.
         chain: the cached blocks that it uses.
         sharing: whether its blocks are added to the prefix cache.
@@ -59,6 +60,7 @@ class Sequence:
     arrival: int = -1
     room: int = 0
     due: int = 0
+    prefix_owner: str = ""
     keys: list[bytes] = field(default_factory=list)
     chain: list[Block] = field(default_factory=list)
     sharing: bool = True
