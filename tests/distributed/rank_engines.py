@@ -99,6 +99,7 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     runner.keep_sampled_in(torch.zeros(config.max_num_seqs, dtype=torch.int64))
     description = RankDescription(
         device="cpu",
+        num_ranks=1,
         asynchronous=False,
         needs_warm_up=False,
         groups=groups,

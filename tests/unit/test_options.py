@@ -84,13 +84,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     def serve(
         config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: object
     ) -> int:
-        found.append(load.args[2])
+        found.append(load.args[3])
         raise OpenedError
 
     for module in ("llm", "bench.offline", "bench.throughput", "bench.start"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda level: None)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form: None)
     monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git
     return found
 

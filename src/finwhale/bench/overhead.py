@@ -124,6 +124,7 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
     )
     description = RankDescription(
         device="cpu",
+        num_ranks=1,
         asynchronous=True,
         needs_warm_up=False,
         groups=groups,

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     config = _server_config(args, os.environ)
     place = Place.find(os.environ)
     if place is not None and place.rank.index:
-        logs.configure(config.log_level)
+        logs.configure(config.log_level, config.log_format)
         work_at(place)
     directory = DEMO_PATH if args.path is None else Path(args.path)
     if not directory.is_dir():
@@ -51,8 +51,8 @@ def run(argv: Sequence[str]) -> int:
     if engine.prefix_salt is None:
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
-    logs.configure(config.log_level)
-    load = partial(load_engine, args.path, config.log_level, engine, place)
+    logs.configure(config.log_level, config.log_format)
+    load = partial(load_engine, args.path, config.log_level, config.log_format, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
     read_keys = partial(_api_keys, args.api_keys or [], os.environ.get(KEYS_VARIABLE, ""))
     return serve(config, tokenizer, architecture.chat_dialect(directory), load, read_keys)

@@ -9,6 +9,7 @@ from finwhale.options import check_types, option
 from finwhale.server.keys import parse_keys
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["auto", "text", "json"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,9 @@ class ServerConfig:
         flag="--idle-timeout",
     )
     log_level: LogLevel = option("info", "least severe level of messages to log")
+    log_format: LogFormat = option(
+        "auto", "form of the log: text to read, or JSON lines; auto: text if stderr is a terminal"
+    )
     log_prompts: bool = option(False, "write the bodies of requests to the log")
 
     def __post_init__(self) -> None:

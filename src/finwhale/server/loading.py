@@ -1,19 +1,32 @@
 """What the engine's process loads."""
 
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
-from finwhale.llm import open_engine
+from finwhale.llm import Progress, open_engine
 from finwhale.server import logs
+
+logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    path: str | None, log_level: str, config: EngineConfig, place: Place | None = None
+    path: str | None,
+    log_level: str,
+    log_format: str,
+    config: EngineConfig,
+    place: Place | None = None,
 ) -> Engine:
-    """Opens an engine in the process that will run it, and logs the progress.
+    """Opens an engine in the process that will run it, and shows the progress.
 
     Args:
         path: directory of a checkpoint; None: the demo model.
@@ -22,8 +35,16 @@ def load_engine(
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
-    logs.configure(log_level)
-    logger = logging.getLogger(__name__)
+    logs.configure(log_level, log_format)
+    with _progress_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
+        engine = open_engine(config, path, progress, place)
+    if engine.tokenizer is not None:
+        warm(engine.tokenizer)
+    return engine
+
+
+def _log_tenths() -> Progress:
+    """Logs each tenth of the weights."""
     tenth = 0
 
     def progress(done: int, total: int) -> None:
@@ -32,10 +53,27 @@ def load_engine(
             tenth = done * 10 // total
             logger.info("loading", extra={"bytes": done, "total_bytes": total})
 
-    engine = open_engine(config, path, progress, place)
-    if engine.tokenizer is not None:
-        warm(engine.tokenizer)
-    return engine
+    return progress
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar for the weights, then a line for what comes after them."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with RichProgress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def progress(done: int, total: int) -> None:
+            loaded = total and done >= total
+            bar.update(
+                task,
+                description="preparing kernels and cache" if loaded else "loading weights",
+                completed=done,
+                total=total,
+            )
+
+        yield progress
 
 
 def warm(tokenizer: Tokenizer) -> None:

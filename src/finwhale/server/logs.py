@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object on each line, without prompts and answers by default."""
+"""The log: JSON lines, or text in a terminal; without prompts and answers by default."""
 
 import json
 import logging
@@ -35,10 +35,30 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-def configure(level: str) -> None:
-    """Writes the records of every logger to standard error as JSON."""
+class TextFormatter(logging.Formatter):
+    """Formats a record for a person: the time, the message and the fields of `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = [time.strftime("%H:%M:%S", time.localtime(record.created))]
+        if record.levelno >= logging.WARNING:
+            words.append(record.levelname.lower())
+        words.append(record.getMessage())
+        for name, value in vars(record).items():
+            if name not in _STANDARD:
+                words.append(f"{name}={json.dumps(value, default=str, ensure_ascii=False)}")
+        text = " ".join(words)
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+def is_text(log_format: str) -> bool:
+    """Whether the log is text. log_format: an option of ServerConfig."""
+    return log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
+
+
+def configure(level: str, log_format: str = "auto") -> None:
+    """Writes the records of every logger to standard error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
+    handler.setFormatter(TextFormatter() if is_text(log_format) else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

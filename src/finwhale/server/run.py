@@ -6,6 +6,7 @@ import logging
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,8 +16,9 @@ from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.engine.rank.start_times import freeze_heap, table
 from finwhale.errors import EngineDeadError, FinwhaleError
-from finwhale.server import health
+from finwhale.server import health, logs
 from finwhale.server.app import create_app
+from finwhale.server.banner import banner
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
@@ -109,6 +111,9 @@ async def _serve(
             logger.info("started", extra={"phases": table(phases)})
             url = url_of(listener, state.config)
             logger.info("ready", extra={"url": url, "model": state.model_name})
+            if logs.is_text(config.log_format):
+                text = banner(state.ready, state.model_name, url, bool(config.api_keys))
+                print(text, file=sys.stderr, flush=True)
             dying = loop.create_task(died.wait())
             await asyncio.wait((stopping, dying, serving), return_when=asyncio.FIRST_COMPLETED)
             if died.is_set():

@@ -47,6 +47,7 @@ class Ready:
         max_num_seqs: maximum number of sequences that run at once.
         vocab_size: every token id is below it.
         bos_token_id: the token with which a text prompt begins.
+        ranks: the number of ranks and the device of the first, such as "2 ranks, cuda:0".
         phases: seconds of each phase of the start, from the start of the process.
     """
 
@@ -54,6 +55,7 @@ class Ready:
     max_num_seqs: int
     vocab_size: int
     bos_token_id: int
+    ranks: str = ""
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

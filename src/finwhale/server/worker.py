@@ -86,7 +86,7 @@ class EngineLoop:
 
         An exception of the engine is reported as `Failed` and raised again.
         """
-        config = self._engine.model_config
+        config, rank = self._engine.model_config, self._engine.executor.description
         try:
             self._send(
                 Ready(
@@ -94,6 +94,7 @@ class EngineLoop:
                     max_num_seqs=self._engine.config.max_num_seqs,
                     vocab_size=config.vocab_size,
                     bos_token_id=config.bos_token_id,
+                    ranks=f"{rank.num_ranks} rank{'s' * (rank.num_ranks > 1)}, {rank.device}",
                     phases=self._phases,
                 )
             )

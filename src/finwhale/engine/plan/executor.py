@@ -57,6 +57,7 @@ class RankDescription:
 
     Attributes:
         device: torch's name of the device, such as "cuda:0".
+        num_ranks: number of ranks of the model.
         asynchronous: the host can go on while the device computes, so the engine runs a step ahead.
         needs_warm_up: warm-up requests must trigger lazy initialisation that is still left.
         groups: the model's cache groups.
@@ -71,6 +72,7 @@ class RankDescription:
     """
 
     device: str
+    num_ranks: int
     asynchronous: bool
     needs_warm_up: bool
     groups: tuple[PageGroup, ...]

@@ -155,6 +155,7 @@ class _Start:
             self.builds,
             RankDescription(
                 device=str(self.device),
+                num_ranks=self.peers.rank.size,
                 asynchronous=self.device.type != "cpu",
                 needs_warm_up=self.device.type != "cpu" and self.capabilities.builds_kernels,
                 groups=self.groups,
