@@ -14,6 +14,7 @@ from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options_page import options_page
 from finwhale.config import EngineConfig
+from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
 from finwhale.options import options_of
 from finwhale.request import SamplingParams
@@ -128,6 +129,40 @@ def test_the_signature_of_llm() -> None:
     wanted = typing.get_type_hints(EngineConfig) | {"cache_dir": str | Path | None}
     found = typing.get_type_hints(LLM.__init__)
     assert {name: found[name] for name in given} == wanted
+
+
+def test_no_command_takes_an_abbreviation() -> None:
+    """An abbreviation would take one option for another: --model for --model-name."""
+    for path in Path(finwhale.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("ArgumentParser(\n") == text.count("allow_abbrev=False"), path
+
+
+def test_vllm_s_names_of_serve_s_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    found: list[tuple[ServerConfig, Any]] = []
+
+    def serve(config: ServerConfig, tokenizer: object, ladder: object, load: Any) -> int:
+        found.append((config, load.args[0]))
+        return 0
+
+    monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda level: None)
+    monkeypatch.setenv("FINWHALE_API_KEYS", "from-the-environment")
+    keys = ["--api-key", "first-key", "--api-key", "second-key"]
+    names = ["--served-model-name", "v4", "--served-model-name", "flash"]
+    for place in (["--model", str(DEMO_PATH)], [str(DEMO_PATH)]):
+        assert main(["serve", *place, *keys, *names]) == 0
+        config, path = found[-1]
+        assert path == str(DEMO_PATH)
+        assert config.model_names == ("v4", "flash")
+        assert config.api_keys == ("first-key", "second-key", "from-the-environment")
+    for wrong in (["a", "--model", "b"], ["--model-name", "x"], ["--served-model", "x"]):
+        with pytest.raises(SystemExit):
+            main(["serve", *wrong])
+    assert main(["serve", "--model", str(tmp_path / "none")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig, SamplingParams])
