@@ -76,6 +76,12 @@ class SamplingParams:
         "return each generated token's log-probability and those of this many most likely tokens",
         unset="none",
     )
+    prompt_logprobs: int | None = option(
+        None,
+        "return each prompt token's log-probability (the first has none) and those of this many "
+        "most likely tokens; the request then computes its whole prompt, without cached prefixes",
+        unset="none",
+    )
     logit_bias: Mapping[int, float] | None = option(
         None,
         "values, -100 to 100, to add to the logits of token ids, after the penalties and before "
@@ -101,14 +107,16 @@ class SamplingParams:
         for name in ("n", "top_k"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        for name in ("max_tokens", "logprobs", "seed"):
+        for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise RequestError(f"{name} must be an integer or None, got {value!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {value}")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop must be non-empty strings, got {list(self.stop)!r}")
         if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
@@ -137,6 +145,8 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
 
 
 MAX_LOGPROBS = 100
+# Most log-probabilities of one request's prompt: a result of about 50 MB.
+MAX_PROMPT_LOGPROBS = 1 << 18
 _RANGES = (
     ("n", 1, 4096, "1 to 4096"),
     ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
@@ -201,6 +211,9 @@ class RequestOutput:
         finished: whether the request has ended.
         error: why the request failed, in one line; None if it did not.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        prompt_logprobs: for each prompt token, a dict from token id to Logprob: its own and the
+            most likely ones; None for the first token. None unless the request asked for them.
+            Complete once the first token is generated.
     """
 
     request_id: str
@@ -210,3 +223,4 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
