@@ -58,11 +58,23 @@ class SamplingParams:
     frequency_penalty: float = option(
         0.0, "subtract R from a token's logit for each time the output contains it", metavar="R"
     )
+    min_tokens: int = option(
+        0,
+        "generate this many tokens before the end of sequence, a stop token or a stop string may "
+        "end the output; a grammar may end it earlier",
+        metavar="N",
+    )
     stop: str | Sequence[str] = option(
         (), "stop before this text; the output does not contain it", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
         (), "token ids at which to stop, besides the model's end of sequence"
+    )
+    include_stop_str_in_output: bool = option(
+        False, "keep the stop string, or the text of the stop token, in the output"
+    )
+    skip_special_tokens: bool = option(
+        True, "leave special tokens out of the text", flag="--no-skip-special-tokens"
     )
     ignore_eos: bool = option(False, "continue past the model's end of sequence")
     seed: int | None = option(
@@ -104,7 +116,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be {wanted}, got {value!r}")
-        for name in ("n", "top_k"):
+        for name in ("n", "top_k", "min_tokens"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
         for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
@@ -113,6 +125,10 @@ class SamplingParams:
                 raise RequestError(f"{name} must be an integer or None, got {value!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
@@ -123,8 +139,9 @@ class SamplingParams:
             raise RequestError(
                 f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -144,12 +161,24 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     return dict(bias) or None
 
 
+def check_stop_of_answers(params: SamplingParams) -> None:
+    """Check that the parser of chat answers, which looks for stop strings itself, can obey.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    for name in ("min_tokens", "include_stop_str_in_output"):
+        if params.stop and getattr(params, name):
+            raise RequestError(f"{name} is not supported together with stop strings in chat")
+
+
 MAX_LOGPROBS = 100
 # Most log-probabilities of one request's prompt: a result of about 50 MB.
 MAX_PROMPT_LOGPROBS = 1 << 18
 _RANGES = (
     ("n", 1, 4096, "1 to 4096"),
     ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
+    ("min_tokens", 0, 2**31 - 1, "0 or more"),
     ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
     ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
     ("min_p", 0.0, 1.0, "0 to 1"),
@@ -180,7 +209,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the n continuations it is.
-        text: the generated text, without the stop string and without special tokens.
+        text: the generated text; by default without the stop string and without special tokens.
         token_ids: every generated token, including the token that ended the output.
         finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
             or the context is full), "error", or None while the request runs.

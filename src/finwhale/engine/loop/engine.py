@@ -208,6 +208,7 @@ class Engine:
                     self.model_config.vocab_size,
                     index,
                     None if matcher is None else matcher.copy(),
+                    ends,
                 ),
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
@@ -217,8 +218,8 @@ class Engine:
                 running,
                 output,
                 ends,
-                self._new_detokenizer(),
-                StopChecker(tuple(params.stop)) if params.stop else None,
+                self._new_detokenizer(params),
+                _new_stop_checker(params),
                 stop_after if params.stop else None,
                 Clock(began),
             )
@@ -227,8 +228,10 @@ class Engine:
         self._meter.requests += 1
         return request
 
-    def _new_detokenizer(self) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer)
+    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, params.skip_special_tokens)
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -370,6 +373,8 @@ class Engine:
         if token.logprobs is not None and output.logprobs is not None:
             output.logprobs.append(self._with_texts(token.logprobs))
         if token_id in stream.ends:
+            if sequence.params.include_stop_str_in_output and stream.detokenizer is not None:
+                stream.add_token(stream.detokenizer, token_id)
             is_asked_for = token_id in sequence.params.stop_token_ids
             self._finish(stream, "stop", token_id if is_asked_for else None)
             return
@@ -430,3 +435,9 @@ class Engine:
         self.scheduler.check_integrity()
         assert self._streams or not self._in_flight
         assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+
+
+def _new_stop_checker(params: SamplingParams) -> StopChecker | None:
+    if not params.stop:
+        return None
+    return StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)

@@ -39,7 +39,7 @@ class Stream:
         if self.stop_after is not None:
             if token_id == self.stop_after:
                 self.stop_after = None
-        elif stop is not None:
+        elif stop is not None and len(output.token_ids) > self.sequence.params.min_tokens:
             text = stop.feed(text)
         # Keep only one reference to the text, so that the interpreter appends in place.
         whole, output.text = output.text, ""

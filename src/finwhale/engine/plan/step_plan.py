@@ -85,7 +85,8 @@ class PenaltyRows(NamedTuple):
 
 
 class AllowedRows(NamedTuple):
-    """Grammar masks. The engine computes them, because matchers cannot leave its process.
+    """Masks: of grammars, and of tokens that may not come yet. The engine computes them, because
+    matchers cannot leave its process.
 
     Attributes:
         rows: rows of the sampling plan that have a mask.
