@@ -146,7 +146,7 @@ class LLM:
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
         for one in params:
-            check_stop_of_answers(one)
+            check_stop_of_answers(one, tuple(one.stop))
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
         stop_after = template.end_of_thinking if thinking else None

@@ -161,14 +161,17 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     return dict(bias) or None
 
 
-def check_stop_of_answers(params: SamplingParams) -> None:
+def check_stop_of_answers(params: SamplingParams, stop: Sequence[str]) -> None:
     """Check that the parser of chat answers, which looks for stop strings itself, can obey.
+
+    Args:
+        stop: the stop strings of the answer.
 
     Raises:
         RequestError: it cannot.
     """
     for name in ("min_tokens", "include_stop_str_in_output"):
-        if params.stop and getattr(params, name):
+        if stop and getattr(params, name):
             raise RequestError(f"{name} is not supported together with stop strings in chat")
 
 

@@ -19,6 +19,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.options import options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
+from finwhale.server.fields_page import fields_page
 from finwhale.server.listening import LOCAL_HOSTS
 
 Capture = pytest.CaptureFixture[str]
@@ -176,6 +177,9 @@ def test_every_field_is_an_option_with_help(config: type) -> None:
 def test_the_documentation_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == options_page(), (
         "run `python -m finwhale.cli.options_page > docs/options.md`"
+    )
+    assert PAGE.with_name("fields.md").read_text(encoding="utf-8") == fields_page(), (
+        "run `python -m finwhale.server.fields_page > docs/fields.md`"
     )
 
 
