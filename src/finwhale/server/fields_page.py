@@ -49,7 +49,7 @@ clients send without being asked to.
 - `separate_reasoning: false` leaves the reasoning in the content, up to `</think>`. `include_reasoning: false` leaves
   it out, and `stream_reasoning: false` sends it in one piece.
 - `max_tokens` and `max_completion_tokens` may both be there if they are equal.
-"""
+"""  # noqa: E501
 
 
 def fields_page() -> str:
