@@ -104,6 +104,13 @@ def test_special_tokens(server: RunningServer) -> None:
 # --- Token ids and usage --------------------------------------------------------------------------
 
 
+def test_the_client_s_request_id(server: RunningServer) -> None:
+    assert chat(server, request_id="mine")["id"] == "chatcmpl-mine"
+    options = {"prompt": TEXT, "max_tokens": 3, "request_id": "mine"}
+    assert post(server, "/v1/completions", **options).json()["id"] == "cmpl-mine"
+    assert {c["id"] for c in chunks(server, "/v1/completions", **options)} == {"cmpl-mine"}
+
+
 def test_token_ids(server: RunningServer) -> None:
     tokenizer = server.state.need_tokenizer()
     whole = chat(server, return_token_ids=True, n=2)

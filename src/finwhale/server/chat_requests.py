@@ -58,6 +58,7 @@ _OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "
     "skip_special_tokens",
     "prompt_logprobs",
     "return_token_ids",
+    "request_id",
     "structured_outputs",
     "guided_json",
     "guided_regex",
@@ -196,7 +197,7 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         end_of_thinking,
         body.priority or 0,
         AnswerOptions.of(body),
-        f"{_ID_PREFIXES[protocol]}{uuid.uuid4().hex}",
+        f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
 
 

@@ -4,7 +4,8 @@ import json
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from finwhale.errors import RequestError
@@ -22,7 +23,7 @@ from finwhale.server.wire import Delta
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's protocol
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionJob:
     """A request that is ready to run.
 
@@ -38,7 +39,10 @@ class CompletionJob:
     echoes: list[str]
     params: SamplingParams | None
     n: int
-    answer_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+
+    @cached_property
+    def answer_id(self) -> str:
+        return f"cmpl-{self.body.request_id or uuid.uuid4().hex}"
 
     def generating(
         self, state: ServerState, log: RequestLog

@@ -157,6 +157,9 @@ class OpenAIBody(SamplingBody):
         description=f"{_VLLM}: log-probabilities of the prompt's tokens, in answers that do not "
         "stream",
     )
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description=f"{_VLLM}: the answer's id ends with it"
+    )
     return_token_ids: bool | None = Field(
         default=None, description=f"{_VLLM}: prompt_token_ids and token_ids in the answer"
     )
