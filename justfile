@@ -26,8 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-deploy
-long: long-schedules long-fuzz long-page long-soak long-hosts long-replicas long-clients long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:

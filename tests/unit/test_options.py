@@ -144,8 +144,11 @@ def test_vllm_s_names_of_serve_s_options(
 ) -> None:
     found: list[tuple[ServerConfig, Any]] = []
 
-    def serve(config: ServerConfig, tokenizer: object, ladder: object, load: Any) -> int:
+    def serve(
+        config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: Any
+    ) -> int:
         found.append((config, load.args[0]))
+        assert read_keys() == config.api_keys  # after SIGHUP, too
         return 0
 
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
