@@ -152,7 +152,7 @@ def test_vllm_s_names_of_serve_s_options(
         return 0
 
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda level: None)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *args: None)
     monkeypatch.setenv("FINWHALE_API_KEYS", "from-the-environment")
     keys = ["--api-key", "first-key", "--api-key", "second-key"]
     names = ["--served-model-name", "v4", "--served-model-name", "flash"]
