@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -56,6 +56,10 @@ long-hosts:
 # Two demo engines behind vllm-router.
 long-replicas:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
+
+# Clients of other projects, each in its own environment, against the demo model.
+long-clients:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py
 
 # The schemas of the files in deploy/.
 long-deploy:

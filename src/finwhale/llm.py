@@ -27,7 +27,12 @@ from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
 from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
-from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
+from finwhale.request import (
+    CompletionOutput,
+    RequestOutput,
+    SamplingParams,
+    check_stop_of_answers,
+)
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -135,10 +140,13 @@ class LLM:
         or too long, its result has an `error`, as in `generate`.
 
         Raises:
-            RequestError: `messages` has neither form, or the checkpoint has no tokenizer.
+            RequestError: `messages` has neither form, the checkpoint has no tokenizer, or stop
+                strings come with options that answers do not support.
         """
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
+        for one in params:
+            check_stop_of_answers(one, tuple(one.stop))
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
         stop_after = template.end_of_thinking if thinking else None

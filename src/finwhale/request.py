@@ -58,11 +58,23 @@ class SamplingParams:
     frequency_penalty: float = option(
         0.0, "subtract R from a token's logit for each time the output contains it", metavar="R"
     )
+    min_tokens: int = option(
+        0,
+        "generate this many tokens before the end of sequence, a stop token or a stop string may "
+        "end the output; a grammar may end it earlier",
+        metavar="N",
+    )
     stop: str | Sequence[str] = option(
         (), "stop before this text; the output does not contain it", metavar="TEXT"
     )
     stop_token_ids: Sequence[int] = option(
         (), "token ids at which to stop, besides the model's end of sequence"
+    )
+    include_stop_str_in_output: bool = option(
+        False, "keep the stop string, or the text of the stop token, in the output"
+    )
+    skip_special_tokens: bool = option(
+        True, "leave special tokens out of the text", flag="--no-skip-special-tokens"
     )
     ignore_eos: bool = option(False, "continue past the model's end of sequence")
     seed: int | None = option(
@@ -74,6 +86,12 @@ class SamplingParams:
     logprobs: int | None = option(
         None,
         "return each generated token's log-probability and those of this many most likely tokens",
+        unset="none",
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "return each prompt token's log-probability (the first has none) and those of this many "
+        "most likely tokens; the request then computes its whole prompt, without cached prefixes",
         unset="none",
     )
     logit_bias: Mapping[int, float] | None = option(
@@ -98,25 +116,32 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be {wanted}, got {value!r}")
-        for name in ("n", "top_k"):
+        for name in ("n", "top_k", "min_tokens"):
             if not isinstance(getattr(self, name), int):
                 raise RequestError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        for name in ("max_tokens", "logprobs", "seed"):
+        for name in ("max_tokens", "logprobs", "prompt_logprobs", "seed"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
                 raise RequestError(f"{name} must be an integer or None, got {value!r}")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise RequestError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs must be 0 to {MAX_LOGPROBS}, got {self.logprobs}")
+        if self.max_tokens is not None and self.max_tokens < self.min_tokens:
+            raise RequestError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(f"{name} must be 0 to {MAX_LOGPROBS}, got {value}")
         if not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop must be non-empty strings, got {list(self.stop)!r}")
         if not all(type(i) is int and i >= 0 for i in self.stop_token_ids):
             raise RequestError(
                 f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
             )
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
@@ -136,10 +161,27 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     return dict(bias) or None
 
 
+def check_stop_of_answers(params: SamplingParams, stop: Sequence[str]) -> None:
+    """Check that the parser of chat answers, which looks for stop strings itself, can obey.
+
+    Args:
+        stop: the stop strings of the answer.
+
+    Raises:
+        RequestError: it cannot.
+    """
+    for name in ("min_tokens", "include_stop_str_in_output"):
+        if stop and getattr(params, name):
+            raise RequestError(f"{name} is not supported together with stop strings in chat")
+
+
 MAX_LOGPROBS = 100
+# Most log-probabilities of one request's prompt: a result of about 50 MB.
+MAX_PROMPT_LOGPROBS = 1 << 18
 _RANGES = (
     ("n", 1, 4096, "1 to 4096"),
     ("temperature", 0.0, 100.0, "0 (greedy) to 100"),
+    ("min_tokens", 0, 2**31 - 1, "0 or more"),
     ("top_k", -1, 2**31 - 1, "-1 or 0 (all tokens) or more"),
     ("top_p", 1e-9, 1.0, "above 0 and at most 1"),
     ("min_p", 0.0, 1.0, "0 to 1"),
@@ -170,7 +212,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the n continuations it is.
-        text: the generated text, without the stop string and without special tokens.
+        text: the generated text; by default without the stop string and without special tokens.
         token_ids: every generated token, including the token that ended the output.
         finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
             or the context is full), "error", or None while the request runs.
@@ -201,6 +243,9 @@ class RequestOutput:
         finished: whether the request has ended.
         error: why the request failed, in one line; None if it did not.
         num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        prompt_logprobs: for each prompt token, a dict from token id to Logprob: its own and the
+            most likely ones; None for the first token. None unless the request asked for them.
+            Complete once the first token is generated.
     """
 
     request_id: str
@@ -210,3 +255,4 @@ class RequestOutput:
     finished: bool = False
     error: str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

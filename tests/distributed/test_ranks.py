@@ -63,6 +63,19 @@ def tokens(llm: LLM) -> list[list[int]]:
     return [o.token_ids for result in llm.generate(PROMPTS, KINDS) for o in result.outputs]
 
 
+def assert_equal_prompt_logprobs(one: LLM, other: LLM) -> None:
+    """The ranks join the logits of each block of a prompt."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=3)
+    results = (llm.generate(PROMPTS, params) for llm in (one, other))
+    for found, wanted in zip(*results, strict=True):
+        assert found.prompt_logprobs is not None and wanted.prompt_logprobs is not None
+        for table, right in zip(found.prompt_logprobs[1:], wanted.prompt_logprobs[1:], strict=True):
+            assert table is not None and right is not None and table.keys() == right.keys()
+            for token, entry in table.items():
+                assert entry.rank == right[token].rank
+                assert entry.logprob == pytest.approx(right[token].logprob, abs=1e-5)
+
+
 def pids(llm: LLM) -> list[int]:
     executor = llm.engine.executor
     assert isinstance(executor, ranks.Ranks)
@@ -119,8 +132,10 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
     (worker,) = pids(llm)
     assert tokens(llm) == alone
     texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
-    for wanted, found in zip(score(open_llm(path, 1), texts), score(llm, texts), strict=True):
+    other = open_llm(path, 1)
+    for wanted, found in zip(score(other, texts), score(llm, texts), strict=True):
         assert abs(found - wanted).max() < 1e-4
+    assert_equal_prompt_logprobs(llm, other)
     assert set(llm.engine.executor.late_compilations().values()) <= {0}
     del llm
     gc.collect()

@@ -69,6 +69,7 @@ def random_params(draw: random.Random) -> SamplingParams:
         "top_k": draw.choice((0, 0, 20)),
         "min_p": draw.choice((0.0, 0.0, 0.05)),
         "logprobs": draw.choice((None, None, 0, 3)),
+        "prompt_logprobs": draw.choice((None, None, None, 0, 2)),
         "seed": draw.randrange(100),
         "n": draw.choice((1, 1, 1, 3)),
         "max_tokens": draw.choice((1, 2, 5, 12, 20)),

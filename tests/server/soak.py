@@ -277,7 +277,7 @@ def _resident_mib(pid: int) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="finwhale-demo")
     parser.add_argument("--seconds", type=float, default=600)

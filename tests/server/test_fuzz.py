@@ -36,7 +36,7 @@ OPERATIONS = {
     "/v1/messages": "POST", "/v1/messages/count_tokens": "POST", "/v1/models": "GET",
     "/v1/models/{name}": "GET", "/tokenize": "POST", "/detokenize": "POST",
     "/health": "GET", "/health/live": "GET", "/health/ready": "GET", "/metrics": "GET",
-    "/live": "GET",
+    "/live": "GET", "/ping": "GET", "/version": "GET",
 }  # fmt: skip
 
 

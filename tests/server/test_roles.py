@@ -76,7 +76,7 @@ def library(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 def server(template: ChatTemplate, messages: list[dict[str, Any]]) -> str:
     """The prompt of /v1/chat/completions."""
     fields = plain_fields(ChatBody(model="m", messages=messages))
-    return template.encode(convert("chat", fields, default_thinking=False).request).text
+    return template.encode(convert("chat", fields, default_thinking=False)).text
 
 
 @pytest.mark.parametrize("entrance", [library, server])
@@ -99,5 +99,5 @@ def test_responses_agree(template: ChatTemplate, case: str) -> None:
     # Its parts have another name.
     items = json.loads(json.dumps(messages).replace('"type": "text"', '"type": "input_text"'))
     fields = plain_fields(ResponsesBody(model="m", input=items, reasoning={"effort": "none"}))
-    request = convert("responses", fields, default_thinking=False).request
-    assert template.encode(request).text == f"{BEGIN}{wanted}{NOT_THINKING}"
+    converted = convert("responses", fields, default_thinking=False)
+    assert template.encode(converted).text == f"{BEGIN}{wanted}{NOT_THINKING}"

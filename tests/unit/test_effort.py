@@ -53,7 +53,7 @@ def body(protocol: ProtocolName, effort: str | None, thinking: bool) -> dict[str
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_words(protocol: ProtocolName, effort: str | None, ladder: EffortLadder) -> None:
     converted = convert(protocol, body(protocol, effort, True), default_thinking=True)
-    text = ChatTemplate(tokenizer(), ladder).encode(converted.request).text
+    text = ChatTemplate(tokenizer(), ladder).encode(converted).text
     words = LADDERS[effort][ladder == "0731"]
     begin = recipe.SpecialToken.Bos.default_str()
     user = recipe.SpecialToken.User.default_str()
@@ -65,7 +65,7 @@ def test_words(protocol: ProtocolName, effort: str | None, ladder: EffortLadder)
 def test_without_thinking_there_are_no_words(ladder: EffortLadder) -> None:
     converted = convert("chat", body("chat", None, False), default_thinking=True)
     template = ChatTemplate(tokenizer(), ladder)
-    assert "Reasoning Effort" not in template.encode(converted.request).text
+    assert "Reasoning Effort" not in template.encode(converted).text
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options_page import options_page
 from finwhale.config import EngineConfig
+from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError
 from finwhale.options import options_of
 from finwhale.request import SamplingParams
 from finwhale.server.config import ServerConfig
+from finwhale.server.fields_page import fields_page
 from finwhale.server.listening import LOCAL_HOSTS
 
 Capture = pytest.CaptureFixture[str]
@@ -130,6 +132,43 @@ def test_the_signature_of_llm() -> None:
     assert {name: found[name] for name in given} == wanted
 
 
+def test_no_command_takes_an_abbreviation() -> None:
+    """An abbreviation would take one option for another: --model for --model-name."""
+    for path in Path(finwhale.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("ArgumentParser(\n") == text.count("allow_abbrev=False"), path
+
+
+def test_vllm_s_names_of_serve_s_options(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
+) -> None:
+    found: list[tuple[ServerConfig, Any]] = []
+
+    def serve(
+        config: ServerConfig, tokenizer: object, ladder: object, load: Any, read_keys: Any
+    ) -> int:
+        found.append((config, load.args[0]))
+        assert read_keys() == config.api_keys  # after SIGHUP, too
+        return 0
+
+    monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *args: None)
+    monkeypatch.setenv("FINWHALE_API_KEYS", "from-the-environment")
+    keys = ["--api-key", "first-key", "--api-key", "second-key"]
+    names = ["--served-model-name", "v4", "--served-model-name", "flash"]
+    for place in (["--model", str(DEMO_PATH)], [str(DEMO_PATH)]):
+        assert main(["serve", *place, *keys, *names]) == 0
+        config, path = found[-1]
+        assert path == str(DEMO_PATH)
+        assert config.model_names == ("v4", "flash")
+        assert config.api_keys == ("first-key", "second-key", "from-the-environment")
+    for wrong in (["a", "--model", "b"], ["--model-name", "x"], ["--served-model", "x"]):
+        with pytest.raises(SystemExit):
+            main(["serve", *wrong])
+    assert main(["serve", "--model", str(tmp_path / "none")]) == 1
+    assert "is not a directory" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("config", [EngineConfig, ServerConfig, SamplingParams])
 def test_every_field_is_an_option_with_help(config: type) -> None:
     options = options_of(config)
@@ -141,6 +180,9 @@ def test_every_field_is_an_option_with_help(config: type) -> None:
 def test_the_documentation_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == options_page(), (
         "run `python -m finwhale.cli.options_page > docs/options.md`"
+    )
+    assert PAGE.with_name("fields.md").read_text(encoding="utf-8") == fields_page(), (
+        "run `python -m finwhale.server.fields_page > docs/fields.md`"
     )
 
 

@@ -18,8 +18,11 @@ def naive(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 def run(pieces: list[str], stop: list[str]) -> tuple[str, str | None]:
     checker = StopChecker(stop)
-    out = "".join([checker.feed(piece) for piece in pieces])
-    return out + checker.flush(), checker.matched
+    out = "".join([checker.feed(piece) for piece in pieces]) + checker.flush()
+    keeper = StopChecker(stop, keep=True)
+    kept = "".join([keeper.feed(piece) for piece in pieces]) + keeper.flush()
+    assert (kept, keeper.matched) == (out + (checker.matched or ""), checker.matched)
+    return out, checker.matched
 
 
 SMALL_TEXT = st.text(alphabet="abé", max_size=8)

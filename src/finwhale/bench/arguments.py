@@ -19,6 +19,7 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
         record: name of a results file, as an example for the help text.
     """
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog=f"finwhale bench {name}",
         description=(doc or "").split("\n\n", 1)[0],
         formatter_class=_Formatter,

@@ -333,6 +333,7 @@ def _span(text: str) -> tuple[int, int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale bench serving",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

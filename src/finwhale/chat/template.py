@@ -35,6 +35,8 @@ class ProtocolRequest:
 
     Attributes:
         request: the request as deepseek-recipe reads it.
+        conversation: its conversation, which may continue the last message.
+        parsing_options: how to parse the answer.
         echo: the settings that a Responses answer repeats; None for the other protocols.
         namespaces: the namespace tools of a Responses request, from function name to (namespace,
             name); None for the other protocols.
@@ -42,6 +44,8 @@ class ProtocolRequest:
 
     protocol: ProtocolName
     request: recipe.ConversationRequest
+    conversation: recipe.Conversation
+    parsing_options: recipe.ParsingOptions
     echo: recipe.ResponsesEcho | None = None
     namespaces: dict[str, tuple[str, str]] | None = None
 
@@ -69,8 +73,8 @@ def convert(
         if protocol == "responses":
             namespaces = request.namespace_tool_map(options)
             echo = _parse(protocol, echo_body or body).echo()
-            return ProtocolRequest(protocol, request.convert(options), echo, namespaces)
-        return ProtocolRequest(protocol, request.convert(options))
+            return _converted(protocol, request.convert(options), echo, namespaces)
+        return _converted(protocol, request.convert(options))
     except recipe.ConversionError as error:
         raise RequestError(str(error)) from error
     # The body is not JSON (TypeError), is nested too deeply, has lone surrogates (a ValueError) or
@@ -79,11 +83,53 @@ def convert(
         raise RequestError(f"not a valid request: {error}") from error
 
 
+def _converted(
+    protocol: ProtocolName,
+    request: recipe.ConversationRequest,
+    echo: recipe.ResponsesEcho | None = None,
+    namespaces: dict[str, tuple[str, str]] | None = None,
+) -> ProtocolRequest:
+    conversation, parsing = request.conversation, request.parsing_options
+    last = conversation.messages[-1] if conversation.messages else None
+    # In Anthropic's protocol, a final turn of the assistant is the beginning of the answer.
+    if protocol == "messages" and last and last.role == "assistant" and not last.tool_calls:
+        conversation = _continued(conversation)
+        if conversation.thinking_mode:
+            parsing.thinking_initial_stage = recipe.ThinkingInitialStage.ContentContinuation
+    return ProtocolRequest(protocol, request, conversation, parsing, echo, namespaces)
+
+
+def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
+    """The conversation, whose last message, an assistant's, the answer continues."""
+    *messages, last = conversation.messages
+    prefix = recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)
+    as_json = conversation.response_format == "json_object"
+    return recipe.Conversation(
+        [*messages, prefix],
+        thinking_mode=conversation.thinking_mode,
+        tools=conversation.tools,
+        tool_choice=conversation.tool_choice,
+        reasoning_effort=conversation.reasoning_effort,
+        response_format="json_object" if as_json else "text",
+        response_schema=conversation.response_schema,
+        response_regex=conversation.response_regex,
+    )
+
+
 def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:
     if protocol == "chat" and isinstance(body.get("messages"), list):
         body = {**body, "messages": [_with_known_role(message) for message in body["messages"]]}
+    if protocol == "messages" and isinstance(body.get("tools"), list):
+        body = {**body, "tools": [_without_custom_type(tool) for tool in body["tools"]]}
     text = json.dumps({**body, "model": _MODEL}, ensure_ascii=False, allow_nan=False)
     return REQUEST_KINDS[protocol](text)
+
+
+def _without_custom_type(tool: Any) -> Any:
+    """Removes the type of an Anthropic client tool, which deepseek-recipe does not know."""
+    if isinstance(tool, Mapping) and tool.get("type") == "custom":
+        return {name: value for name, value in tool.items() if name != "type"}
+    return tool
 
 
 def _with_known_role(message: Any) -> Any:
@@ -179,9 +225,7 @@ class ChatTemplate:
         return self.encode(_convert(messages, options or ChatOptions()))
 
     def encode(
-        self,
-        request: recipe.ConversationRequest,
-        check_text: Callable[[str], None] | None = None,
+        self, converted: ProtocolRequest, check_text: Callable[[str], None] | None = None
     ) -> ChatPrompt:
         """The prompt of a converted conversation.
 
@@ -192,12 +236,12 @@ class ChatTemplate:
             CheckpointError: the vocabulary lacks a control token that this prompt needs.
         """
         rendered = self._encoding.render_conversation(
-            with_ladder(request.conversation, self._ladder)
+            with_ladder(converted.conversation, self._ladder)
         )
         if check_text is not None:
             check_text(rendered.prompt)
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
-        return ChatPrompt(token_ids, rendered.prompt, request)
+        return ChatPrompt(token_ids, rendered.prompt, converted.request)
 
     def parser(self, prompt: ChatPrompt, stop: Sequence[str] = ()) -> OutputParser:
         """A parser of one answer to `prompt`. The content ends before a `stop` string."""
@@ -214,7 +258,7 @@ class ChatTemplate:
         return token_ids + self._tokenizer.encode(text[done:])
 
 
-def _convert(messages: ChatMessages, options: ChatOptions) -> recipe.ConversationRequest:
+def _convert(messages: ChatMessages, options: ChatOptions) -> ProtocolRequest:
     _check(messages)
     body: dict[str, Any] = {
         "messages": [dict(message) for message in messages],
@@ -231,7 +275,7 @@ def _convert(messages: ChatMessages, options: ChatOptions) -> recipe.Conversatio
         body["tool_choice"] = options.tool_choice
     if options.reasoning_effort is not None:
         body["reasoning_effort"] = options.reasoning_effort
-    return convert("chat", body, default_thinking=options.thinking).request
+    return convert("chat", body, default_thinking=options.thinking)
 
 
 def _check(messages: ChatMessages) -> None:

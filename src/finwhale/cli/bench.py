@@ -23,6 +23,7 @@ def run(argv: Sequence[str]) -> int:
     width = max(map(len, BENCHMARKS))
     listing = "\n".join(f"  {name:{width}}  {text}" for name, text in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale bench",
         description="Run a benchmark and print a table; --record appends the results to a file.",
         epilog=f"benchmarks:\n{listing}\n\n`finwhale bench NAME --help` lists its options.",

@@ -108,7 +108,10 @@ class Conversation:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="finwhale chat", description="Talk to the model in the terminal.", epilog=HELP
+        allow_abbrev=False,
+        prog="finwhale chat",
+        description="Talk to the model in the terminal.",
+        epilog=HELP,
     )
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     parser.add_argument("--think", action="store_true", help="let the model think before answering")

@@ -61,6 +61,7 @@ def _read_stdin() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale generate",
         description="Continue PROMPT and stream the text to stdout. A terminal shows the prompt "
         "before it.",

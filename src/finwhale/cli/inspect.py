@@ -222,6 +222,7 @@ def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale inspect",
         description="Show a checkpoint's configuration, its tensors and their sizes, the memory "
         "that it needs on one and on several GPUs, and which tensors are missing or unexpected. "

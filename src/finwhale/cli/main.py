@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     listing = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale",
         description="Run DeepSeek-V4. Without the path of a checkpoint, the demo model runs.",
         epilog=f"commands:\n{listing}\n\n`finwhale COMMAND --help` lists the options of a command.",

@@ -35,7 +35,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="finwhale ops", description="List the implementation of each operator."
+        allow_abbrev=False,
+        prog="finwhale ops",
+        description="List the implementation of each operator.",
     )
     parser.add_argument(
         "--platform", choices=PLATFORMS, help="show this platform's table instead of this machine's"

@@ -24,7 +24,8 @@ By default, `validate` drafts as many tokens as the draft head can.
 
 ## Server
 
-`finwhale serve` also has these options.
+`finwhale serve` also has these options. As with vLLM, the checkpoint's directory may be given as `--model PATH`, and
+`--api-key KEY` (repeatable) gives a key on the command line, where other users of the machine can see it.
 
 | command line | default | meaning |
 |---|---|---|

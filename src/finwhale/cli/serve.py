@@ -37,7 +37,7 @@ DEMO_NAME = "finwhale-demo"
 
 
 def run(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     config = _server_config(args, os.environ)
     place = Place.find(os.environ)
     if place is not None and place.rank.index:
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, args.path, config.log_level, config.log_format, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
-    read_keys = partial(_api_keys, args.api_keys or [], os.environ.get(KEYS_VARIABLE, ""))
+    read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
     return serve(config, tokenizer, architecture.chat_dialect(directory), load, read_keys)
 
 
@@ -68,7 +68,7 @@ def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
         model_names=tuple(args.model_names or [name]),
         allowed_hosts=_allowed_hosts(args, environment),
         default_thinking=not demo if args.default_thinking is None else args.default_thinking,
-        api_keys=_api_keys(args.api_keys or [], environment.get(KEYS_VARIABLE, "")),
+        api_keys=_api_keys(args.api_keys or [], _given_keys(args, environment)),
     )
 
 
@@ -81,20 +81,22 @@ def _allowed_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     if args.allowed_hosts:
         return tuple(args.allowed_hosts)
     local = args.uds is None and (args.host == "localhost" or is_loopback(args.host))
-    has_keys = args.api_keys or environment.get(KEYS_VARIABLE)
+    has_keys = args.api_keys or args.api_key or environment.get(KEYS_VARIABLE)
     return LOCAL_HOSTS if local and not has_keys else ()
 
 
-def _api_keys(files: Sequence[str], variable: str) -> tuple[str, ...]:
-    """The keys of the files and of the environment's variable, without repetitions.
+def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:
+    """The keys of the command line and of the environment."""
+    return [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
 
-    Args:
-        variable: keys separated by commas.
+
+def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """The keys of the files, and those of the command line and the environment, each once.
 
     Raises:
         FinwhaleError: a file cannot be read, or has no key.
     """
-    keys = [key.strip() for key in variable.split(",")]
+    keys = [key.strip() for key in given]
     for path in files:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -107,8 +109,19 @@ def _api_keys(files: Sequence[str], variable: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for key in keys if key))
 
 
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.model is not None:
+        if args.path is not None:
+            parser.error("give the checkpoint's directory once: as PATH or as --model PATH")
+        args.path = args.model
+    return args
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale serve",
         description="Serve a model over HTTP: /v1/chat/completions, /v1/completions, "
         "/v1/responses, /v1/messages and more. The page at / has a chat with the model.",
@@ -118,6 +131,14 @@ def _parser() -> argparse.ArgumentParser:
         "rank 0 serves.",
     )
     add_path(parser)
+    parser.add_argument("--model", metavar="PATH", help="the same as PATH, as in vLLM's command")
+    parser.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="API key that a request may carry; repeatable. Other users of this machine can see "
+        "it in the list of processes: prefer --api-key-file",
+    )
     add_options(parser.add_argument_group("server"), ServerConfig, default_thinking=None)
     add_engine_options(parser, watchdog_seconds=60.0)
     return parser

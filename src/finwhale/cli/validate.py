@@ -136,6 +136,7 @@ def _print(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale validate",
         description="Load a checkpoint and check that its weights behave as those of a trained "
         "model: perplexity of built-in texts, chat, tools, recall, drafts, and values that are "

@@ -37,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
+        allow_abbrev=False,
         prog="finwhale warmup",
         description="Compile every kernel that serving a checkpoint needs, and store it for the "
         "next start. Run this on the kind of GPU that will serve the checkpoint, for example while "

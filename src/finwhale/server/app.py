@@ -171,6 +171,13 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
         """Whether the process is healthy: neither it nor its engine has died or stopped."""
         return _health(health.live(state))
 
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Finwhale's version, in vLLM's form."""
+        return {"version": finwhale.__version__}
+
+    @app.get("/ping", responses={503: {"model": Health}}, name="ping")
+    @app.post("/ping", responses={503: {"model": Health}}, name="post_ping")
     @app.get("/health", responses={503: {"model": Health}}, name="healthy")
     @app.get("/health/ready", responses={503: {"model": Health}})
     async def ready() -> Response:

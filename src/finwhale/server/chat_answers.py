@@ -3,6 +3,7 @@
 import codecs
 import json
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
@@ -11,7 +12,7 @@ from finwhale.chat.output import FINISH_REASONS, dropped_ids
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
-from finwhale.server.chat_requests import ChatRequest
+from finwhale.server.chat_requests import AnswerOptions, ChatRequest
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
 from finwhale.server.sse import event
@@ -20,6 +21,8 @@ from finwhale.server.wire import Delta
 
 # Each event is its name, or None if the protocol has no names, and its data in JSON.
 Events = list[tuple[str | None, str]]
+NO_EDITS: dict[str, Any] = {"applied_edits": []}  # Anthropic's answer about context management
+THINKING_END = recipe.SpecialToken.ThinkingEnd.default_str()
 TokenLogprobs = tuple[float, Sequence[tuple[int, float]]]
 
 _RESPONSE_KINDS: dict[ProtocolName, Any] = {
@@ -38,13 +41,26 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
     assert len(responses) == request.params.n
     if request.converted.protocol != "chat":
         whole: dict[str, Any] = responses[0]
+        if request.options.no_edits:
+            whole["context_management"] = NO_EDITS
         return whole
     usages = [response.pop("usage") for response in responses]
     choices = []
     for index, response in enumerate(responses):
         choices.append(_numbered(response["choices"][0], index))
+        _Reasoning(request.options).place(choices[-1])
         _name_reasoning(choices[-1]["message"])
-    return {**responses[0], "choices": choices, "usage": _sum(usages)}
+        if request.options.token_ids:
+            choices[-1]["token_ids"] = answers.token_ids[index]
+    more: dict[str, Any] = {}
+    if request.options.token_ids:
+        more["prompt_token_ids"] = request.token_ids
+    if request.params.prompt_logprobs is not None:
+        assert answers.prompt_logprobs is not None
+        more["prompt_logprobs"] = prompt_logprobs(
+            answers.prompt_logprobs, request.params.prompt_logprobs
+        )
+    return {**responses[0], "choices": choices, "usage": _sum(usages), **more}
 
 
 def stream(
@@ -63,6 +79,8 @@ async def _named_events(
         if index < 0:
             yield b""
         for name, text in events:
+            if name == "message_delta" and request.options.no_edits:
+                text = json.dumps({**json.loads(text), "context_management": NO_EDITS})
             yield event(text, name)
 
 
@@ -71,7 +89,10 @@ async def _chat_events(
 ) -> AsyncGenerator[bytes, None]:
     usages = []
     head: dict[str, Any] = {}
-    async for index, events in _Answers(state, request, log).run():
+    options, answers = request.options, _Answers(state, request, log)
+    reasoning = [_Reasoning(options) for _ in range(request.params.n)]
+    sent = [0] * request.params.n  # number of token ids
+    async for index, events in answers.run():
         if index < 0:
             yield b""
         for _, text in events:
@@ -80,14 +101,23 @@ async def _chat_events(
             usage = chunk.pop("usage", None)
             if usage is not None:
                 usages.append(usage)
-            for choice in chunk["choices"]:
-                _numbered(choice, index)
-                _name_reasoning(choice["delta"])
-            head = head or {k: v for k, v in chunk.items() if k != "choices"}
-            if request.include_usage:
+            (choice,) = chunk["choices"]
+            if not reasoning[index].place(choice):
+                continue
+            _numbered(choice, index)
+            _name_reasoning(choice["delta"])
+            if options.token_ids:
+                choice["token_ids"] = answers.token_ids[index][sent[index] :]
+                sent[index] = len(answers.token_ids[index])
+                if not head:
+                    chunk["prompt_token_ids"] = request.token_ids
+            head = head or {k: chunk[k] for k in chunk if k not in ("choices", "prompt_token_ids")}
+            if options.include_usage:
                 chunk["usage"] = None
+            if options.continuous_usage:
+                chunk["usage"] = usage_so_far(request.token_ids, len(answers.token_ids[index]))
             yield event(json.dumps(chunk))
-    if request.include_usage:
+    if options.include_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _sum(usages)}))
     yield event("[DONE]")
 
@@ -99,10 +129,68 @@ def _numbered(choice: dict[str, Any], index: int) -> dict[str, Any]:
     return choice
 
 
+class _Reasoning:
+    """Puts the reasoning of one choice where the request wants it.
+
+    The reasoning precedes everything else. In the content, its end is marked as in the prompt.
+    """
+
+    def __init__(self, options: AnswerOptions) -> None:
+        self._options = options
+        self._open = False  # whether the content has reasoning whose end is not marked yet
+        self._held = ""
+
+    def place(self, choice: dict[str, Any]) -> bool:
+        """Changes a whole choice, or one of a stream; returns whether it has to be sent."""
+        options = self._options
+        separate = options.separate_reasoning
+        if separate and options.include_reasoning and options.stream_reasoning:
+            return True
+        message = choice["message"] if "message" in choice else choice["delta"]
+        text = message.pop("reasoning_content", None) or ""
+        others = bool(message.get("content") or message.get("tool_calls"))
+        if options.include_reasoning and not separate:
+            self._open = self._open or bool(text)
+            mark = THINKING_END if self._open and others else ""
+            self._open = self._open and not others
+            if text or mark:
+                message["content"] = text + mark + (message.get("content") or "")
+        elif options.include_reasoning:
+            self._held += text
+            if self._held and (others or choice.get("finish_reason")):
+                message["reasoning_content"], self._held = self._held, ""
+        return not text or bool(message or choice.get("finish_reason") or choice.get("logprobs"))
+
+
 def _name_reasoning(message: dict[str, Any]) -> None:
     """Some clients read `reasoning_content` (DeepSeek's name), others `reasoning`."""
     if "reasoning_content" in message:
         message["reasoning"] = message["reasoning_content"]
+
+
+def prompt_logprobs(
+    tables: Sequence[dict[int, Logprob] | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """The log-probabilities of a prompt in vLLM's form, with the own token's and `num_top` more."""
+    return [
+        None
+        if table is None
+        else {
+            str(token_id): asdict(entry)
+            for place, (token_id, entry) in enumerate(table.items())
+            if place == 0 or entry.rank <= num_top
+        }
+        for table in tables
+    ]
+
+
+def usage_so_far(prompt: Sequence[int], completion_tokens: int) -> dict[str, Any]:
+    """The usage of one choice while it streams."""
+    return {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": completion_tokens,
+        "total_tokens": len(prompt) + completion_tokens,
+    }
 
 
 def _sum(usages: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -135,20 +223,26 @@ class AnswerStream:
         created: int,
         prompt_tokens: int,
         cached_tokens: int,
+        special_tokens: bool = False,
     ) -> None:
         kind = REQUEST_KINDS[converted.protocol]
         generator = kind.chunk_generator(converted.request, answer_id, model)
+        stage = converted.parsing_options.thinking_initial_stage
+        if converted.protocol == "messages" and stage and not stage.starts_in_reasoning():
+            # The reasoning is over: no block of it begins the answer.
+            generator = recipe.MessagesChunkGenerator(answer_id, model, False)
         if converted.echo is not None:
             generator = generator.with_echo(converted.echo)
         if converted.namespaces:
             generator = generator.with_namespace_tool_map(converted.namespaces)
         self._stream = recipe.StreamProcessor(
-            generator, converted.request.parsing_options, tokenizer.recipe
+            generator, converted.parsing_options, tokenizer.recipe
         )
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
         self._tokenizer = tokenizer
         self._dropped = dropped_ids(tokenizer)
+        self._special_tokens = special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._unfinished = 0  # number of tokens of a character that is not complete
         self._usage = recipe.PromptUsage(
@@ -180,8 +274,13 @@ class AnswerStream:
         last = len(token_ids) - 1
         # deepseek-recipe holds back a piece that ends inside a character, so pieces are tokens.
         for position, token_id in enumerate(token_ids):
-            if token_id in self._dropped or (unseen_last and position == last):
+            if unseen_last and position == last:
                 events += self._count(1)
+                continue
+            if token_id in self._dropped:
+                # As text, so that the parser takes it for no markup.
+                text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
+                events += self._push(recipe.InferenceChunk.text(text, token_count=1))
                 continue
             wanted = None if logprobs is None else [logprobs[position]]
             events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
@@ -224,6 +323,8 @@ class _Answers:
         self._request = request
         self._log = log
         self.streams: list[AnswerStream | None] = [None] * request.params.n
+        self.token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
+        self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
     async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
         """Yields the index of an answer and its next events.
@@ -256,8 +357,13 @@ class _Answers:
         if stream.finished:
             return events
         ids = delta.token_ids
-        # A stop token is no part of the answer.
-        stopped = delta.finish_reason == "stop" and isinstance(delta.stop_reason, int)
+        self.token_ids[delta.index] += ids
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        # The end of sequence and a stop token are no part of the answer.
+        stopped = delta.finish_reason == "stop" and not isinstance(delta.stop_reason, str)
+        if isinstance(delta.stop_reason, int) and self._request.params.include_stop_str_in_output:
+            stopped = False
         logprobs = None
         if delta.logprobs is not None:
             num_top = self._request.params.logprobs or 0
@@ -276,6 +382,7 @@ class _Answers:
             created=self._request.created,
             prompt_tokens=len(self._request.token_ids),
             cached_tokens=delta.cached_tokens,
+            special_tokens=self._request.options.special_tokens,
         )
 
 

@@ -5,6 +5,7 @@ for it, within the limits of `chat.grammar_limits`, but compiles no grammar: `Se
 checks it in another process.
 """
 
+import json
 import time
 import uuid
 from collections.abc import Mapping
@@ -18,8 +19,16 @@ from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.errors import RequestError
-from finwhale.request import Guide, SamplingParams
-from finwhale.server.schemas import ChatBody, MessagesBody, ResponsesBody, SamplingBody
+from finwhale.request import Guide, SamplingParams, check_stop_of_answers
+from finwhale.server.schemas import (
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    OpenAIBody,
+    ResponsesBody,
+    SamplingBody,
+    StructuredOutputs,
+)
 from finwhale.server.state import ServerState
 
 ChatProtocolBody = ChatBody | ResponsesBody | MessagesBody
@@ -43,7 +52,69 @@ _OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "
     "background",
     "client_metadata",
     "modalities",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "no_stop_trim",
+    "skip_special_tokens",
+    "prompt_logprobs",
+    "return_token_ids",
+    "request_id",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "regex",
+    "chat_template_kwargs",
+    "continue_final_message",
+    "add_generation_prompt",
+    "separate_reasoning",
+    "stream_reasoning",
+    "include_reasoning",
+    "context_management",
+    "cache_control",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What an answer contains besides the message.
+
+    Attributes:
+        include_usage: whether a stream of chat completions ends with a chunk of usage.
+        continuous_usage: whether each of its chunks has the usage so far.
+        token_ids: whether it has the token ids of the prompt and of the answer.
+        special_tokens: whether the text has special tokens.
+        separate_reasoning: whether the reasoning is a field of its own, not part of the content.
+        include_reasoning: whether the reasoning is in the answer.
+        stream_reasoning: whether the reasoning streams; otherwise it comes in one piece.
+        no_edits: whether the answer says that context management has made no edits.
+    """
+
+    include_usage: bool = False
+    continuous_usage: bool = False
+    token_ids: bool = False
+    special_tokens: bool = False
+    separate_reasoning: bool = True
+    include_reasoning: bool = True
+    stream_reasoning: bool = True
+    no_edits: bool = False
+
+    @staticmethod
+    def of(body: "ChatProtocolBody") -> "AnswerOptions":
+        if isinstance(body, MessagesBody):
+            return AnswerOptions(no_edits=body.context_management is not None)
+        if not isinstance(body, ChatBody):
+            return AnswerOptions()
+        return AnswerOptions(
+            include_usage=body.wants_usage,
+            continuous_usage=body.wants_continuous_usage,
+            token_ids=bool(body.return_token_ids),
+            special_tokens=body.skip_special_tokens is False,
+            separate_reasoning=body.separate_reasoning is not False,
+            include_reasoning=body.include_reasoning is not False,
+            stream_reasoning=body.stream_reasoning is not False,
+        )
 
 
 @dataclass(slots=True)
@@ -55,7 +126,6 @@ class ChatRequest:
         token_ids: the prompt.
         stop_after: the token after which the engine looks for stop strings; None: it looks for
             them from the beginning.
-        include_usage: whether a stream of chat completions ends with a chunk of usage.
     """
 
     converted: ProtocolRequest
@@ -63,7 +133,7 @@ class ChatRequest:
     params: SamplingParams
     stop_after: int | None
     priority: int
-    include_usage: bool
+    options: AnswerOptions
     answer_id: str
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -82,14 +152,20 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
     template = state.need_template()
     fields = plain_fields(body)
     original = dict(fields)
+    if isinstance(body, ChatBody):
+        _take_extensions(body, fields)
     wanted = _take_own_format(protocol, fields)
+    if isinstance(body, ChatBody):
+        wanted = _only_format(wanted, body, fields.get("response_format"))
     choice = _take_choice(protocol, fields)
     converted = convert(
         protocol, fields, default_thinking=state.config.default_thinking, echo_body=original
     )
-    request = converted.request
-    conversation, options = request.conversation, request.inference_options
-    end_of_thinking = template.end_of_thinking if conversation.thinking_mode else None
+    request, conversation = converted.request, converted.conversation
+    options = request.inference_options
+    stage = converted.parsing_options.thinking_initial_stage
+    thinks = stage is not None and stage.starts_in_reasoning()
+    end_of_thinking = template.end_of_thinking if thinks else None
     guide = _guide(
         state.need_tokenizer(),
         wanted or _recipe_format(conversation),
@@ -98,28 +174,30 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         choice,
         end_of_thinking,
     )
-    prompt = template.encode(request, state.check_text)
+    prompt = template.encode(converted, state.check_text)
     state.check_prompt(prompt.token_ids)
     max_tokens = options.max_tokens
     if max_tokens is None:
         # The chat format has a default for each way of thinking, within the context.
         max_tokens = request.resolve_max_tokens(len(prompt.token_ids), state.ready.max_model_len)
+    stop = tuple(converted.parsing_options.stop_sequences)
     params = body.sampling_params(
         max_tokens=max_tokens,
         # Stop strings mean nothing inside tool calls, and only the parser knows where those are.
-        stop=() if conversation.tools else tuple(request.parsing_options.stop_sequences),
+        stop=() if conversation.tools else stop,
         logprobs=_wanted_logprobs(body, options),
         guide=guide,
         defaults={"temperature": options.temperature, "top_p": options.top_p},
     )
+    check_stop_of_answers(params, stop)
     return ChatRequest(
         converted,
         prompt.token_ids,
         params,
         end_of_thinking,
         body.priority or 0,
-        isinstance(body, ChatBody) and body.wants_usage,
-        f"{_ID_PREFIXES[protocol]}{uuid.uuid4().hex}",
+        AnswerOptions.of(body),
+        f"{_ID_PREFIXES[protocol]}{getattr(body, 'request_id', None) or uuid.uuid4().hex}",
     )
 
 
@@ -127,6 +205,60 @@ def plain_fields(body: ChatProtocolBody) -> Fields:
     """The fields that the client sent, without those that deepseek-recipe must not see."""
     sent = body.model_dump(exclude_unset=True)
     return {k: v for k, v in sent.items() if k not in _OWN_FIELDS and v is not None}
+
+
+def _take_extensions(body: ChatBody, fields: Fields) -> None:
+    """Replaces fields that deepseek-recipe does not know by those that it knows.
+
+    Raises:
+        RequestError: a value is not supported, or fields contradict each other.
+    """
+    body.check_stream()
+    if body.max_completion_tokens is not None:
+        if body.max_tokens not in (None, body.max_completion_tokens):
+            raise RequestError(
+                f"max_tokens ({body.max_tokens}) and max_completion_tokens "
+                f"({body.max_completion_tokens}) mean the same: give one of them"
+            )
+        fields["max_tokens"] = body.max_completion_tokens
+    for name, value in _template_fields(body.chat_template_kwargs or {}).items():
+        if name in fields:
+            raise RequestError(f"{name} is given twice: as a field and in chat_template_kwargs")
+        fields[name] = value
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message needs add_generation_prompt to be false or absent"
+            )
+        *others, last = fields["messages"]
+        if last.get("role") != "assistant":
+            raise RequestError("continue_final_message needs an assistant's message at the end")
+        fields["messages"] = [*others, {**last, "prefix": True}]
+    elif body.add_generation_prompt is False:
+        raise RequestError(
+            "add_generation_prompt: false is only supported with continue_final_message"
+        )
+
+
+def _template_fields(kwargs: Fields) -> Fields:
+    """The fields of the body that mean what `chat_template_kwargs` say. Raises RequestError."""
+    found: Fields = {}
+    for name, value in kwargs.items():
+        if name in ("thinking", "enable_thinking") and isinstance(value, bool):
+            if found.get("thinking", value) is not value:
+                raise RequestError("chat_template_kwargs: thinking and enable_thinking differ")
+            found["thinking"] = value
+        elif name == "reasoning_effort" and (value is None or isinstance(value, str)):
+            if value is not None:
+                found[name] = value
+        else:
+            raise RequestError(
+                "chat_template_kwargs may have thinking and enable_thinking (true or false) and "
+                f"reasoning_effort (a string), got {name!r}: {str(value)[:40]!r}"
+            )
+    if "thinking" in found:
+        found["thinking"] = {"type": "enabled" if found["thinking"] else "disabled"}
+    return found
 
 
 def _wanted_logprobs(body: ChatProtocolBody, options: recipe.InferenceOptions) -> int | None:
@@ -151,13 +283,14 @@ class _ToolChoice:
     parallel: bool = True
 
 
-def format_guide(response_format: Fields | None) -> Guide | None:
-    """The guide of a `response_format` as in chat completions, for an answer without tools.
+def format_guide(body: CompletionBody) -> Guide | None:
+    """The guide of a completion.
 
     Raises:
-        RequestError: it is not a format, or its grammar is too large.
+        RequestError: its format is not valid, or the grammar is too large.
     """
-    wanted = None if response_format is None else _format(response_format)
+    wanted = None if body.response_format is None else _format(body.response_format)
+    wanted = _only_format(wanted, body, None)
     return None if wanted is None else _content_guide(wanted, None)
 
 
@@ -231,6 +364,70 @@ def _format(response_format: Fields) -> Format | None:
         "response_format must be of type text, json_object, json_schema, regex or grammar, with "
         f"what the type needs; got {str(response_format)[:200]}"
     )
+
+
+def _only_format(
+    wanted: Format | None, body: OpenAIBody, response_format: Fields | None
+) -> Format | None:
+    """The one format that the body asks for, in its own words or in those of vLLM and SGLang.
+
+    Args:
+        wanted: the format of its response_format.
+        response_format: a response_format that deepseek-recipe will read.
+
+    Raises:
+        RequestError: a format is not valid, or there are several.
+    """
+    formats: list[Format] = [] if wanted is None else [wanted]
+    if response_format is not None and response_format.get("type") != "text":
+        formats.append(("json", _ANY_OBJECT))  # only counted: it cannot be combined with others
+    others = _guided_formats(body)
+    if len(formats) + len(others) > 1:
+        raise RequestError(
+            "give one format: response_format, structured_outputs, guided_json, guided_regex, "
+            "guided_choice, guided_grammar or regex"
+        )
+    return others[0] if others else wanted
+
+
+def _guided_formats(body: OpenAIBody) -> list[Format]:
+    """The formats in vLLM's and SGLang's fields. Raises RequestError."""
+    given = body.structured_outputs or StructuredOutputs()
+    fields = (
+        ("json", body.guided_json),
+        ("json", given.json_schema),
+        ("json", _ANY_OBJECT if given.json_object else None),
+        ("regex", body.guided_regex),
+        ("regex", given.regex),
+        ("regex", body.regex),
+        ("grammar", body.guided_grammar),
+        ("grammar", given.grammar),
+        ("choice", body.guided_choice),
+        ("choice", given.choice),
+    )
+    found = [_guided_format(kind, value) for kind, value in fields if value is not None]
+    if body.structured_outputs is not None and not found:
+        raise RequestError("structured_outputs needs json, json_object, regex, choice or grammar")
+    return found
+
+
+def _guided_format(kind: str, value: Any) -> Format:
+    if kind == "json":
+        return "json", _parsed_schema(value)
+    if kind == "choice":
+        return "grammar", f"start: {' | '.join(map(json.dumps, value))}"
+    return ("regex" if kind == "regex" else "grammar"), value
+
+
+def _parsed_schema(schema: str | Fields) -> Fields:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the JSON schema is not JSON: {error}") from error
+    if not isinstance(schema, dict):
+        raise RequestError("a JSON schema must be an object")
+    return schema
 
 
 def _schema(holder: Any) -> Mapping[str, Any]:

@@ -4,11 +4,13 @@ import json
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from finwhale.errors import RequestError
-from finwhale.request import SamplingParams
+from finwhale.request import Logprob, SamplingParams
+from finwhale.server.chat_answers import prompt_logprobs, usage_so_far
 from finwhale.server.chat_requests import format_guide
 from finwhale.server.client import Generation
 from finwhale.server.errors import ApiError
@@ -21,30 +23,42 @@ from finwhale.server.wire import Delta
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's protocol
 
 
-@dataclass(slots=True)
+@dataclass
 class CompletionJob:
     """A request that is ready to run.
 
     Attributes:
         prompts: the token ids of each prompt.
+        body: the request.
         echoes: the text with which the answers to each prompt begin; "" without echo.
-        params: None: generate nothing (max_tokens 0 with echo).
-        include_usage: whether a stream ends with a chunk of usage.
+        params: None: the engine has nothing to do (max_tokens 0 with echo, without logprobs).
     """
 
     prompts: list[list[int]]
+    body: CompletionBody
     echoes: list[str]
     params: SamplingParams | None
     n: int
-    priority: int
-    include_usage: bool
-    answer_id: str = field(default_factory=lambda: f"cmpl-{uuid.uuid4().hex}")
+
+    @cached_property
+    def answer_id(self) -> str:
+        return f"cmpl-{self.body.request_id or uuid.uuid4().hex}"
 
     def generating(
         self, state: ServerState, log: RequestLog
     ) -> AbstractAsyncContextManager[Generation]:
         assert self.params is not None
-        return state.generating(self.prompts, self.params, log, priority=self.priority)
+        return state.generating(self.prompts, self.params, log, priority=self.body.priority or 0)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the answer has generated tokens. Otherwise one is generated and left out."""
+        return self.body.max_tokens != 0
+
+    @property
+    def echoes_logprobs(self) -> bool:
+        """Whether the table of log-probabilities begins with the prompt's."""
+        return bool(self.body.echo) and self.body.logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -66,8 +80,7 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
         raise RequestError("suffix is not supported")
     if body.best_of is not None and body.best_of != n:
         raise RequestError("best_of is not supported unless it equals n")
-    if body.echo and body.logprobs is not None:
-        raise RequestError("echo with logprobs is not supported: only generated tokens have them")
+    body.check_stream()
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise RequestError("max_tokens must be at least 1 (0 only with echo)")
@@ -75,17 +88,22 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     if not given:
         raise RequestError("prompt must not be an empty list")
     state.check_choices(len(given) * n)
-    prompts = [_encode(state, prompt) for prompt in given]
-    echoes = [state.need_tokenizer().decode(p) if body.echo else "" for p in prompts]
+    with_bos = body.add_special_tokens is not False
+    prompts = [_encode(state, prompt, with_bos) for prompt in given]
+    skip = body.skip_special_tokens is not False
+    echoes = [state.need_tokenizer().decode(p, skip) if body.echo else "" for p in prompts]
+    wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    num_top = max((one for one in wanted if one is not None), default=None)
     params = None
-    if max_tokens:
+    if max_tokens or num_top is not None:
         params = body.sampling_params(
-            max_tokens=max_tokens,
+            max_tokens=max(1, max_tokens),
             stop=body.stop_strings(),
             logprobs=body.logprobs,
-            guide=format_guide(body.response_format),
+            guide=format_guide(body),
         )
-    return CompletionJob(prompts, echoes, params, n, body.priority or 0, body.wants_usage)
+        params = replace(params, prompt_logprobs=num_top)
+    return CompletionJob(prompts, body, echoes, params, n)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
@@ -94,7 +112,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return list(prompt)
 
 
-def _encode(state: ServerState, prompt: str | list[int]) -> list[int]:
+def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list[int]:
     if isinstance(prompt, list):
         wrong = next((i for i in prompt if i >= state.ready.vocab_size), None)
         if wrong is not None:
@@ -104,7 +122,8 @@ def _encode(state: ServerState, prompt: str | list[int]) -> list[int]:
         raise RequestError("the prompt is empty: give at least one character")
     else:
         state.check_text(prompt)
-        ids = [state.ready.bos_token_id, *state.need_tokenizer().encode(prompt)]
+        ids = state.need_tokenizer().encode(prompt)
+        ids = [state.ready.bos_token_id, *ids] if with_bos else ids
     if not ids:
         raise RequestError("the prompt is empty: give at least one token")
     state.check_prompt(ids)
@@ -113,28 +132,18 @@ def _encode(state: ServerState, prompt: str | list[int]) -> list[int]:
 
 async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> dict[str, Any]:
     """The response to a request that does not stream."""
-    texts = [[job.echoes[i // job.n]] for i in range(len(job.prompts) * job.n)]
-    reasons: list[str] = ["length"] * len(texts)
-    tables = [_Logprobs() for _ in texts]
+    choices = [_Choice(state, job, i // job.n) for i in range(len(job.prompts) * job.n)]
     if job.params is not None:
         async with job.generating(state, log) as generation:
             async for delta in generation:
                 _check(state, log, delta)
-                texts[delta.index].append(delta.text)
-                tables[delta.index].add(delta)
-                if delta.finish_reason is not None:
-                    reasons[delta.index] = delta.finish_reason
-    with_logprobs = job.params is not None and job.params.logprobs is not None
-    choices = [
-        {
-            "index": i,
-            "text": "".join(text),
-            "logprobs": tables[i].take(job.params) if with_logprobs else None,
-            "finish_reason": reasons[i],
-        }
-        for i, text in enumerate(texts)
-    ]
-    return {**_head(state, job), "choices": choices, "usage": _usage(job, log)}
+                if delta.prompt_logprobs is not None:
+                    first = delta.index - delta.index % job.n
+                    for choice in choices[first : first + job.n]:
+                        choice.add_prompt(delta.prompt_logprobs)
+                choices[delta.index].add(delta)
+    found = [{"index": i, **choice.whole()} for i, choice in enumerate(choices)]
+    return {**_head(state, job), "choices": found, "usage": _usage(job, log)}
 
 
 async def stream(
@@ -143,29 +152,38 @@ async def stream(
     """The events of an answer. The first item, empty, says that the engine has accepted the
     request."""
     head = _head(state, job)
-    tables = [_Logprobs() for _ in range(len(job.prompts) * job.n)]
+    choices = [_Choice(state, job, i // job.n) for i in range(len(job.prompts) * job.n)]
 
-    def chunk(index: int, text: str, reason: str | None, logprobs: Any = None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        usage = {"usage": None} if job.include_usage else {}
-        return event(json.dumps({**head, "choices": [choice], **usage}))
+    def chunk(index: int) -> bytes:
+        choice = choices[index]
+        usage: dict[str, Any] = {"usage": None} if job.body.wants_usage else {}
+        if job.body.wants_continuous_usage:
+            usage = {"usage": usage_so_far(choice.prompt, choice.num_tokens)}
+        return event(json.dumps({**head, "choices": [{"index": index, **choice.new()}], **usage}))
 
     if job.params is None:
         yield b""
-        for i in range(len(tables)):
-            yield chunk(i, job.echoes[i // job.n], "length")
+        for i in range(len(choices)):
+            yield chunk(i)
     else:
         async with job.generating(state, log) as generation:
             yield b""
-            for i in range(len(tables)):
-                if job.echoes[i // job.n]:
-                    yield chunk(i, job.echoes[i // job.n], None)
+            if job.body.echo and not job.echoes_logprobs:
+                for i in range(len(choices)):
+                    yield chunk(i)
             async for delta in generation:
                 _check(state, log, delta)
-                tables[delta.index].add(delta)
-                logprobs = tables[delta.index].take(job.params)
-                yield chunk(delta.index, delta.text, delta.finish_reason, logprobs)
-    if job.include_usage:
+                choice = choices[delta.index]
+                if delta.prompt_logprobs is not None:
+                    first = delta.index - delta.index % job.n
+                    for i in range(first, first + job.n):
+                        choices[i].add_prompt(delta.prompt_logprobs)
+                        if choices[i].started and i != delta.index:
+                            yield chunk(i)
+                choice.add(delta)
+                if choice.complete_prompt:
+                    yield chunk(delta.index)
+    if job.body.wants_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _usage(job, log)}))
     yield event("[DONE]")
 
@@ -186,27 +204,83 @@ def _head(state: ServerState, job: CompletionJob) -> dict[str, Any]:
 
 
 def _usage(job: CompletionJob, log: RequestLog) -> dict[str, Any]:
+    output_tokens = log.output_tokens if job.generates else 0
     return {
         "prompt_tokens": job.num_prompt_tokens,
-        "completion_tokens": log.output_tokens,
-        "total_tokens": job.num_prompt_tokens + log.output_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": job.num_prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
     }
 
 
-class _Logprobs:
-    """The protocol's table of log-probabilities for one choice."""
+class _Choice:
+    """One continuation of a prompt in the protocol's form, whole or in pieces.
 
-    def __init__(self) -> None:
+    Attributes:
+        prompt: the token ids of the prompt.
+        num_tokens: number of generated tokens that the answer has.
+        started: whether it has output that `new` has not returned.
+        complete_prompt: whether everything about the prompt is known.
+    """
+
+    def __init__(self, state: ServerState, job: CompletionJob, prompt: int) -> None:
+        self._state, self._job = state, job
+        self.prompt = job.prompts[prompt]
+        self.num_tokens = 0
+        self.complete_prompt = not job.echoes_logprobs
+        self.started = False
+        self._first = True
+        self._text = job.echoes[prompt]
+        self._ids: list[int] = []
+        self._entries: list[tuple[int, dict[int, Logprob] | None]] = []
         self._offset = 0
-        self._new: list[Any] = []
+        self._prompt_logprobs: list[dict[int, Logprob] | None] = []
+        self._reason: str | None = None if job.generates else "length"
+
+    def add_prompt(self, tables: list[dict[int, Logprob] | None]) -> None:
+        """Adds the log-probabilities of the prompt."""
+        self._prompt_logprobs = tables
+        self.complete_prompt = True
+        if self._job.echoes_logprobs:
+            self._entries[:0] = zip(self.prompt, tables, strict=True)
 
     def add(self, delta: Delta) -> None:
-        self._new += zip(delta.token_ids, delta.logprobs or (), strict=False)
+        self.started = True
+        if not self._job.generates:
+            return
+        self._text += delta.text
+        self._ids += delta.token_ids
+        self.num_tokens += len(delta.token_ids)
+        self._entries += zip(delta.token_ids, delta.logprobs or (), strict=False)
+        self._reason = delta.finish_reason
 
-    def take(self, params: SamplingParams | None) -> dict[str, Any] | None:
-        """The entries since the last call; None if the request wants no log-probabilities."""
-        if params is None or params.logprobs is None:
+    def new(self) -> dict[str, Any]:
+        """What has been added since the last call."""
+        body = self._job.body
+        found: dict[str, Any] = {
+            "text": self._text,
+            "logprobs": self._table(),
+            "finish_reason": self._reason,
+        }
+        if body.return_token_ids:
+            found["token_ids"] = self._ids
+            if self._first:
+                found["prompt_token_ids"] = self.prompt
+        self._text, self._ids, self._first, self.started = "", [], False, False
+        return found
+
+    def whole(self) -> dict[str, Any]:
+        """The choice of an answer that does not stream."""
+        found = self.new()
+        if self._job.body.prompt_logprobs is not None:
+            num_top = self._job.body.prompt_logprobs
+            found["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs, num_top)
+        return found
+
+    def _table(self) -> dict[str, Any] | None:
+        """The new log-probabilities; None if the request wants none."""
+        num_top = self._job.body.logprobs
+        if num_top is None:
             return None
         found: dict[str, Any] = {
             "tokens": [],
@@ -214,13 +288,20 @@ class _Logprobs:
             "top_logprobs": [],
             "text_offset": [],
         }
-        for token_id, table in self._new:
-            own = table[token_id]
-            top = sorted(table.values(), key=lambda entry: entry.rank)[: params.logprobs]
-            found["tokens"].append(own.decoded_token)
-            found["token_logprobs"].append(own.logprob)
-            found["top_logprobs"].append({e.decoded_token: e.logprob for e in top})
+        tokenizer = self._state.tokenizer
+        skips = self._job.body.skip_special_tokens is not False
+        for token_id, table in self._entries:
+            token = "" if tokenizer is None else tokenizer.token_text(token_id)
+            own = None if table is None else table[token_id].logprob
+            top = None
+            if table is not None:
+                ranked = sorted(table.values(), key=lambda entry: entry.rank)[:num_top]
+                top = {entry.decoded_token: entry.logprob for entry in ranked}
+            found["tokens"].append(token)
+            found["token_logprobs"].append(own)
+            found["top_logprobs"].append(top)
             found["text_offset"].append(self._offset)
-            self._offset += len(own.decoded_token)
-        self._new = []
+            if not (skips and tokenizer and token_id in tokenizer.special_ids):
+                self._offset += len(token)
+        self._entries = []
         return found

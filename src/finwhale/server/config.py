@@ -52,7 +52,7 @@ class ServerConfig:
         "name by which clients call the model",
         unset="the name of the checkpoint's directory; finwhale-demo",
         metavar="NAME",
-        flag="--model-name",
+        flag="--served-model-name",
     )
     default_thinking: bool = option(
         True,

@@ -18,10 +18,12 @@ from finwhale.server.state import ServerState
 logger = logging.getLogger("finwhale.server.requests")
 
 # These paths need no key: health checks, and the page and the description, which hold no data.
-_OPEN = frozenset({"/", "/health", "/health/live", "/health/ready", "/openapi.json", "/docs"})
+_OPEN = frozenset(
+    {"/", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/docs"}
+)
 STATIC_PATH = "/docs-files"
 # The server answers these paths even when it is too busy for others.
-_ALWAYS = frozenset({"/", "/health", "/health/live", "/health/ready", "/metrics", "/live"})
+_ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
 # Probes may call these paths by any host name.

@@ -23,6 +23,8 @@ Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
 # Of the fields that vllm-router and sglang-router add to a request.
 _ROUTERS = "routers add this value, which has no effect; no other value is supported"
+# Where an extension comes from, for the API description.
+_VLLM, _SGLANG = "extension, as in vLLM", "extension, as in SGLang"
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
     "temperature",
@@ -36,6 +38,10 @@ _SAME_NAMES = (
     "ignore_eos",
     "n",
     "seed",
+    "min_tokens",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "prompt_logprobs",
 )
 
 
@@ -46,6 +52,25 @@ class Body(BaseModel):
 class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = Field(default=False, description="no effect")
+
+
+class UsageStreamOptions(StreamOptions):
+    """Those of chat completions and completions."""
+
+    continuous_usage_stats: bool = Field(
+        default=False, description=f"{_VLLM}: with include_usage, every chunk has the usage so far"
+    )
+
+
+class StructuredOutputs(Body):
+    """One format of an answer, as in vLLM: exactly one field is set."""
+
+    # JSON schema as an object or as text. Not named `json`, which is a method of BaseModel.
+    json_schema: str | Json | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
+    grammar: Text | None = Field(default=None, description="Lark, in llguidance's dialect")
 
 
 class SamplingBody(Body):
@@ -94,6 +119,8 @@ class SamplingBody(Body):
             RequestError: a value is out of range.
         """
         given = {name: getattr(self, name, None) for name in _SAME_NAMES}
+        if getattr(self, "no_stop_trim", None):
+            given["include_stop_str_in_output"] = True
         return SamplingParams(
             **{**(defaults or {}), **{k: v for k, v in given.items() if v is not None}},
             max_tokens=max_tokens,
@@ -111,16 +138,59 @@ class OpenAIBody(SamplingBody):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: UsageStreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
-    no_stop_trim: Literal[False] = Field(default=False, description=_ROUTERS)
-    skip_special_tokens: Literal[True] = Field(default=True, description=_ROUTERS)
-    return_hidden_states: Literal[False] = Field(default=False, description=_ROUTERS)
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
+        default=None, description=f"{_VLLM}: no end of sequence, stop token or stop string before"
+    )
+    include_stop_str_in_output: bool | None = Field(
+        default=None, description=f"{_VLLM}: keep the stop string in the output"
+    )
+    no_stop_trim: bool | None = Field(
+        default=None, description=f"{_SGLANG}: the same as include_stop_str_in_output"
+    )
+    skip_special_tokens: bool | None = Field(
+        default=None, description=f"{_VLLM}: false keeps special tokens in the text"
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        default=None,
+        description=f"{_VLLM}: log-probabilities of the prompt's tokens, in answers that do not "
+        "stream",
+    )
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        default=None, description=f"{_VLLM}: the answer's id ends with it"
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description=f"{_VLLM}: prompt_token_ids and token_ids in the answer"
+    )
+    structured_outputs: StructuredOutputs | None = Field(default=None, description=_VLLM)
+    guided_json: str | Json | None = Field(default=None, description=_VLLM)
+    guided_regex: Text | None = Field(default=None, description=_VLLM)
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description=_VLLM
+    )
+    guided_grammar: Text | None = Field(default=None, description=f"{_VLLM}; in Lark")
+    regex: Text | None = Field(default=None, description=_SGLANG)
+    return_hidden_states: Literal[False] | None = Field(default=None, description=_ROUTERS)
 
     @property
     def wants_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return (
+            self.wants_usage
+            and self.stream_options is not None
+            and self.stream_options.continuous_usage_stats
+        )
+
+    def check_stream(self) -> None:
+        """Raises RequestError if the answer cannot stream as the body asks."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs is not available in streams")
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings. Raises RequestError if one is empty."""
@@ -142,6 +212,9 @@ class CompletionBody(OpenAIBody):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = Field(
+        default=None, description=f"{_VLLM}: whether a text begins with the begin of sequence"
+    )
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None, description="must equal n"
     )
@@ -154,7 +227,9 @@ class CompletionBody(OpenAIBody):
 class ChatBody(OpenAIBody):
     messages: Annotated[Jsons, Field(min_length=1)]
     max_tokens: MaxTokens | None = None
-    max_completion_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = Field(
+        default=None, description="the same as max_tokens"
+    )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[Jsons, Field(max_length=1024)] | None = None
@@ -176,10 +251,25 @@ class ChatBody(OpenAIBody):
     safety_identifier: str | None = Field(default=None, description="no effect")
     prompt_cache_key: str | None = Field(default=None, description="no effect")
     prompt_cache_retention: str | None = Field(default=None, description="no effect")
-    continue_final_message: Literal[False] = Field(default=False, description=_ROUTERS)
-    separate_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
-    stream_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
-    include_reasoning: Literal[True] = Field(default=True, description=_ROUTERS)
+    chat_template_kwargs: Json | None = Field(
+        default=None,
+        description=f"{_VLLM}: thinking or enable_thinking (true or false), and reasoning_effort",
+    )
+    continue_final_message: bool | None = Field(
+        default=None, description=f"{_VLLM}: continue the last message, an assistant's"
+    )
+    add_generation_prompt: bool | None = Field(
+        default=None, description=f"{_VLLM}: false only together with continue_final_message"
+    )
+    separate_reasoning: bool | None = Field(
+        default=None, description=f"{_SGLANG}: false leaves the reasoning in the content"
+    )
+    stream_reasoning: bool | None = Field(
+        default=None, description=f"{_SGLANG}: false sends the reasoning in one piece"
+    )
+    include_reasoning: bool | None = Field(
+        default=None, description=f"{_VLLM}: false leaves the reasoning out of the answer"
+    )
 
 
 class ResponsesBody(SamplingBody):
@@ -218,6 +308,8 @@ class CountTokensBody(Body):
     tool_choice: Json | None = None
     thinking: Json | None = None
     output_config: Json | None = None
+    context_management: Json | None = Field(default=None, description="no effect")
+    cache_control: Json | None = Field(default=None, description="no effect")
 
 
 class MessagesBody(SamplingBody):
@@ -230,6 +322,12 @@ class MessagesBody(SamplingBody):
     thinking: Json | None = None
     output_config: Json | None = None
     output_format: Json | None = None
+    context_management: Json | None = Field(
+        default=None, description="no effect: the answer says that no edits were applied"
+    )
+    cache_control: Json | None = Field(
+        default=None, description="no effect: every prefix may be cached"
+    )
     metadata: Json | None = Field(default=None, description="no effect")
     service_tier: str | None = Field(default=None, description="no effect")
 

@@ -41,7 +41,7 @@ def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.thinking:
         fields["thinking"] = body.thinking
     converted = convert("chat", fields, default_thinking=state.config.default_thinking)
-    return state.need_template().encode(converted.request, state.check_text).token_ids
+    return state.need_template().encode(converted, state.check_text).token_ids
 
 
 async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) -> DetokenizeAnswer:
@@ -65,6 +65,6 @@ async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> i
 
     def encode() -> int:
         converted = convert("messages", fields, default_thinking=state.config.default_thinking)
-        return len(state.need_template().encode(converted.request, state.check_text).token_ids)
+        return len(state.need_template().encode(converted, state.check_text).token_ids)
 
     return await state.in_thread(body_bytes, encode)

@@ -84,6 +84,7 @@ class Delta:
         finish_reason, stop_reason: as in CompletionOutput.
         cached_tokens: number of the prompt's tokens that were found in the prefix cache.
         error: why the request failed; None if it did not.
+        prompt_logprobs: as in RequestOutput, in the first delta of continuation 0.
     """
 
     request_id: str
@@ -95,6 +96,7 @@ class Delta:
     stop_reason: str | int | None = None
     cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

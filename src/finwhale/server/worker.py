@@ -237,6 +237,7 @@ class _Sent:
             output.stop_reason,
             request.num_cached_tokens,
             request.error,
+            request.prompt_logprobs if not (self._tokens or output.index) else None,
         )
         self._tokens, self._text = len(output.token_ids), len(output.text)
         self._done = output.finish_reason is not None

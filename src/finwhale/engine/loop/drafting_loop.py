@@ -72,7 +72,14 @@ class DraftLoop:
         assert on_device or not in_flight
         complete = chunks if on_device else [c for c in chunks if c.completes]
         rows = Rows([streams[c.sequence.key] for c in complete])
-        step = InFlightStep(rows, [], chunks=complete, began=time.monotonic(), on_device=on_device)
+        step = InFlightStep(
+            rows,
+            [],
+            planned=chunks,
+            chunks=complete,
+            began=time.monotonic(),
+            on_device=on_device,
+        )
         draft = DraftPlan(
             drafts=tuple([c.drafts for c in chunks]),
             propose=tuple([c.propose for c in chunks]),
@@ -111,6 +118,7 @@ class DraftLoop:
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
         result, rows = step.result.wait(), step.rows
+        step.scores = result.scored
         expected = [chunk.drafts for chunk in step.chunks]
         runs = self._reader.read_runs(result, rows.sequences, expected, step.histories)
         if step.began:

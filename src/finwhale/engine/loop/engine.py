@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -22,7 +22,12 @@ from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
 from finwhale.engine.loop.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
-from finwhale.engine.loop.sampled_tokens import SampledToken
+from finwhale.engine.loop.sampled_tokens import (
+    NOT_FINITE,
+    SampledToken,
+    TokenLogprob,
+    row_logprobs,
+)
 from finwhale.engine.loop.step_loop import Launcher, StepLoop
 from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.loop.watchdog import Watchdog
@@ -176,6 +181,10 @@ class Engine:
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
         request = RequestOutput(request_id, prompt, prompt_token_ids, [])
+        # The tokens after the first one have log-probabilities.
+        scored = params.prompt_logprobs if len(prompt_token_ids) > 1 else None
+        if params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(prompt_token_ids)
         began = time.monotonic()
         running = Request(request, params.n)
         ends = frozenset(params.stop_token_ids)
@@ -192,12 +201,14 @@ class Engine:
                 params=params,
                 priority=priority,
                 prefix_owner=prefix_owner,
+                prompt_logprobs=scored if index == 0 else None,
                 sampling=RequestSampling(
                     params,
                     prompt_token_ids,
                     self.model_config.vocab_size,
                     index,
                     None if matcher is None else matcher.copy(),
+                    ends,
                 ),
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
@@ -207,8 +218,8 @@ class Engine:
                 running,
                 output,
                 ends,
-                self._new_detokenizer(),
-                StopChecker(tuple(params.stop)) if params.stop else None,
+                self._new_detokenizer(params),
+                _new_stop_checker(params),
                 stop_after if params.stop else None,
                 Clock(began),
             )
@@ -217,8 +228,10 @@ class Engine:
         self._meter.requests += 1
         return request
 
-    def _new_detokenizer(self) -> Detokenizer | None:
-        return None if self.tokenizer is None else Detokenizer(self.tokenizer)
+    def _new_detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.tokenizer is None:
+            return None
+        return Detokenizer(self.tokenizer, params.skip_special_tokens)
 
     def _check_usable(self) -> None:
         if self._dead is not None:
@@ -293,12 +306,40 @@ class Engine:
         step, *later = self._in_flight
         tokens = self._loop.collect(step, later)
         self._in_flight.popleft()
+        touched = list(step.rows.outputs)
+        if step.scores:
+            touched += self._record_scores(step)
         for stream, place, token in tokens:
             if not stream.ended:
                 self._append(stream, place, token)
         self._discard_if_idle()
         self._loop.sample_waiting(self._in_flight)
-        return list(step.rows.outputs)
+        return touched
+
+    def _record_scores(self, step: InFlightStep) -> list[RequestOutput]:
+        """Store the log-probabilities of prompt tokens; returns the requests that failed."""
+        failed = []
+        for found in step.scores:
+            chunk = step.planned[found.chunk]
+            sequence = chunk.sequence
+            stream = self._streams.get(sequence.key)
+            if stream is None or stream.sequence is not sequence:
+                continue  # the request has ended
+            output = stream.request.output
+            assert output.prompt_logprobs is not None
+            if not found.valid:
+                output.error = NOT_FINITE
+                self._finish(stream, "error", None)
+                self.scheduler.reset_prefix_cache()
+                failed.append(output)
+                continue
+            last = chunk.start + len(found.logprobs.token)
+            for row, place in enumerate(range(chunk.start + 1, last + 1)):
+                table = row_logprobs(found.logprobs, row, sequence.token_ids[place])
+                output.prompt_logprobs[place] = self._with_texts(table)
+            if last + 1 == sequence.num_prompt:
+                sequence.prompt_logprobs = None
+        return failed
 
     def _discard_if_idle(self) -> None:
         """If no sequence remains, discard the steps still in flight."""
@@ -330,13 +371,10 @@ class Engine:
         sequence.token_ids[place] = token_id
         output.token_ids.append(token_id)
         if token.logprobs is not None and output.logprobs is not None:
-            output.logprobs.append(
-                {
-                    i: Logprob(entry.logprob, entry.rank, self._token_text(i))
-                    for i, entry in token.logprobs.items()
-                }
-            )
+            output.logprobs.append(self._with_texts(token.logprobs))
         if token_id in stream.ends:
+            if sequence.params.include_stop_str_in_output and stream.detokenizer is not None:
+                stream.add_token(stream.detokenizer, token_id)
             is_asked_for = token_id in sequence.params.stop_token_ids
             self._finish(stream, "stop", token_id if is_asked_for else None)
             return
@@ -346,6 +384,11 @@ class Engine:
             return
         if place + 1 >= sequence.max_len:
             self._finish(stream, "length", None)
+
+    def _with_texts(self, table: Mapping[int, TokenLogprob]) -> dict[int, Logprob]:
+        return {
+            i: Logprob(entry.logprob, entry.rank, self._token_text(i)) for i, entry in table.items()
+        }
 
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
@@ -392,3 +435,9 @@ class Engine:
         self.scheduler.check_integrity()
         assert self._streams or not self._in_flight
         assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+
+
+def _new_stop_checker(params: SamplingParams) -> StopChecker | None:
+    if not params.stop:
+        return None
+    return StopChecker(tuple(params.stop), keep=params.include_stop_str_in_output)

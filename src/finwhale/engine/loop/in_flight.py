@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.stop_strings import StopChecker
-from finwhale.engine.plan.executor import PendingResult
+from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
@@ -39,7 +39,7 @@ class Stream:
         if self.stop_after is not None:
             if token_id == self.stop_after:
                 self.stop_after = None
-        elif stop is not None:
+        elif stop is not None and len(output.token_ids) > self.sequence.params.min_tokens:
             text = stop.feed(text)
         # Keep only one reference to the text, so that the interpreter appends in place.
         whole, output.text = output.text, ""
@@ -105,6 +105,8 @@ class InFlightStep:
     Attributes:
         places: for each row, the index of its (first) new token in token_ids.
         result: the pending result; None: sampling is not launched yet.
+        planned: all chunks of the step.
+        scores: log-probabilities of prompt tokens, once the step has been collected.
         chunks: the rows' chunks, in an engine that drafts.
         histories: the history of each row of logits, in an engine that drafts. Empty if no row
             needs one.
@@ -116,6 +118,8 @@ class InFlightStep:
     rows: Rows
     places: list[int]
     result: PendingResult | None = None
+    planned: Sequence[Chunk] = ()
+    scores: Sequence[PromptScores] = ()
     chunks: Sequence[Chunk] = ()
     histories: Sequence[History] = ()
     began: float = 0.0

@@ -39,7 +39,7 @@ class PlainLoop:
         if complete != self._rows.sequences:
             self._rows = Rows([streams[s.key] for s in complete])
         rows = self._rows
-        step = InFlightStep(rows, [len(s.token_ids) for s in complete])
+        step = InFlightStep(rows, [len(s.token_ids) for s in complete], planned=chunks)
         if rows.historic:
             # The host computes the masks while the forward runs.
             self._launcher.launch(chunks, None)
@@ -71,9 +71,10 @@ class PlainLoop:
 
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
-        rows = step.rows
+        rows, result = step.rows, step.result.wait()
+        step.scores = result.scored
         histories = rows.histories
-        tokens = self._reader.read(step.result.wait(), rows.sequences, histories)
+        tokens = self._reader.read(result, rows.sequences, histories)
         for history, token in zip(histories, tokens, strict=False):
             if token.error is None:
                 history.accept(token.token_id)

@@ -7,7 +7,7 @@ from typing import Any
 from finwhale.chat.grammar import Matcher
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
-from finwhale.request import SamplingParams
+from finwhale.request import MAX_PROMPT_LOGPROBS, SamplingParams
 
 
 def checked_prompt(
@@ -39,6 +39,14 @@ def checked_prompt(
             f"for {max_model_len}: shorten it, or raise max_model_len or the cache's "
             "memory"
         )
+    if params.prompt_logprobs is not None:
+        wanted = len(prompt) * (1 + params.prompt_logprobs)
+        if wanted > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt_logprobs {params.prompt_logprobs} of {len(prompt)} tokens are {wanted} "
+                f"values, and a request may have {MAX_PROMPT_LOGPROBS}: ask for fewer, or shorten "
+                "the prompt"
+            )
     if params.stop and not has_tokenizer:
         raise RequestError("stop strings need a tokenizer, and this checkpoint has none")
     wrong = next((i for i in params.stop_token_ids if i >= vocab), None)

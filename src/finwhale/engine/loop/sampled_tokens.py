@@ -65,7 +65,7 @@ class TokenReader:
             if not valid[row]:
                 tokens.append(_no_token(histories[row] if histories else None))
             elif result.logprobs is not None and sequence.sampling.settings.logprobs is not None:
-                logprobs = _logprobs(result.logprobs, row, ids[row])
+                logprobs = row_logprobs(result.logprobs, row, ids[row])
                 tokens.append(SampledToken(ids[row], logprobs))
             else:
                 tokens.append(plain[ids[row]])
@@ -121,7 +121,8 @@ def _no_token(history: History | None) -> SampledToken:
     return SampledToken(-1, error=error or NO_TOKEN_FITS, of_grammar=error is not None)
 
 
-def _logprobs(found: RowLogprobs, row: int, token_id: int) -> dict[int, TokenLogprob]:
+def row_logprobs(found: RowLogprobs, row: int, token_id: int) -> dict[int, TokenLogprob]:
+    """The log-probabilities of one row, by token id: first the row's own token."""
     table = {token_id: TokenLogprob(found.token[row], found.rank[row])}
     for rank, (other, logprob) in enumerate(
         zip(found.top_ids[row], found.top[row], strict=True), start=1

@@ -15,9 +15,14 @@ class StopChecker:
         matched: the stop string that was found; None: none yet.
     """
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """`stop`: non-empty strings; if there are none, all text passes through."""
+    def __init__(self, stop: Sequence[str], *, keep: bool = False) -> None:
+        """
+        Args:
+            stop: non-empty strings; if there are none, all text passes through.
+            keep: the text ends after the stop string, not before it.
+        """
         assert all(stop), "an empty stop string"
+        self._keep = keep
         self.matched: str | None = None
         self._stop = tuple(dict.fromkeys(stop))
         self._firsts = frozenset(s[0] for s in self._stop)
@@ -26,7 +31,7 @@ class StopChecker:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Add text; returns the text that certainly precedes any stop string, "" after a match."""
+        """Add text; returns the text that is certainly part of the output, "" after a match."""
         if self.matched is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
@@ -36,7 +41,7 @@ class StopChecker:
             found = self._advance(text[end])
             if found is not None:
                 self.matched, self._held = found, ""
-                return text[: end + 1 - len(found)]
+                return text[: end + 1 if self._keep else end + 1 - len(found)]
         safe = len(text) - max(self._lengths)
         self._held = text[safe:]
         return text[:safe]

@@ -62,6 +62,7 @@ def _kinds(vocab_size: int) -> Iterator[SamplingParams]:
     yield params(temperature=0)
     yield params(temperature=0, logprobs=0)
     yield params(temperature=0, logprobs=min(20, vocab_size))
+    yield params(temperature=0, prompt_logprobs=min(20, vocab_size))
     yield params()
     yield params(top_k=top)
     yield params(top_p=0.9)

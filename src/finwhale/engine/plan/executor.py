@@ -103,6 +103,19 @@ class RowLogprobs:
     top_ids: list[list[int]]
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompt tokens.
+
+    Attributes:
+        chunk: the index of the chunk in the plan. Row i is the token after the chunk's token i.
+        valid: whether all logits are finite.
+    """
+
+    chunk: int
+    valid: bool
+    logprobs: RowLogprobs
+
+
 class StepResult(NamedTuple):
     """The result of a step.
 
@@ -114,6 +127,7 @@ class StepResult(NamedTuple):
             `propose`; the drafts beyond it are undefined.
         verify_seconds: duration of forward and sampling; None: not measured.
         draft_seconds: duration of the draft head; None: not measured.
+        scored: one entry for each of the plan's `scored`.
     """
 
     token_ids: list[int]
@@ -122,6 +136,7 @@ class StepResult(NamedTuple):
     drafts: list[list[int]] | None = None
     verify_seconds: float | None = None
     draft_seconds: float | None = None
+    scored: tuple[PromptScores, ...] = ()
 
 
 class PendingResult(Protocol):

@@ -70,17 +70,45 @@ class History:
     Attributes:
         seen: the tokens that penalties count; None: the request has no penalties.
         matcher: the state of the request's grammar; None: the request has no grammar.
+        withheld: tokens that may not come yet, because they would end the output too early.
+        num_withheld: number of next tokens for which that holds.
     """
 
-    __slots__ = ("matcher", "seen")
+    __slots__ = ("matcher", "num_withheld", "seen", "withheld")
 
-    def __init__(self, seen: SeenTokens | None, matcher: TokenMatcher | None) -> None:
+    def __init__(
+        self,
+        seen: SeenTokens | None,
+        matcher: TokenMatcher | None,
+        withheld: Sequence[int] = (),
+        num_withheld: int = 0,
+    ) -> None:
         self.seen, self.matcher = seen, matcher
+        self.withheld, self.num_withheld = withheld, num_withheld
 
     @property
     def needed(self) -> bool:
         """Whether sampling must wait until the previous tokens are known."""
-        return self.seen is not None or self.matcher is not None
+        return self.seen is not None or self.matcher is not None or bool(self.withheld)
+
+    @property
+    def masked(self) -> bool:
+        """Whether only some tokens may come next."""
+        return self.matcher is not None or (self.num_withheld > 0 and bool(self.withheld))
+
+    def allow(self, words: NDArray[np.int32]) -> None:
+        """Write which tokens may come next (AllowedRows.words)."""
+        if self.matcher is None:
+            words[:] = -1
+        else:
+            self.matcher.allow(words)
+        if self.num_withheld and self.withheld:
+            of_grammar = words.copy()
+            bits = words.view(np.uint32)
+            for token_id in self.withheld:
+                bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+            if not words.any():
+                words[:] = of_grammar  # the grammar allows nothing but the end
 
     def accept(self, token_id: int) -> None:
         """Add a token to the output."""
@@ -88,6 +116,8 @@ class History:
             self.seen.count(token_id)
         if self.matcher is not None:
             self.matcher.accept(token_id)
+        if self.num_withheld:
+            self.num_withheld -= 1
 
     def after(self, drafts: Sequence[int]) -> list["History"]:
         """This history, then the history after each draft, as if the draft were accepted."""
@@ -98,6 +128,8 @@ class History:
                 History(
                     None if last.seen is None else last.seen.copy(),
                     None if last.matcher is None else last.matcher.copy(),
+                    last.withheld,
+                    last.num_withheld,
                 )
             )
             found[-1].accept(draft)
@@ -110,6 +142,7 @@ class RequestSampling:
     Args:
         index: index among the params.n continuations. Each continuation has its own random draws.
         matcher: the sequence's own matcher of its grammar; None: any text.
+        ends: tokens that end the sequence; none of them comes before params.min_tokens others.
 
     Raises:
         RequestError: a prompt token under a repetition penalty is outside the vocabulary.
@@ -124,6 +157,7 @@ class RequestSampling:
         vocab_size: int,
         index: int = 0,
         matcher: TokenMatcher | None = None,
+        ends: Iterable[int] = (),
     ) -> None:
         self.settings = SamplingSettings(
             temperature=params.temperature,
@@ -149,7 +183,8 @@ class RequestSampling:
             seen = SeenTokens(prompt)
         elif params.presence_penalty or params.frequency_penalty:
             seen = SeenTokens(())
-        self.history = History(seen, matcher)
+        withheld = tuple(i for i in ends if i < vocab_size) if params.min_tokens else ()
+        self.history = History(seen, matcher, withheld, params.min_tokens)
 
 
 def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:
@@ -166,11 +201,11 @@ def penalty_rows(histories: Sequence[History]) -> PenaltyRows | None:
 
 
 def allowed_rows(histories: Sequence[History], vocab_size: int) -> AllowedRows | None:
-    """The masks of the rows that have a grammar. Row i has the history histories[i]."""
-    found = [(row, h.matcher) for row, h in enumerate(histories) if h.matcher is not None]
+    """The masks of the rows that have any. Row i has the history histories[i]."""
+    found = [(row, history) for row, history in enumerate(histories) if history.masked]
     if not found:
         return None
     words = np.empty((len(found), -(-vocab_size // 32)), np.int32)
-    for mask, (_, matcher) in zip(words, found, strict=True):
-        matcher.allow(mask)
+    for mask, (_, history) in zip(words, found, strict=True):
+        history.allow(mask)
     return AllowedRows(tuple(row for row, _ in found), words)

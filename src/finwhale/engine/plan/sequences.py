@@ -39,6 +39,9 @@ class Sequence:
         sharing: whether its blocks are added to the prefix cache.
         diverges_at: number of tokens in common with cached blocks, if it could not resume there.
         newest: the last block of output that it completed.
+        prompt_logprobs: number of most likely tokens to return with each prompt token's
+            log-probability, while some are missing. Such a sequence computes its whole prompt,
+            without cached prefixes. None: none are missing.
     """
 
     key: str
@@ -66,6 +69,7 @@ class Sequence:
     sharing: bool = True
     diverges_at: int = 0
     newest: Block | None = None
+    prompt_logprobs: int | None = None
 
     @property
     def remaining(self) -> int:
@@ -134,6 +138,14 @@ class Chunk:
     def num_logits(self) -> int:
         """Number of the chunk's last tokens whose logits the step computes."""
         return 1 + len(self.drafts) if self.completes else 0
+
+    @property
+    def scored_ids(self) -> list[int]:
+        """The prompt tokens after the chunk's tokens, if their log-probabilities are wanted."""
+        sequence = self.sequence
+        if sequence.prompt_logprobs is None:
+            return []
+        return sequence.token_ids[self.start + 1 : min(self.end + 1, sequence.num_prompt)]
 
     @property
     def pending(self) -> bool:

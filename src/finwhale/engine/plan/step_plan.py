@@ -85,7 +85,8 @@ class PenaltyRows(NamedTuple):
 
 
 class AllowedRows(NamedTuple):
-    """Grammar masks. The engine computes them, because matchers cannot leave its process.
+    """Masks: of grammars, and of tokens that may not come yet. The engine computes them, because
+    matchers cannot leave its process.
 
     Attributes:
         rows: rows of the sampling plan that have a mask.
@@ -136,6 +137,21 @@ class DraftPlan(NamedTuple):
     links: tuple[int, ...] | None = None
 
 
+class ScoredTokens(NamedTuple):
+    """Prompt tokens of one chunk whose log-probabilities the request wants.
+
+    Attributes:
+        chunk: the index of the chunk.
+        num_top: number of most likely tokens to return at each position.
+        token_ids: the tokens after the chunk's first tokens: entry i is the token that follows the
+            chunk's token i.
+    """
+
+    chunk: int
+    num_top: int
+    token_ids: tuple[int, ...]
+
+
 class StepPlan(NamedTuple):
     """One step, which computes chunks of sequences.
 
@@ -154,6 +170,7 @@ class StepPlan(NamedTuple):
         sampling: the sampling of the step. None: a separate sampling plan follows once the previous
             step's tokens are known, because penalties or grammars need them.
         draft: the drafts; None: the engine does not draft.
+        scored: prompt tokens whose log-probabilities are wanted. Such a plan is no decode.
     """
 
     slots: tuple[int, ...]
@@ -168,6 +185,7 @@ class StepPlan(NamedTuple):
     pages: tuple[PageUpdate, ...] = ()
     sampling: SamplingPlan | None = None
     draft: DraftPlan | None = None
+    scored: tuple[ScoredTokens, ...] = ()
 
     @property
     def ends(self) -> list[int]:

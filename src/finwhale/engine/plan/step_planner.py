@@ -12,6 +12,7 @@ from finwhale.engine.plan.step_plan import (
     DraftPlan,
     PageUpdate,
     SamplingPlan,
+    ScoredTokens,
     SlotAdmission,
     StepPlan,
 )
@@ -94,6 +95,7 @@ class StepPlanner:
         decodes = sum(ends) - sum(starts) == len(chunks) and ends == [
             len(s.token_ids) for s in sequences
         ]
+        scored: list[ScoredTokens] = []
         if decodes:
             ids = [s.token_ids[-1] for s in sequences]
             lengths = num_logits = (1,) * len(chunks)
@@ -102,6 +104,8 @@ class StepPlanner:
             lengths = tuple([end - start for start, end in zip(starts, ends, strict=True)])
             on_device = draft is not None and draft.on_device
             num_logits = lengths if on_device else tuple([c.num_logits for c in chunks])
+            if not on_device:
+                scored = _scored(chunks)
         pending: tuple[int, ...] = ()
         if PENDING in ids:
             if decodes and ids.count(PENDING) == len(ids):
@@ -128,6 +132,7 @@ class StepPlanner:
             pages=tuple(pages),
             sampling=sampling,
             draft=draft,
+            scored=tuple(scored),
         )
 
     def sampling(
@@ -168,3 +173,13 @@ class StepPlanner:
             pages.append(PageUpdate(slot, group, table.first, begin, tuple(table.pages[begin:])))
             sent.groups[group] = (table.version, table, table.first, len(table.pages))
         self._versions[slot] = tables.version
+
+
+def _scored(chunks: Items[Chunk]) -> list[ScoredTokens]:
+    """The prompt tokens whose log-probabilities are wanted."""
+    found = []
+    for index, chunk in enumerate(chunks):
+        num_top = chunk.sequence.prompt_logprobs
+        if num_top is not None and (ids := chunk.scored_ids):
+            found.append(ScoredTokens(index, num_top, tuple(ids)))
+    return found

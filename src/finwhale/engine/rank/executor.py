@@ -18,6 +18,7 @@ from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.draft_decode import Verifications
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
+from finwhale.engine.rank.prompt_scores import ArrivingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.errors import FinwhaleError
@@ -34,12 +35,14 @@ class _OpenStep:
     Attributes:
         forward: the input of the drafter; None: the step does not use the drafter.
         began: instant before the forward, in an engine that drafts.
+        scores: log-probabilities of prompt tokens (prompt_scores.py).
     """
 
     plan: StepPlan
     logits: Tensor
     forward: Forward | None = None
     began: Instant | None = None
+    scores: Sequence[Tensor] = ()
 
 
 class LocalExecutor:
@@ -73,6 +76,9 @@ class LocalExecutor:
     def _launch(self, plan: StepPlan) -> _OpenStep:
         runner = self.runner
         if plan.draft is None:
+            if plan.scored:
+                read = runner.read(plan)
+                return _OpenStep(plan, read.logits, scores=self._score(plan, read.streams))
             return _OpenStep(plan, runner.logits(plan))
         began, steps = Instant(runner.device), runner.verifications
         if plan.draft.on_device:
@@ -81,7 +87,11 @@ class LocalExecutor:
         if steps is not None:
             steps.forget()
         forward = runner.read(plan)
-        return _OpenStep(plan, forward.logits, forward, began)
+        scores = self._score(plan, forward.streams) if plan.scored else ()
+        return _OpenStep(plan, forward.logits, forward, began, scores)
+
+    def _score(self, plan: StepPlan, streams: Tensor) -> Sequence[Tensor]:
+        return score(plan, streams, self.runner.model, self.sampler, len(self.runner.sampled))
 
     def sample(self, plan: SamplingPlan) -> "LocalResult":
         step = self._open
@@ -93,18 +103,21 @@ class LocalExecutor:
             further = steps.further()
         sampled = self.sampler.sample(plan, logits, further) if plan.slots else None
         arrival = bring(self.receiver, sampled)
+        scores = None
+        if step.scores:
+            scores = ArrivingScores.begin(step.plan, self.receiver, step.scores)
         if step.plan.draft is None:
             if sampled is not None:
                 self.runner.feed(sampled.ids_S)
             self._open = None
-            return LocalResult(arrival)
+            return LocalResult(arrival, scores=scores)
         chosen = Instant(self.runner.device)
         drafts = self._draft(step, None if sampled is None else sampled.ids_S)
         assert step.began is not None
         instants = (step.began, chosen, Instant(self.runner.device))
         proposed = None if drafts is None else self.receiver.begin([drafts])
         self._open = None
-        return LocalResult(arrival, proposed, instants)
+        return LocalResult(arrival, proposed, instants, scores)
 
     def _draft(self, step: _OpenStep, ids: Tensor | None) -> Tensor | None:
         """The next drafts [B,K] of the chunks that get drafts; None: no chunk gets any."""
@@ -140,16 +153,22 @@ class LocalResult:
         tokens: ids, validity and log-probabilities.
         proposed: drafts [B,K].
         instants: the instants before the forward, after sampling and after drafting.
+        scores: log-probabilities of prompt tokens.
     """
 
     def __init__(
-        self, tokens: Arrival, proposed: Arrival | None = None, instants: Sequence[Instant] = ()
+        self,
+        tokens: Arrival,
+        proposed: Arrival | None = None,
+        instants: Sequence[Instant] = (),
+        scores: ArrivingScores | None = None,
     ) -> None:
         self._tokens, self._proposed, self._instants = tokens, proposed, instants
+        self._scores = scores
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        arrivals = (self._tokens, self._proposed, *self._instants[-1:])
+        arrivals = (self._tokens, self._proposed, self._scores, *self._instants[-1:])
         return all(arrival is None or arrival.done() for arrival in arrivals)
 
     def wait(self) -> StepResult:
@@ -174,6 +193,7 @@ class LocalResult:
             drafts=drafts,
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,
+            scored=() if self._scores is None else self._scores.wait(),
         )
 
 

@@ -28,6 +28,9 @@ from finwhale.ops.sampling import (
     SamplingBatch,
 )
 
+# A bias that makes its token the most likely one, whatever the (finite) logits are.
+CERTAIN = 1e30
+
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
@@ -89,6 +92,26 @@ class Sampler:
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
         return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_B))
+
+    def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:
+        """Find the log-probabilities of given tokens, one for each row.
+
+        Log-probabilities are those of the raw logits. So a bias can make the operator choose the
+        given token without changing them.
+
+        Args:
+            num_top: number of most likely tokens to return for each row.
+        """
+        count = len(token_ids)
+        rows_N, ids_N, values_N = send(
+            logits_SX.device,
+            np.arange(count),
+            np.array(token_ids, np.int64),
+            np.full(count, CERTAIN, np.float32),
+        )
+        wanted = LogprobRows(rows_G=rows_N, num_top=min(num_top, self._vocab_size))
+        bias = Bias(rows_N=rows_N, ids_N=ids_N, values_N=values_N)
+        return self._sample(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
 
     def _batch(
         self, plan: SamplingPlan, device: torch.device, further_B: Tensor | None

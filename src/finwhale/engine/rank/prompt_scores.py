@@ -1,0 +1,79 @@
+"""Log-probabilities of prompt tokens, computed from the residual streams of a step.
+
+Logits of a whole prompt would not fit into memory. So the rank computes them in blocks of at most
+as many rows as a decode has. Startup has measured the memory and built the kernels for that number.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from finwhale.engine.plan.executor import PromptScores, RowLogprobs
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.host_transfer import Arrival, NoReceiver, Receiver
+from finwhale.engine.rank.sampler import Sampler
+from finwhale.models.protocol import Model
+from finwhale.ops.sampling import SampledTokens
+
+_TENSORS = 5  # of each chunk
+
+
+@torch.inference_mode()
+def score(
+    plan: StepPlan, streams_NHD: Tensor, model: Model, sampler: Sampler, max_rows: int
+) -> list[Tensor]:
+    """Compute what the plan's `scored` wants: five tensors for each entry.
+
+    Args:
+        max_rows: number of rows of a block.
+    """
+    tensors: list[Tensor] = []
+    starts = plan.query_start
+    for wanted in plan.scored:
+        blocks: list[SampledTokens] = []
+        for begin in range(0, len(wanted.token_ids), max_rows):
+            ids = wanted.token_ids[begin : begin + max_rows]
+            first = starts[wanted.chunk] + begin
+            logits = model.compute_logits(streams_NHD[first : first + len(ids)])
+            blocks.append(sampler.score(logits, ids, wanted.num_top))
+        found = [block.logprobs for block in blocks if block.logprobs is not None]
+        tensors += [
+            torch.cat([block.valid_S for block in blocks]).all(),
+            torch.cat([one.token_S for one in found]),
+            torch.cat([one.rank_S for one in found]),
+            torch.cat([one.top_SL for one in found]),
+            torch.cat([one.top_ids_SL for one in found]),
+        ]
+    return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingScores:
+    """The scores of a step while they are transferred to the host.
+
+    Attributes:
+        chunks: the chunk of each entry.
+    """
+
+    chunks: Sequence[int]
+    arrival: Arrival
+
+    @staticmethod
+    def begin(
+        plan: StepPlan, receiver: Receiver | NoReceiver, tensors: Sequence[Tensor]
+    ) -> "ArrivingScores":
+        return ArrivingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
+
+    def done(self) -> bool:
+        return self.arrival.done()
+
+    def wait(self) -> tuple[PromptScores, ...]:
+        parts = [tensor.tolist() for tensor in self.arrival.wait()]
+        found = []
+        for index, chunk in enumerate(self.chunks):
+            valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]
+            logprobs = RowLogprobs(token=token, rank=rank, top=top, top_ids=top_ids)
+            found.append(PromptScores(chunk, bool(valid), logprobs))
+        return tuple(found)

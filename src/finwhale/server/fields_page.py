@@ -1,0 +1,86 @@
+"""Writes docs/fields.md: `python -m finwhale.server.fields_page > docs/fields.md`."""
+
+from finwhale.server.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    MessagesBody,
+    ResponsesBody,
+    StructuredOutputs,
+    UsageStreamOptions,
+)
+
+PROTOCOLS: dict[str, type[Body]] = {
+    "chat": ChatBody,
+    "completions": CompletionBody,
+    "responses": ResponsesBody,
+    "messages": MessagesBody,
+}
+PAGE = """# Request fields
+
+`python -m finwhale.server.fields_page > docs/fields.md` writes this page from the server's schemas. A field that is
+not listed is refused. A field without a meaning here means what its protocol says. "No effect" marks fields that
+clients send without being asked to.
+
+| field | chat | completions | responses | messages | meaning |
+|---|---|---|---|---|---|
+{fields}
+
+`stream_options` has these fields:
+
+{stream_options}
+
+`structured_outputs` has exactly one of these fields:
+
+{structured_outputs}
+
+## Fields of vLLM and SGLang
+
+- `prompt_logprobs: K` adds `prompt_logprobs` to a chat completion, or to each choice of a completion: for each token of
+  the prompt an object from token id to `logprob`, `rank` and `decoded_token`, with the token itself and the K most
+  likely ones; null for the first token. The request reads no cached prefix. It may have 262,144 such values.
+- `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, there are no others.
+- `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to a chat completion, to each choice of a
+  completion, or to the first chunk of a stream.
+- `min_tokens` withholds the end of sequence and stop tokens. A grammar may end earlier. In chat completions, neither
+  it nor `include_stop_str_in_output` can be combined with `stop`.
+- `structured_outputs`, the `guided_` fields, `regex` and `response_format` exclude each other. Grammars are in
+  llguidance's dialect of Lark, not in GBNF.
+- `separate_reasoning: false` leaves the reasoning in the content, up to `</think>`. `include_reasoning: false` leaves
+  it out, and `stream_reasoning: false` sends it in one piece.
+- `max_tokens` and `max_completion_tokens` may both be there if they are equal.
+"""  # noqa: E501
+
+
+def fields_page() -> str:
+    """The whole page."""
+    names = dict.fromkeys(name for body in PROTOCOLS.values() for name in body.model_fields)
+    return PAGE.format(
+        fields="\n".join(map(_row, names)),
+        stream_options=_list(UsageStreamOptions),
+        structured_outputs=_list(StructuredOutputs),
+    )
+
+
+def _row(name: str) -> str:
+    having = [name in body.model_fields for body in PROTOCOLS.values()]
+    meanings = dict.fromkeys(
+        body.model_fields[name].description or ""
+        for body in PROTOCOLS.values()
+        if name in body.model_fields
+    )
+    marks = " | ".join("x" if has else "" for has in having)
+    meaning = "; ".join(filter(None, meanings)).replace("|", "\\|")
+    return f"| `{name}` | {marks} | {meaning} |"
+
+
+def _list(body: type[Body]) -> str:
+    lines = []
+    for name, field in body.model_fields.items():
+        meaning = f": {field.description}" if field.description else ""
+        lines.append(f"- `{field.alias or name}`{meaning}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(fields_page(), end="")

@@ -1,0 +1,121 @@
+"""When an output may end, and what its text then contains."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finwhale import LLM, RequestError, SamplingParams
+from finwhale.chat.grammar import regex_guide
+
+EOS = 1
+SURE = {EOS: 100.0, 9: 80.0}  # the end of sequence always comes, or else token 9
+
+
+def ending(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0, "max_tokens": 12, "logit_bias": SURE} | more)
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_min_tokens(small: tuple[Path, dict[str, Any]], drafts: int) -> None:
+    path, options = small
+    llm = LLM(path, **options, draft_tokens=drafts)
+    prompts = [[5, 6], [7] * 30, [8], [4, 4]]
+    wanted = [
+        ending(),
+        ending(min_tokens=5),
+        ending(min_tokens=12),
+        ending(min_tokens=4, stop_token_ids=[9], logit_bias={9: 100.0, EOS: 90.0, 11: 80.0}),
+    ]
+    for ahead in (0, 1) if not drafts else (0,):
+        llm.engine.steps_ahead = ahead
+        outputs = [result.outputs[0] for result in llm.generate(prompts, wanted)]
+        assert [output.token_ids for output in outputs] == [
+            [EOS],
+            [9] * 5 + [EOS],
+            [9] * 12,
+            [11] * 4 + [9],
+        ]
+        assert [output.finish_reason for output in outputs] == ["stop", "stop", "length", "stop"]
+
+
+def test_min_tokens_of_random_outputs(small: tuple[Path, dict[str, Any]]) -> None:
+    """Drafting changes no token, and nothing is withheld later."""
+    path, options = small
+    params = SamplingParams(
+        seed=3, n=3, min_tokens=6, max_tokens=40, logit_bias={EOS: 4.0}, stop_token_ids=[7, 8]
+    )
+    plain = LLM(path, **options).generate([[5] * 9], params)[0].outputs
+    drafted = LLM(path, **options, draft_tokens=3).generate([[5] * 9], params)[0].outputs
+    assert [o.token_ids for o in plain] == [o.token_ids for o in drafted]
+    assert all(len(o.token_ids) > 6 for o in plain)
+    assert any(o.finish_reason == "stop" for o in plain)
+
+
+def test_a_grammar_may_end_earlier(llm: LLM) -> None:
+    params = SamplingParams(guide=regex_guide("abc"), min_tokens=9, max_tokens=12)
+    output = llm.generate("x", params)[0].outputs[0]
+    assert output.text == "abc" and output.finish_reason == "stop"
+
+
+def test_stop_strings_count_after_min_tokens(llm: LLM) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    whole = llm.generate("The fin whale", SamplingParams(**options))[0].outputs[0].text
+    first = whole[:3]
+    (result,) = llm.generate("The fin whale", SamplingParams(**options, stop=first))
+    assert result.outputs[0].text == ""
+    (result,) = llm.generate("The fin whale", SamplingParams(**options, stop=first, min_tokens=4))
+    assert result.outputs[0].text.startswith(first) and len(result.outputs[0].token_ids) >= 4
+
+
+def test_the_stop_string_may_be_kept(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    whole = llm.generate("The fin whale", SamplingParams(**options))[0].outputs[0]
+    stop = whole.text[4:8]
+    kept = SamplingParams(**options, stop=stop, include_stop_str_in_output=True)
+    output = llm.generate("The fin whale", kept)[0].outputs[0]
+    assert output.text == whole.text[: whole.text.index(stop) + len(stop)]
+    assert output.stop_reason == stop
+    token = whole.token_ids[5]
+    at = whole.token_ids.index(token)
+    for keep in (False, True):
+        params = SamplingParams(**options, stop_token_ids=[token], include_stop_str_in_output=keep)
+        output = llm.generate("The fin whale", params)[0].outputs[0]
+        assert output.text == llm.tokenizer.decode(whole.token_ids[: at + keep])
+
+
+def test_special_tokens_may_be_kept(llm: LLM) -> None:
+    assert llm.tokenizer is not None
+    special = max(llm.tokenizer.special_ids - {EOS})
+    options: dict[str, Any] = {
+        "temperature": 0, "max_tokens": 2, "ignore_eos": True, "logit_bias": {special: 100.0}
+    }  # fmt: skip
+    texts = [
+        llm.generate("x", SamplingParams(**options, skip_special_tokens=skip))[0].outputs[0].text
+        for skip in (True, False)
+    ]
+    assert texts == ["", llm.tokenizer.token_text(special) * 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_tokens": -1},
+        {"min_tokens": True},
+        {"min_tokens": 1.5},
+        {"min_tokens": 9, "max_tokens": 8},
+        {"skip_special_tokens": None},
+        {"include_stop_str_in_output": 1},
+    ],
+)
+def test_values_that_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_chat_refuses_what_its_parser_cannot_do(llm: LLM) -> None:
+    hello = [{"role": "user", "content": "Hi"}]
+    for more in ({"min_tokens": 2}, {"include_stop_str_in_output": True}):
+        with pytest.raises(RequestError, match="together with stop strings in chat"):
+            llm.chat(hello, SamplingParams(stop="x", **more))  # type: ignore[arg-type]
