@@ -16,6 +16,10 @@ from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.memory import Largest, LargestSteps
+from finwhale.models.deepseek_v4.dspark import DsparkHead
+from finwhale.models.protocol import DraftStart, PagedCache, Segments
 from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
@@ -95,7 +99,7 @@ class Recorder:
         drafter = local_executor(engine.executor).runner.drafter
         assert drafter is not None
         self.real = drafter.propose
-        drafter.propose = self.propose  # type: ignore[method-assign]
+        drafter.propose = self.propose  # type: ignore[method-assign, assignment]
 
     def propose(
         self, forward: Forward, plan: StepPlan, chosen: Tensor | None, *more: Any
@@ -158,3 +162,27 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
                 assert worse < NEAR_TIE, (key, len(text))
                 compared += int(best[0] - best[1] > NEAR_TIE * logits.abs().max())
     assert compared > 150
+
+
+def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:
+    """What measures memory and what builds kernels ahead also run the block of every size."""
+    engine = new_llm(model[0], **OPTIONS, draft_tokens=2).engine
+    runner = local_executor(engine.executor).runner
+    head = runner.model.draft_head
+    assert isinstance(head, DsparkHead)
+    blocks: list[tuple[int, int]] = []
+    run_block = head.run_block
+
+    def noted(start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
+        blocks.append((len(start.newest_ids), int(start.tokens.positions.max())))
+        return run_block(start, cache, segments)
+
+    head.run_block = noted  # type: ignore[method-assign]
+    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, drafts=(2,))
+    LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
+    assert set(blocks) == {(4, 294)}  # its last row is the context's last
+    blocks.clear()
+    SignatureRun(
+        runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
+    )._call_all()
+    assert {count for count, _ in blocks} >= {1, 4}

@@ -358,6 +358,11 @@ def launch_sizes(config: ModelConfig) -> ModelSizes:
         (1, 1, config.o_groups * config.o_lora_rank),
         (config.hc_mult, 1, width),  # the MTP layer's projection of each residual stream
     }
+    if config.dspark is not None:
+        linears |= {
+            (1, 1, len(config.dspark.target_layer_ids) * width),
+            (1, 1, config.dspark.markov_rank),
+        }
     return ModelSizes(
         vocab_size=config.vocab_size,
         num_heads=config.num_attention_heads,
