@@ -280,18 +280,11 @@ def _find_weights(
 ) -> tuple[ModelConfig, Weights]:
     """The configuration of a checkpoint and its weights."""
     if config.load_format == "dummy":
-        model_config = _model_to_load(config, parse_config(read_config(directory)))
+        model_config = parse_config(read_config(directory))
         return model_config, DummyWeights(model_config, progress)
     checkpoint = Checkpoint.open(directory)
-    model_config = _model_to_load(config, parse_config(checkpoint.config))
+    model_config = parse_config(checkpoint.config)
     return model_config, CheckpointWeights(model_config, checkpoint, progress)
-
-
-def _model_to_load(config: EngineConfig, model_config: ModelConfig) -> ModelConfig:
-    """Leave out a DSpark head, which is three whole layers, unless the engine drafts."""
-    if config.draft_tokens == 0 and model_config.draft_head == "dspark":
-        return model_config.without_draft_head()
-    return model_config
 
 
 def has_tokenizer(directory: Path) -> bool:

@@ -102,7 +102,7 @@ class SignatureRun:
         largest, seen = self.largest, set[tuple[object, ...]]()
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
         captured = max(prefills, default=0)
-        # The MTP layer is not captured: it runs on any number of tokens.
+        # The draft head is not captured: it runs on any number of tokens.
         free = self.eager or self.drafts > 0
         if free:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))

@@ -49,7 +49,7 @@ class Largest:
         num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
-        drafts: numbers of drafts that a decode may verify. The MTP layer never runs if this is
+        drafts: numbers of drafts that a decode may verify. The draft head never runs if this is
             (0,).
     """
 
