@@ -19,7 +19,7 @@ WoAInput = Literal["fp8", "bf16"]
 # The numbers of ranks that may share a model.
 RANK_COUNTS = (1, 2, 4, 8)
 # The largest draft_tokens of any draft head. A model's own limit is its max_draft_tokens.
-MAX_DRAFT_TOKENS = 3
+MAX_DRAFT_TOKENS = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +132,9 @@ class EngineConfig:
     )
     draft_tokens: DraftTokens = option(
         0,
-        f"number of tokens that the MTP layer drafts in each step, at most {MAX_DRAFT_TOKENS}; "
-        "auto chooses it from the acceptance rate and the step times. Drafts change no token",
+        "number of tokens that the draft head drafts in each step, at most 3 with MTP and the "
+        "block size, usually 5, with DSpark; auto chooses it from the acceptance rate and the "
+        "step times. Drafts change no token",
         metavar="N|auto",
     )
     watchdog_seconds: float | None = option(

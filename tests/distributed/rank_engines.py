@@ -288,6 +288,7 @@ def _limit(engine: Engine, blocks: int) -> None:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_caching=True,
+        draft_block_tokens=engine.model_config.draft_block_tokens,
     )
     engine._loop = engine._new_loop()
 

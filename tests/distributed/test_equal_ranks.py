@@ -30,7 +30,7 @@ from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 from finwhale.ops.tables.reference import OPS as REFERENCE
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+from finwhale.testing.tiny import random_weights, tiny_config, with_dspark, write_plain_checkpoint
 
 from .in_slices import add_in_slices
 from .rank_engines import SCENARIOS, Given, Ran, open_engine
@@ -187,6 +187,21 @@ def test_drafts(processes: RankProcesses, path: Path, size: int, on_device: bool
     case = given(path, "exact", draft_tokens=2)
     ran = assert_equal(processes, size, case, prompts, params, on_device=on_device)
     assert ran.outputs == alone(1, "generate", given(path, "exact"), prompts, params).outputs
+
+
+def test_dspark(processes: RankProcesses, tmp_path: Path) -> None:
+    """Proposals have equal bits on all ranks, and no token changes, if tokens are shared or not."""
+    config = with_dspark(sharded_config())
+    path = tmp_path / "dspark"
+    write_plain_checkpoint(path, config, random_weights(config, 3, torch.bfloat16))
+    prompts = [text(length, 0) for length in (3, 40)]
+    params = [greedy(12), SamplingParams(seed=5, max_tokens=12, ignore_eos=True)]
+    case = given(path, "exact", draft_tokens=5)
+    ran = assert_equal(processes, 2, case, prompts, params, on_device=True)
+    assert ran.outputs == alone(1, "generate", given(path, "exact"), prompts, params).outputs
+    shared = replace(case, change=partial(share_tokens, least=6))
+    for rank in processes.run(2, "generate", shared, prompts, params, on_device=True):
+        assert rank == ran
 
 
 def test_shared_tokens_with_drafts(processes: RankProcesses, path: Path) -> None:

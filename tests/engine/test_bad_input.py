@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finwhale import LLM, CheckpointError, FinwhaleError, RequestError, SamplingParams
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.writer import write_checkpoint
 from finwhale.cli.main import main
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.testing.tiny import random_weights, write_plain_checkpoint
+from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 Capture = pytest.CaptureFixture[str]
@@ -427,35 +430,46 @@ def test_absurd_sampling_values(name: str, value: Any) -> None:
     assert "\n" not in str(error.value) and "got" in str(error.value)
 
 
-# --- A checkpoint whose draft head is not supported -----------------------------------------------
+# --- A DSpark draft head --------------------------------------------------------------------------
 
 
-def test_dspark_is_said_plainly_and_runs_without_drafting(
+def test_dspark_is_shown_and_left_out_without_drafting(
     tiny_path: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture,
     one_thread: None,
 ) -> None:  # fmt: skip
-    """A draft head in three stages with tensors of its own: named once, then left out."""
-    config = json.loads((tiny_path / "config.json").read_text())
+    """`inspect` shows the head. An engine that does not draft does not load it."""
+    config = with_dspark(json.loads((tiny_path / "config.json").read_text()))
     weights = random_weights(config, seed=3)
-    plain = tmp_path / "plain"
-    write_plain_checkpoint(plain, config, weights)
-    path = tmp_path / "dspark"
-    shutil.copytree(plain, path)
-    shutil.copy(tiny_path / "tokenizer.json", path)
-    change(path, compress_ratios=[0, 4, 128, 4, 0, 0, 0], dspark_block_size=5)
-    tensors = load_file(path / "model.safetensors")
-    stages = {f"mtp.{i}.main_proj.weight": torch.ones(4, 4) for i in range(3)}
-    kept = {name: t for name, t in tensors.items() if not name.startswith("mtp.")}
-    save_file(kept | stages, path / "model.safetensors")
-    llm = LLM(path, device="cpu", activations="exact")
-    assert "DSpark is not supported" in caplog.text
+    write_plain_checkpoint(tmp_path, config, weights)
+    count = sum(name.startswith("mtp.") for name in weights)
+    llm = LLM(tmp_path, device="cpu", activations="exact")
+    assert f"{count} tensors mtp.* are left out: the model runs without its draft" in caplog.text
     assert local_executor(llm.engine.executor).runner.model.draft_head is None
-    wanted = LLM(plain, device="cpu", activations="exact").generate([[5, 6]], GREEDY)[0]
-    assert llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids == wanted.outputs[0].token_ids
-    assert main(["inspect", str(path)]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "DSpark, which is not supported: it runs without drafting" in out
-    assert "3 tensors left out" in out
+    assert len(local_executor(llm.engine.executor).runner.groups[0].fields[0].layers) == 4
+    caplog.clear()
+    drafting = LLM(tmp_path, device="cpu", activations="exact", draft_tokens=5)
+    assert "left out" not in caplog.text
+    wanted = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
+    assert drafting.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids == wanted
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.replace("│", "").split())
+    assert "DSpark: blocks of 5 tokens in 3 stages, Markov rank 12, reads layers 1, 2, 3" in out
+    assert "draft head: Markov head" in out and "of which the draft head" in out
+
+
+def test_every_tensor_of_the_dspark_head_is_needed(tiny_path: Path, tmp_path: Path) -> None:
+    config = with_dspark(json.loads((tiny_path / "config.json").read_text()))
+    weights = random_weights(config, seed=3)
+    write_plain_checkpoint(tmp_path, config, weights)
+    checkpoint = Checkpoint.open(tmp_path)
+    specs = weight_specs(ModelConfig.from_dict(checkpoint.config))
+    head = [name for name in checkpoint.tensors if name.startswith("mtp.")]
+    for name in head:
+        kept = {other: info for other, info in checkpoint.tensors.items() if other != name}
+        with pytest.raises(CheckpointError, match=re.escape(name)):
+            WeightSource(replace(checkpoint, tensors=kept), specs)
+    WeightSource(checkpoint, specs)
+    assert len(head) == sum(name.startswith("mtp.") for name in specs) > 100
 
 
 @pytest.mark.parametrize("wrong", [-1, 10**6])

@@ -26,7 +26,7 @@ from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.errors import FinwhaleError
 from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import tiny_config
+from finwhale.testing.tiny import tiny_config, with_dspark
 
 from .arrivals import random_arrivals
 from .plans import planned
@@ -251,31 +251,31 @@ def test_the_metrics_add_up(new_llm: Callable[..., LLM]) -> None:
     assert 0 < found.time_of_draft.count <= found.steps - 1
 
 
-@pytest.mark.parametrize("value", [-1, 4, True, 1.0, "all", None])
+@pytest.mark.parametrize("value", [-1, 8, True, 1.0, "all", None])
 def test_other_numbers_are_refused(value: Any) -> None:
-    with pytest.raises(FinwhaleError, match=r"draft_tokens must be 0 to 3 or .auto., got"):
+    with pytest.raises(FinwhaleError, match=r"draft_tokens must be 0 to 7 or .auto., got"):
         LLM(draft_tokens=value)
 
 
-def test_without_an_mtp_layer(tmp_path: Path) -> None:
+def test_more_drafts_than_the_head_makes(tmp_path: Path) -> None:
     config = tiny_config(0)
     layers = config["num_hidden_layers"]
     heads: dict[str, dict[str, Any]] = {
-        "no MTP layer": {"num_nextn_predict_layers": 0},
-        "DSpark": {
-            "num_nextn_predict_layers": 3,
-            "compress_ratios": [*config["compress_ratios"][:layers], 0, 0, 0],
+        "no draft head.*use 0$": {
+            "num_nextn_predict_layers": 0,
+            "compress_ratios": config["compress_ratios"][:layers],
         },
+        "must be 0 to 5 or .auto. with this checkpoint, got 6": with_dspark(config),
+        "must be 0 to 3 or .auto. with this checkpoint, got 6": {},
     }
-    for why, changes in heads.items():
-        path = tmp_path / why[:2]
+    for place, (why, changes) in enumerate(heads.items()):
+        path = tmp_path / str(place)
         path.mkdir()
-        raw = config | {"compress_ratios": config["compress_ratios"][:layers]} | changes
-        (path / "config.json").write_text(json.dumps(raw))
+        (path / "config.json").write_text(json.dumps(config | changes))
         llm = LLM(path, load_format="dummy", device="cpu", dtype="float32")
         assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))) == 1
-        with pytest.raises(FinwhaleError, match=f"draft_tokens: .*{why}.*use 0$"):
-            LLM(path, load_format="dummy", device="cpu", dtype="float32", draft_tokens=1)
+        with pytest.raises(FinwhaleError, match=f"draft_tokens.* {why}"):
+            LLM(path, load_format="dummy", device="cpu", dtype="float32", draft_tokens=6)
 
 
 # --- The distribution -----------------------------------------------------------------------------

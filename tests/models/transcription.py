@@ -36,14 +36,24 @@ def forward(
     weights: Weights, config: Config, ids: list[int], margins: Margins | None = None
 ) -> tuple[Tensor, Tensor]:
     """Logits [T,V] and the streams [T,H,D] before the head's collapse."""
+    streams = after_layers(weights, config, ids, margins)[-1]
+    return head(weights, Part(weights, ""), config, streams), streams
+
+
+def after_layers(
+    weights: Weights, config: Config, ids: list[int], margins: Margins | None = None
+) -> list[Tensor]:
+    """The streams [T,H,D] after each layer, its post step done."""
     tokens = torch.tensor(ids)
     streams = weights["embed.weight"][tokens][:, None].expand(-1, config["hc_mult"], -1)
+    found = []
     for i in range(config["num_hidden_layers"]):
         ratio = config["compress_ratios"][i]
         hashed = i < config["num_hash_layers"]
         layer = Part(weights, f"layers.{i}.")
         streams = decoder_layer(layer, config, ratio, hashed, streams, tokens, margins)
-    return head(weights, Part(weights, ""), config, streams), streams
+        found.append(streams)
+    return found
 
 
 def mtp_logits(weights: Weights, config: Config, ids: list[int]) -> Tensor:

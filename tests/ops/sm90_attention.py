@@ -24,7 +24,7 @@ TYPES = {
     "scale_log2": "fp32",
 }
 # kind of entries, splits, heads of the model's rank, heads a program, keys a step, whether the
-# output is rounded.
+# output is rounded; slots that a program loads, if they are not 512. DSpark's blocks need 5.
 VARIANTS = (
     (0, 4, 64, 64, 64, False),
     (1, 1, 64, 64, 64, False),
@@ -36,10 +36,20 @@ VARIANTS = (
     (0, 1, 16, 16, 64, True),
     (2, 10, 8, 8, 64, False),
     (1, 1, 8, 8, 64, True),
+    (1, 3, 64, 64, 64, False, 32),
+    (1, 3, 32, 32, 64, False, 32),
 )
 
 
-def call(kind: int, splits: int, heads: int, block_h: int, block_k: int, rounds: bool) -> None:
+def call(
+    kind: int,
+    splits: int,
+    heads: int,
+    block_h: int,
+    block_k: int,
+    rounds: bool,
+    num_slots: int = 512,
+) -> None:
     rows = 2 if kind == 2 else 64
     few = heads <= hopper.FEW_HEADS
     mma_heads = hopper.mma_heads(heads)
@@ -51,7 +61,7 @@ def call(kind: int, splits: int, heads: int, block_h: int, block_k: int, rounds:
         "RATIO": 128,
         "SPLITS": splits,
         "BLOCK_K": block_k,
-        "BLOCK_S": 512,
+        "BLOCK_S": num_slots,
         "ROUND": rounds,
         "PDL": True,
         "HEADS_EACH": block_h,

@@ -77,7 +77,7 @@ def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture
         main(command("generate", TEXT, "--draft-tokens", "many"))
     assert 'a number or "auto" is wanted' in capsys.readouterr().err
     assert main(command("generate", TEXT, "--draft-tokens", "9")) != 0
-    assert "draft_tokens must be 0 to 3" in capsys.readouterr().err
+    assert "draft_tokens must be 0 to 7" in capsys.readouterr().err
 
 
 def test_generate_with_wo_a_s_input_not_rounded(

@@ -142,4 +142,4 @@ def test_what_no_engine_takes_is_told_before_a_server_starts(
     assert main(["serve", "--draft-tokens", "9"]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err == 'finwhale: error: draft_tokens must be 0 to 3 or "auto", got 9\n'
+    assert captured.err == 'finwhale: error: draft_tokens must be 0 to 7 or "auto", got 9\n'

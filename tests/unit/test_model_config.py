@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import pytest
 from transformers import DeepseekV4Config
 
+from finwhale.checkpoint.spec import Slice
+from finwhale.distributed.rank import Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.config import ModelConfig, YarnScaling
-from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.models.deepseek_v4.weights import weight_specs
 
 OFFICIAL: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
@@ -144,14 +147,130 @@ def test_transformers_reads_what_is_written() -> None:
     assert parameters["compress"]["factor"] == 16
 
 
-@pytest.mark.parametrize("changes", [{"dspark_num_stages": 3}, {}])
-def test_dspark_is_recognised_and_left_out(changes: dict[str, Any]) -> None:
-    raw = config(compress_ratios=[0, 4, 128, 4, 0, 0, 0], **changes)
-    model = ModelConfig.from_dict(raw)
+DSPARK = {
+    "compress_ratios": [0, 4, 128, 4, 0, 0, 0],
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 90,
+    "dspark_markov_rank": 8,
+    "dspark_target_layer_ids": [1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("drafts", [None, 0, 1, 3])
+def test_dspark(drafts: int | None) -> None:
+    model = ModelConfig.from_dict(config(**DSPARK, num_nextn_predict_layers=drafts))
     assert model.draft_head == "dspark" and model.num_nextn_predict_layers == 0
-    assert model.compress_ratios == (0, 4, 128, 4)
-    assert "DSpark is not supported" in ignored_prefixes(model)["mtp."]
-    assert not any(name.startswith("mtp.") for name in weight_specs(model))
+    assert (model.num_draft_layers, model.max_draft_tokens, model.max_verify_tokens) == (3, 5, 6)
+    assert model.draft_block_tokens == 5 and model.layer_ratios == (0, 4, 128, 4)
+    assert ModelConfig.from_dict(model.to_dict()) == model
+    assert model.stage_experts == (model.num_experts_per_tok, model.n_routed_experts)
+    assert model.of_stage() == model
+    head = model.dspark
+    assert head is not None and head.target_layer_ids == (1, 2, 3)
+    assert head.enable_confidence_head and head.confidence_head_with_markov
+    assert head.sample_from_anchor
+    without = model.without_draft_head()
+    assert without.dspark is None and without.compress_ratios == (0, 4, 128, 4)
+    assert not any(name.startswith("mtp.") for name in weight_specs(without))
+    # A cut model's head reads the last layers too.
+    cut = model.with_layers(3).dspark
+    assert cut is not None and cut.target_layer_ids == (0, 1, 2)
+    with pytest.raises(CheckpointError, match="cannot cut to 2 layers: the DSpark head reads 3"):
+        model.with_layers(2)
+
+
+def test_optional_keys_of_dspark() -> None:
+    changes = {
+        "dspark_n_routed_experts": 3,
+        "dspark_num_experts_per_tok": 1,
+        "enable_confidence_head": False,
+        "sample_from_anchor": False,
+    }
+    model = ModelConfig.from_dict(config(**DSPARK, **changes))
+    assert ModelConfig.from_dict(model.to_dict()) == model
+    assert model.stage_experts == (1, 3) and model.draft_block_tokens == 6
+    specs = weight_specs(model)
+    assert "mtp.1.ffn.experts.2.w1.weight" in specs
+    assert "mtp.1.ffn.experts.3.w1.weight" not in specs
+    assert not any("confidence" in name for name in specs)
+    narrow = ModelConfig.from_dict(config(**DSPARK, confidence_head_with_markov=False))
+    width = narrow.hidden_size
+    assert weight_specs(narrow)["mtp.2.confidence_head.proj.weight"].shape == (1, width)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dspark_block_size": None}, "DSpark draft head without dspark_block_size"),
+        ({"dspark_target_layer_ids": None}, "without dspark_target_layer_ids"),
+        ({"dspark_block_size": 0}, "dspark_block_size must be a positive integer, got 0"),
+        ({"dspark_block_size": 8}, "dspark_block_size must be at most 7, got 8"),
+        ({"dspark_markov_rank": 2.5}, "dspark_markov_rank must be a positive integer, got 2.5"),
+        ({"dspark_noise_token_id": 10**6}, "dspark_noise_token_id must be a token id below"),
+        ({"dspark_target_layer_ids": 3}, "dspark_target_layer_ids must be a list, got 3"),
+        ({"dspark_target_layer_ids": []}, r"must be layers from 0 to 3, got \[\]"),
+        ({"dspark_target_layer_ids": [2, 3, 4]}, r"must be layers from 0 to 3, got \[2, 3, 4\]"),
+        ({"dspark_target_layer_ids": [3, 2]}, r"must be different and ascend, got \[3, 2\]"),
+        ({"dspark_n_routed_experts": 1}, "are more than their 1 routed experts"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, got 1"),
+        ({"compress_ratios": [0, 4, 128, 4, 0]}, "has 5 entries, wanted 7: .* 3 DSpark stages"),
+        (
+            {"compress_ratios": [0, 4, 128, 4, 0, 4, 0]},
+            r"\(the last three\) must be 0, got 0, 4, 0",
+        ),
+    ],
+)
+def test_impossible_dspark_heads(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        ModelConfig.from_dict(config(**{**DSPARK, **changes}))
+
+
+def test_published_dspark_heads() -> None:
+    """Names and shapes of MODEL.md's inventory, and the shards of two ranks."""
+    for name, D, rank in (("flash-0731", 4096, 256), ("pro-0813", 7168, 512)):
+        model = ModelConfig.preset(name)
+        plain = ModelConfig.preset(name.partition("-")[0]).without_draft_head()
+        assert model.without_draft_head() == plain and model.dspark is not None
+        assert model.dspark.target_layer_ids[-1] == model.num_hidden_layers - 1
+        model, plain = model.with_layers(5), plain.with_layers(5)
+        last = model.num_hidden_layers - 1
+        assert model.dspark is not None
+        assert model.dspark.target_layer_ids == (last - 2, last - 1, last)
+        specs, V = weight_specs(model), model.vocab_size
+        head = {n: s for n, s in specs.items() if n.startswith("mtp.")}
+        assert specs.keys() - head.keys() == weight_specs(plain).keys()
+        layer = {
+            n.removeprefix(f"layers.{last}."): s.shape
+            for n, s in specs.items()
+            if n.startswith(f"layers.{last}.") and not re.search("compressor|indexer", n)
+        }
+        for i in range(3):
+            assert (
+                layer.items()
+                <= {n.removeprefix(f"mtp.{i}."): s.shape for n, s in head.items()}.items()
+            )
+        own = {
+            "mtp.0.main_proj.weight": (D, 3 * D),
+            "mtp.0.main_norm.weight": (D,),
+            "mtp.2.norm.weight": (D,),
+            "mtp.2.hc_head_fn": (4, 4 * D),
+            "mtp.2.hc_head_base": (4,),
+            "mtp.2.hc_head_scale": (1,),
+            "mtp.2.markov_head.markov_w1.weight": (V, rank),
+            "mtp.2.markov_head.markov_w2.weight": (V, rank),
+            "mtp.2.confidence_head.proj.weight": (1, D + rank),
+        }
+        assert {n: head[n].shape for n in own} == own and len(head) == 3 * len(layer) + len(own)
+        # The rule for experts' w1 must not take the Markov head's w1 for one.
+        half = weight_specs(model, Rank(1, 2))
+        assert half["mtp.2.markov_head.markov_w1.weight"].slice is None
+        assert half["mtp.0.main_proj.weight"].slice is None
+        assert half["mtp.2.markov_head.markov_w2.weight"].slice == Slice(0, V // 2, V)
+        stage, main = (
+            half["mtp.1.ffn.experts.0.w1.weight"],
+            half["layers.3.ffn.experts.0.w1.weight"],
+        )
+        assert stage.slice == main.slice is not None
 
 
 def test_presets_are_the_published_checkpoints() -> None:
@@ -172,7 +291,8 @@ def test_presets_are_the_published_checkpoints() -> None:
                 total += math.prod(spec.shape) / 32
         assert total == pytest.approx(num_bytes, rel=3e-4)
     with pytest.raises(
-        CheckpointError, match="unknown configuration 'small'; there are flash, pro"
+        CheckpointError,
+        match="unknown configuration 'small'; there are flash, flash-0731, pro, pro-0813",
     ):
         ModelConfig.preset("small")
 

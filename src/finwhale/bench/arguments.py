@@ -36,7 +36,10 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
 def add_sizes(parser: argparse.ArgumentParser, layers: int | None = None) -> None:
     """Add --config and --layers; `layers` is the default number of layers."""
     parser.add_argument(
-        "--config", choices=("flash", "pro"), default="flash", help="sizes of this model"
+        "--config",
+        choices=("flash", "pro", "flash-0731", "pro-0813"),
+        default="flash",
+        help="sizes of this model",
     )
     parser.add_argument(
         "--layers", type=int, default=layers, metavar="N", help="use only the first N layers"

@@ -107,6 +107,10 @@ def _memory_table(config: ModelConfig, architecture: Architecture) -> Table:
     forms = _forms()
     weights = [architecture.weight_bytes(config, *form) for form in forms]
     table.add_row("weights", *map(_size, weights))
+    if config.max_draft_tokens:
+        without = [architecture.weight_bytes(config.without_draft_head(), *f) for f in forms]
+        head = [both - rest for both, rest in zip(weights, without, strict=True)]
+        table.add_row("of which the draft head", *map(_size, head))
     groups = architecture.cache_groups(config)
 
     def token_bytes(group: CacheGroup, dtype: torch.dtype, ops: Ops) -> float:
@@ -199,8 +203,6 @@ def _all_tensors(checkpoint: Checkpoint) -> Table:
 
 
 def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) -> int:
-    if config.draft_head == "dspark":
-        console.print("the draft head is DSpark, which is not supported: it runs without drafting")
     for title, items in (
         ("missing", inventory.missing),
         ("unexpected", inventory.unexpected),

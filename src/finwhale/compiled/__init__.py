@@ -22,7 +22,7 @@ from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.compiled.step_tensors import StepTensors
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
-from finwhale.models.deepseek_v4.model import DeepseekV4
+from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
 from finwhale.models.protocol import Model, PagedCache
 from finwhale.ops import Ops
 from finwhale.ops.linear.ref import grouped_form
@@ -53,6 +53,8 @@ class CompiledMode:
     def compile_layers(self, model: Model, cache: PagedCache, directory: Path) -> int:
         """Replace the decoder layers of a model and of its MTP layer by compiled ones.
 
+        The stages of DSpark see other rows than a window; they are not compiled.
+
         Args:
             directory: holds the graphs; created if missing.
 
@@ -74,7 +76,9 @@ class CompiledMode:
             tracer = LayerTracer(model, self._traced, layer, cache, step, first=first)
             return CompiledLayer(tracer, store)
 
-        for part in (model, model.draft_head):
-            if part is not None:
-                part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]
+        parts: list[DeepseekV4 | MtpLayer] = [model]
+        if isinstance(model.draft_head, MtpLayer):
+            parts.append(model.draft_head)
+        for part in parts:
+            part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]
         return store.num_compiled

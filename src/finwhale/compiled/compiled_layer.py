@@ -1,5 +1,7 @@
 """A decoder layer that runs as compiled graphs."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,10 +48,13 @@ class CompiledLayer:
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
+        entered: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
         assert isinstance(x, Tensor), "the compiled mode runs on one rank"
         if x.shape[0] > self.max_tokens:
-            return self.layer(x, inputs, tables, cache, segments, post_mix, res_mix, residual)
+            return self.layer(
+                x, inputs, tables, cache, segments, post_mix, res_mix, residual, entered
+            )
         attn = self.layer.attn
         tokens, rotary = inputs.tokens, attn.rotary(tables)
         given = [x.contiguous()]
@@ -57,6 +62,8 @@ class CompiledLayer:
             given += [post_mix, res_mix, residual]
         given += self.step.flat(tokens, inputs.tables["window"], rotary, self.window_pool)
         post, res, residual, q_NX, *rest = self.enter(given + self.enter_tensors)
+        if entered is not None:
+            entered(residual)
         projected = None
         if attn.entries is not None:
             (projected,) = rest

@@ -222,11 +222,15 @@ class StepInputs:
         token_ids: [N] int64.
         tokens: the positions and sequences of the tokens.
         tables: the page table of each group of the cache.
+        further_slots: [N,K] int32: slots of the window's rows that each token sees beside its own
+            window, in layers without compressed entries; -1 for none, after all others. None: a
+            token sees only its window.
     """
 
     token_ids: Tensor
     tokens: Tokens
     tables: Mapping[str, PageTable]
+    further_slots: Tensor | None = None
 
 
 class Segments(Protocol):
@@ -274,7 +278,18 @@ class ModelConfig(Protocol):
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most drafts that the draft head makes at once; 0 if there is no supported one."""
+        """The most drafts that the draft head makes at once; 0 if there is none."""
+        ...
+
+    @property
+    def draft_block_tokens(self) -> int:
+        """Number of rows that a draft pass writes, from the newest token's on, for any number of
+        drafts. 0: as many as drafts, less one.
+        """
+        ...
+
+    def without_draft_head(self) -> "ModelConfig":
+        """The same model without its draft head."""
         ...
 
 

@@ -28,6 +28,10 @@ class Weights(Protocol):
         """The same weights for another process, which reports no progress."""
         ...
 
+    def of(self, config: ModelConfig) -> "Weights":
+        """The weights that another configuration of the same model needs."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWeights:
@@ -54,6 +58,9 @@ class CheckpointWeights:
     def without_progress(self) -> "CheckpointWeights":
         return replace(self, progress=None)
 
+    def of(self, config: ModelConfig) -> "CheckpointWeights":
+        return replace(self, config=config)
+
 
 @dataclass(frozen=True, slots=True)
 class DummyWeights:
@@ -72,3 +79,6 @@ class DummyWeights:
 
     def without_progress(self) -> "DummyWeights":
         return replace(self, progress=None)
+
+    def of(self, config: ModelConfig) -> "DummyWeights":
+        return replace(self, config=config)

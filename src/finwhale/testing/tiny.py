@@ -93,6 +93,21 @@ def tiny_config(seed: int, *, quantised: bool = False) -> dict[str, Any]:
     return config
 
 
+def with_dspark(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config.json with a DSpark head in place of the MTP layer."""
+    layers, vocab = config["num_hidden_layers"], config["vocab_size"]
+    return {
+        **config,
+        "num_nextn_predict_layers": 3,
+        "compress_ratios": [*config["compress_ratios"][:layers], 0, 0, 0],
+        "dspark_block_size": 5,
+        "dspark_noise_token_id": vocab - 1,
+        "dspark_markov_rank": 12,
+        "dspark_target_layer_ids": list(range(layers - 3, layers)),
+        **changes,
+    }
+
+
 def divisible_config() -> dict[str, Any]:
     """The contents of a config.json with sizes that two ranks can divide."""
     return tiny_config(3) | {
@@ -149,7 +164,7 @@ def _random_weight(spec: WeightSpec, experts: int, generator: torch.Generator) -
     return _GAIN.get(leaf, 1.0) / math.sqrt(spec.fan_in) * noise
 
 
-_PLAIN_SPREAD = {"embed": 1.0, "attn_sink": 1.0, "bias": 0.1, "ape": 0.5}
+_PLAIN_SPREAD = {"embed": 1.0, "markov_w1": 1.0, "attn_sink": 1.0, "bias": 0.1, "ape": 0.5}
 # Averaging and clamping shrink what these projections read.
 _GAIN = {"wo_b": 2.0, "w2": 6.0, "head": 2.0}
 

@@ -85,6 +85,7 @@ class Engine:
             prefix_caching=config.enable_prefix_caching,
             prefix_salt=config.prefix_salt,
             max_model_len=rank.max_model_len,
+            draft_block_tokens=model_config.draft_block_tokens,
         )
         self.start_seconds = dict(rank.start_seconds)
         self.steps_ahead = int(rank.asynchronous)

@@ -65,7 +65,7 @@ class EngineMetrics:
         verifications: number of times that a sequence's drafts were verified.
         draft_tokens: the most drafts of a sequence at present.
         time_of_verification: time of forward and sampling, in steps in which all sequences decode.
-        time_of_draft: time of the MTP layer in the same steps.
+        time_of_draft: time of the draft head in the same steps.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
         time_between_tokens: from each token to the next of the same sequence.
         time_per_output_token: mean time between tokens of each sequence that ended.

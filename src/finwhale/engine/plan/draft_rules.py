@@ -14,6 +14,7 @@ class DraftRules:
 
     Args:
         max_model_len: the most tokens of a sequence, drafts included.
+        block_tokens: ModelConfig.draft_block_tokens.
 
     Attributes:
         draft_tokens: the most drafts of a sequence; 0: no drafting.
@@ -21,10 +22,10 @@ class DraftRules:
             Placeholder drafts fill up.
     """
 
-    def __init__(self, pages: PageManager, max_model_len: int) -> None:
+    def __init__(self, pages: PageManager, max_model_len: int, block_tokens: int = 0) -> None:
         self.draft_tokens = 0
         self.uniform = False
-        self._pages, self._max_model_len = pages, max_model_len
+        self._pages, self._max_model_len, self._block_tokens = pages, max_model_len, block_tokens
 
     def add_to_decodes(self, chunks: list[Chunk], budget: int) -> None:
         """Let decodes verify drafts: at most `budget` in total."""
@@ -58,7 +59,7 @@ class DraftRules:
             # If all drafts are accepted, the chunk begins `count` tokens later. Rows for the next
             # drafts follow it.
             end = start + 1 + count
-            if not self._has_room(sequence, start, _with_drafts(end + count, count)):
+            if not self._has_room(sequence, start, self._with_drafts(end + count, count)):
                 return []
             following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
         return following
@@ -73,7 +74,7 @@ class DraftRules:
             return False
         for chunk in chunks:
             if not self._has_room(
-                chunk.sequence, chunk.start, _with_drafts(chunk.end + count, count)
+                chunk.sequence, chunk.start, self._with_drafts(chunk.end + count, count)
             ):
                 return False
         for chunk in chunks:
@@ -102,12 +103,12 @@ class DraftRules:
     def _num_proposals(self, chunk: Chunk) -> int:
         """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""
         sequence = chunk.sequence
-        # A step gives one token more than it accepts drafts. The draft head writes a row for each
-        # new draft but the last: the first of them in row `end` at most.
+        # A step gives one token more than it accepts drafts. It lies in row `end` at most.
         most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
         count = min(self.draft_tokens, most)
-        if count > 1 and not self._has_room(sequence, chunk.end, chunk.end + count - 1):
-            count = 1
+        end = self._with_drafts(chunk.end, count)
+        if end > chunk.end and not self._has_room(sequence, chunk.end, end):
+            count = 0 if self._block_tokens else 1
         return max(0, count)
 
     def _has_room(self, sequence: Sequence, start: int, end: int) -> bool:
@@ -121,7 +122,10 @@ class DraftRules:
             sequence.room = self._pages.grow(sequence.tables, start, end, decodes=True)
         return True
 
-
-def _with_drafts(end: int, count: int) -> int:
-    """The end of the rows that the draft head writes when it makes `count` drafts after `end`."""
-    return end + max(0, count - 1)
+    def _with_drafts(self, end: int, count: int) -> int:
+        """The end of the rows that the draft head writes when it makes `count` drafts and the
+        newest token is at `end`.
+        """
+        if count < 1:
+            return end
+        return end + (self._block_tokens or count - 1)

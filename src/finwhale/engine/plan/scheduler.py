@@ -52,6 +52,7 @@ class Scheduler:
         prefix_caching: let sequences reuse blocks that others have computed.
         prefix_salt: salt of the blocks' keys (PrefixIndex).
         max_model_len: the most tokens of a sequence, drafts included.
+        draft_block_tokens: ModelConfig.draft_block_tokens.
 
     Attributes:
         admission: the waiting sequences.
@@ -69,6 +70,7 @@ class Scheduler:
         prefix_caching: bool = True,
         prefix_salt: str | None = None,
         max_model_len: int = sys.maxsize,
+        draft_block_tokens: int = 0,
     ) -> None:
         self.pages = pages
         self.max_num_seqs = max_num_seqs
@@ -82,7 +84,7 @@ class Scheduler:
         if prefix_caching and pages.full_groups:
             self.prefix = PrefixIndex(pages, prefix_salt)
         self.admission = Admission(pages, self.prefix, self.running)
-        self.drafting = DraftRules(pages, max_model_len)
+        self.drafting = DraftRules(pages, max_model_len, draft_block_tokens)
         self._free_slots = list(reversed(range(max_num_seqs)))
         self._freed_slots: list[int] = []
 

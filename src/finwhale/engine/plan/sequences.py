@@ -25,7 +25,7 @@ class Sequence:
         slot: the sequence's number in step plans while it runs; -1: it does not run.
         num_computed: number of tokens whose state is in the cache.
         sampled_row: row of its pending token among the ids that the device sampled last.
-        drafts: the MTP layer's drafts after token_ids, not verified yet.
+        drafts: the draft head's drafts after token_ids, not verified yet.
         num_cached: number of prompt tokens that the prefix cache had at the first admission; None:
             the sequence was never admitted.
         tables: the sequence's pages.
@@ -83,7 +83,7 @@ class Chunk:
 
     Attributes:
         drafts: the chunk's last tokens, which come after token_ids and which the step verifies.
-        propose: number of drafts that the MTP layer makes after the step; they have pages.
+        propose: number of drafts that the draft head makes after the step; they have pages.
         num_placeholders: how many of the drafts are arbitrary ids, which give all chunks the same
             length.
         floats: the result of the previous step is not known yet. The chunk begins at `start` plus

@@ -44,16 +44,12 @@ class Forward:
 
 
 def check_can_draft(draft_tokens: DraftTokens, config: ModelConfig) -> None:
-    """Raises FinwhaleError if the checkpoint has no supported draft head for that many drafts."""
+    """Raises FinwhaleError if the checkpoint has no draft head for that many drafts."""
     most = config.max_draft_tokens
     if draft_tokens == 0 or (most and (draft_tokens == "auto" or draft_tokens <= most)):
         return
-    if config.draft_head == "dspark":
-        raise FinwhaleError(
-            "draft_tokens: this checkpoint drafts with DSpark, which is not supported: use 0"
-        )
     if config.draft_head is None:
-        raise FinwhaleError("draft_tokens: this checkpoint has no MTP layer to draft with: use 0")
+        raise FinwhaleError("draft_tokens: this checkpoint has no draft head to draft with: use 0")
     raise FinwhaleError(
         f'draft_tokens must be 0 to {most} or "auto" with this checkpoint, got {draft_tokens}'
     )

@@ -13,7 +13,13 @@ from typing import ParamSpec
 import torch
 from torch import Tensor
 
-from finwhale.engine.rank.memory import PAGE, Largest, every_choice, without_filters
+from finwhale.engine.rank.memory import (
+    PAGE,
+    Largest,
+    draft_after,
+    every_choice,
+    without_filters,
+)
 from finwhale.engine.rank.static_inputs import aligned
 from finwhale.models.protocol import CacheGroup, Model, PagedCache, StepInputs
 from finwhale.ops import Ops
@@ -72,6 +78,8 @@ class SignatureRun:
     def _call_all(self) -> None:
         for num_tokens, max_query, bounds in self.steps():
             self._step(num_tokens, max_query, bounds)
+        for num_seqs in self._draft_passes():
+            draft_after(self.model, self._inputs(num_seqs, self.largest.max_len, 1), self.cache)
         most = self.largest.num_seqs * (1 + self.drafts)
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
             self._logits(rows)
@@ -94,7 +102,7 @@ class SignatureRun:
         largest, seen = self.largest, set[tuple[object, ...]]()
         decodes, prefills = set(largest.decode_graphs), set(largest.prefill_graphs)
         captured = max(prefills, default=0)
-        # The MTP layer is not captured: it runs on any number of tokens.
+        # The draft head is not captured: it runs on any number of tokens.
         free = self.eager or self.drafts > 0
         if free:
             decodes |= set(self.sizes.tokens(1, largest.num_seqs))
@@ -115,6 +123,15 @@ class SignatureRun:
         for n in sorted(prefills):
             # The eager part of a captured step may have one token of each sequence.
             yield n, n, self._bounds(n, (1, n), seen)
+
+    def _draft_passes(self) -> list[int]:
+        """Numbers of sequences of draft passes whose blocks cover every class of steps."""
+        block = self.model.config.draft_block_tokens
+        largest = self.largest
+        if not self.drafts or not block or largest.max_len <= block:
+            return []
+        found = {size // block for size in self.sizes.tokens(1, largest.num_seqs * block)}
+        return sorted({*found, *largest.decode_graphs, 1, largest.num_seqs} - {0})
 
     def _captured_contexts(self) -> list[int]:
         """Contexts of captured decodes: the longest one, and powers of two below it.

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache
 from finwhale.engine.rank.static_inputs import aligned
-from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache, StepInputs
+from finwhale.models.protocol import (
+    CacheGroup,
+    DraftStart,
+    Inline,
+    Model,
+    PagedCache,
+    StepInputs,
+)
 from finwhale.ops import Ops
 from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.sampling import (
@@ -42,7 +49,7 @@ class Largest:
         num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
-        drafts: numbers of drafts that a decode may verify. The MTP layer never runs if this is
+        drafts: numbers of drafts that a decode may verify. The draft head never runs if this is
             (0,).
     """
 
@@ -153,6 +160,10 @@ class LargestSteps:
             assert self.model.draft_head is not None
             streams = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
             self.model.draft_head.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
+            block = self.model.config.draft_block_tokens
+            if block and largest.max_len > block:
+                last = self._inputs([1] * largest.num_seqs, largest.max_len - block)
+                draft_after(self.model, last, self.cache)
 
     def _inputs(self, lengths: Sequence[int], max_len: int) -> StepInputs:
         """A step that computes the last lengths[b] tokens of sequences of max_len tokens."""
@@ -182,6 +193,24 @@ class LargestSteps:
             first.int().to(self.device),
             group.rows_per_page,
         )
+
+
+def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
+    """Draft as many tokens as the head can after the last tokens of sequences.
+
+    Any token is chosen as a draft: sampling has its own steps.
+    """
+    assert model.draft_head is not None
+    ids = last.token_ids
+    shape = (len(ids), *model.residual_shape)
+    start = DraftStart(
+        hidden=torch.zeros(shape, dtype=model.dtype, device=model.device),
+        newest_ids=ids,
+        tokens=last.tokens,
+        tables=last.tables,
+    )
+    most = model.config.max_draft_tokens
+    model.draft_head.draft(start, most, cache, Inline(), lambda logits, k: ids)
 
 
 def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:

@@ -52,7 +52,7 @@ def describe(config: ModelConfig) -> dict[str, str]:
         "layers": f"{config.num_hidden_layers}: {kinds}",
         "routing": f"{config.num_hash_layers} layers by hash, "
         f"{config.num_hidden_layers - config.num_hash_layers} by score",
-        "draft head": config.draft_head or "none",
+        "draft head": _draft_head(config),
         "hidden size": f"{config.hidden_size} in {config.hc_mult} residual streams",
         "attention": f"{config.num_attention_heads} heads of {config.head_dim}, window "
         f"{config.sliding_window}, top {config.index_topk} of the C4 entries",
@@ -69,10 +69,20 @@ def describe(config: ModelConfig) -> dict[str, str]:
     }
 
 
+def _draft_head(config: ModelConfig) -> str:
+    head = config.dspark
+    if head is None:
+        return "MTP, one layer" if config.draft_head == "mtp" else "none"
+    return (
+        f"DSpark: blocks of {head.block_size} tokens in {config.num_draft_layers} stages, Markov "
+        f"rank {head.markov_rank}, reads layers {', '.join(map(str, head.target_layer_ids))}"
+    )
+
+
 def part_of(name: str) -> str:
     """Name the part of the model that a tensor belongs to; all layers share their names."""
     pieces = name.split(".")
-    prefix = "MTP: " if pieces[0] == "mtp" else ""
+    prefix = "draft head: " if pieces[0] == "mtp" else ""
     if pieces[0] not in ("layers", "mtp"):
         return "embedding and head" if pieces[0] in ("embed", "head") else "final norm and hc head"
     match pieces[2:]:
@@ -88,6 +98,8 @@ def part_of(name: str) -> str:
             return prefix + "shared expert"
         case ["ffn", *_]:
             return prefix + "router"
+        case ["markov_head", *_]:
+            return prefix + "Markov head"
         case _:
             return prefix + ("norms, mHC and projections" if prefix else "norms and mHC")
 

@@ -180,9 +180,12 @@ class Attention:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
-        """Select the entries that each token sees."""
+        """Select the entries that each token sees, or the further rows of a layer without any."""
         if self.entries is None or projected is None:
-            return None
+            if inputs.further_slots is None:
+                return None
+            rows_per_page = inputs.tables["window"].rows_per_page
+            return Selected(cache.pool("window", self.layer), inputs.further_slots, rows_per_page)
         width = self.heads * self.head_dim
         index_q = q_NX[:, width:] if q_NX.shape[1] > width else None
         return self.entries.visible(projected, index_q, inputs, rotary, cache)

@@ -23,6 +23,8 @@ from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights
 from finwhale.models.deepseek_v4.compressor import C4Weights, C128Weights
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.dspark import DsparkWeights
+from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.layer import LayerWeights
 from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
@@ -91,6 +93,7 @@ class WeightBuilder:
             for i, ratio in enumerate(config.layer_ratios)
         )
         mtp = self._mtp("mtp.0") if config.num_nextn_predict_layers else None
+        dspark = None if config.dspark is None else self._dspark(config.dspark)
         self.weights = ModelWeights(
             embed=self._tensor("embed.weight", dtype),
             layers=layers,
@@ -99,6 +102,7 @@ class WeightBuilder:
                 ("head.weight",), dtype, out_dtype=torch.float32 if self.quantised else None
             ),
             mtp=mtp,
+            dspark=dspark,
         )
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -290,7 +294,7 @@ class WeightBuilder:
             ),
             bias=None if hashed else self._tensor(f"{ffn}.gate.bias"),
             tid2eid=self._expert_table(f"{ffn}.gate.tid2eid") if hashed else None,
-            experts=self._experts(f"{ffn}.experts"),
+            experts=self._experts(f"{ffn}.experts", self.specs[f"{ffn}.gate.weight"].shape[0]),
             shared_experts=self._shared_expert(f"{ffn}.shared_experts"),
         )
 
@@ -330,12 +334,11 @@ class WeightBuilder:
         self._set_expert(expert, w.w13, w.w2)
         return w
 
-    def _experts(self, experts: str) -> ExpertWeight:
-        count, hidden = self.config.n_routed_experts, self.config.hidden_size
-        width = self.config.moe_intermediate_size
+    def _experts(self, experts: str, count: int) -> ExpertWeight:
+        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
         names = [f"{experts}.{e}.{w}.weight" for e in range(count) for w in ("w1", "w3", "w2")]
         if self.quantised and all(self.storages[name] == "fp4" for name in names):
-            return self._packed_experts(experts)
+            return self._packed_experts(experts, count)
         w = self.prepare_experts(
             ExpertWeight(
                 self._empty((count, 2 * width, hidden), self.dtype),
@@ -347,10 +350,9 @@ class WeightBuilder:
             self._set_expert(f"{experts}.{e}", w.w13[e], w.w2[e])
         return w
 
-    def _packed_experts(self, experts: str) -> ExpertWeight:
+    def _packed_experts(self, experts: str, count: int) -> ExpertWeight:
         """Allocate FP4 codes and exponents in their stored form."""
-        count, hidden = self.config.n_routed_experts, self.config.hidden_size
-        width = self.config.moe_intermediate_size
+        hidden, width = self.config.hidden_size, self.config.moe_intermediate_size
 
         def empty(rows: int, columns: int) -> tuple[Tensor, Tensor]:
             codes = self._empty((count, rows, columns // 2), torch.uint8)
@@ -393,6 +395,41 @@ class WeightBuilder:
             layer=self._layer(mtp, 0, False),
             hc_head=self._hc_head(f"{mtp}."),
         )
+
+    def _dspark(self, head: DsparkConfig) -> DsparkWeights:
+        stages = [f"mtp.{i}" for i in range(NUM_STAGES)]
+        layers = tuple(self._layer(stage, 0, False) for stage in stages)
+        # A stage multiplies the rows of a block by its wkv, and those of the context by a copy
+        # that lies beside the other stages' wkv.
+        names = [f"{stage}.attn.wkv" for stage in stages]
+        own = {f"{name}.weight": self.setters[f"{name}.weight"] for name in names}
+        context_kv = self._projection(*names)
+        for name, setter in own.items():
+            self.setters[name] = _both(setter, self.setters[name])
+        last = stages[-1]
+        confidence = f"{last}.confidence_head.proj.weight"
+        return DsparkWeights(
+            main_proj=self._projection(f"{stages[0]}.main_proj"),
+            main_norm=self._tensor(f"{stages[0]}.main_norm.weight"),
+            context_kv=context_kv,
+            layers=layers,
+            hc_head=self._hc_head(f"{last}."),
+            markov_w1=self._tensor(f"{last}.markov_head.markov_w1.weight", self.dtype),
+            markov_w2=self._stacked(
+                (f"{last}.markov_head.markov_w2.weight",),
+                self.dtype,
+                out_dtype=torch.float32 if self.quantised else None,
+            ),
+            confidence=self._tensor(confidence) if head.enable_confidence_head else None,
+        )
+
+
+def _both(first: Setter, second: Setter) -> Setter:
+    def copy(stored: StoredWeight) -> None:
+        first(stored)
+        second(stored)
+
+    return copy
 
 
 def load_weights(
@@ -467,9 +504,12 @@ def _finish(weights: ModelWeights, ops: Ops) -> ModelWeights:
         experts = ops.finish_experts(layer.ffn.experts)
         return replace(layer, ffn=replace(layer.ffn, experts=experts))
 
-    mtp = weights.mtp
+    mtp, dspark = weights.mtp, weights.dspark
+    if dspark is not None:
+        dspark = replace(dspark, layers=tuple(finish(layer) for layer in dspark.layers))
     return replace(
         weights,
         layers=tuple(finish(layer) for layer in weights.layers),
         mtp=None if mtp is None else replace(mtp, layer=finish(mtp.layer)),
+        dspark=dspark,
     )

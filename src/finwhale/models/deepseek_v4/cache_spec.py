@@ -12,7 +12,12 @@ from finwhale.ops.compressor import STATE_KEPT
 
 
 def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
-    """The cache groups for a model of this configuration, including its MTP layer."""
+    """The cache groups for a model of this configuration, including its draft head.
+
+    A DSpark stage keeps its context rows in the window's pages, like any other layer. Its block
+    begins at the next token, and each row of the block sees a whole window before it. So the window
+    keeps one row more than the model's own layers need.
+    """
     by_ratio: dict[int, list[int]] = {0: [], 4: [], 128: []}
     for layer, ratio in enumerate(config.compress_ratios):
         by_ratio[ratio].append(layer)
@@ -29,7 +34,7 @@ def cache_spec(config: ModelConfig) -> tuple[CacheGroup, ...]:
             name="window",
             tokens_per_row=1,
             rows_per_page=64,
-            keep=(1, config.sliding_window - 1),
+            keep=(1, config.sliding_window - (config.dspark is None)),
             tail_only=False,
             fields=(field("window", "row", head, every),),
         )

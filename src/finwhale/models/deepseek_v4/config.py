@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from finwhale.errors import CheckpointError
+from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 
 ARCHITECTURE = "DeepseekV4ForCausalLM"
 MODEL_TYPE = "deepseek_v4"
@@ -68,11 +69,12 @@ class ModelConfig:
     """Sizes and constants of one model, under the checkpoint's own names.
 
     Attributes (only those that need an explanation):
-        compress_ratios: 0, 4 or 128 for each layer, then for each MTP layer (always 0).
+        compress_ratios: 0, 4 or 128 for each layer, then 0 for each layer of the draft head.
         num_hash_layers: number of first layers that route by token id (tid2eid), not by score.
         rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
         num_nextn_predict_layers: number of loaded MTP layers; 0 unless draft_head is "mtp".
-        draft_head: the checkpoint's draft head; "dspark" is recognised but not supported.
+        draft_head: the checkpoint's draft head.
+        dspark: the sizes of a DSpark draft head; None unless draft_head is "dspark".
         quantised: False if every weight is plain, as in checkpoints that transformers writes.
         expert_dtype, scale_format: stored formats of routed experts and FP8 scales, if quantised.
 
@@ -111,6 +113,7 @@ class ModelConfig:
     rope_scaling: YarnScaling | None = None
     num_nextn_predict_layers: int = 0
     draft_head: DraftHead | None = None
+    dspark: DsparkConfig | None = None
     bos_token_id: int = 0
     eos_token_ids: tuple[int, ...] = (1,)
     quantised: bool = True
@@ -133,10 +136,14 @@ class ModelConfig:
             raise CheckpointError(
                 f"config: num_nextn_predict_layers must be 0 or 1, got {drafts!r}"
             )
-        if len(self.compress_ratios) != layers + drafts:
+        if (self.draft_head == "dspark") != (self.dspark is not None):
+            raise CheckpointError(f"config: draft_head {self.draft_head!r} does not fit its sizes")
+        wanted = layers + self.num_draft_layers
+        if len(self.compress_ratios) != wanted:
+            kind = "DSpark stages" if self.dspark else "MTP layers"
             raise CheckpointError(
                 f"config: compress_ratios has {len(self.compress_ratios)} entries, wanted "
-                f"{layers + drafts}: one for each of {layers} layers and {drafts} MTP layers"
+                f"{wanted}: one for each of {layers} layers and {self.num_draft_layers} {kind}"
             )
         unknown = sorted(
             {str(r) for r in self.compress_ratios if not isinstance(r, int) or r not in RATIOS}
@@ -146,9 +153,12 @@ class ModelConfig:
                 f"config: compress_ratios may hold 0, 4 and 128, got {', '.join(unknown)}"
             )
         if any(self.compress_ratios[layers:]):
+            what = "the MTP layer's entry of compress_ratios (the last)"
+            if self.dspark:
+                what = "the DSpark stages' entries of compress_ratios (the last three)"
             raise CheckpointError(
-                "config: the MTP layer's entry of compress_ratios (the last) must be 0, got "
-                f"{self.compress_ratios[-1]}"
+                f"config: {what} must be 0, got "
+                f"{', '.join(map(str, self.compress_ratios[layers:]))}"
             )
         if not isinstance(self.num_hash_layers, int) or not 0 <= self.num_hash_layers <= layers:
             raise CheckpointError(
@@ -159,6 +169,8 @@ class ModelConfig:
             raise CheckpointError(
                 f"config: draft_head {self.draft_head!r} does not fit {drafts} MTP layers"
             )
+        if self.dspark is not None:
+            self.dspark.check(layers, self.vocab_size)
 
     def _check_sizes(self) -> None:
         _check_multiple("num_attention_heads", self.num_attention_heads, "o_groups", self.o_groups)
@@ -176,6 +188,12 @@ class ModelConfig:
             raise CheckpointError(
                 f"config: num_experts_per_tok {self.num_experts_per_tok} is more than "
                 f"n_routed_experts {self.n_routed_experts}"
+            )
+        top, experts = self.stage_experts
+        if top > experts:
+            raise CheckpointError(
+                f"config: {top} experts per token of the DSpark stages are more than their "
+                f"{experts} routed experts"
             )
         for token in (self.bos_token_id, *self.eos_token_ids):
             if not isinstance(token, int) or not 0 <= token < self.vocab_size:
@@ -208,8 +226,26 @@ class ModelConfig:
 
     @property
     def layer_ratios(self) -> tuple[int, ...]:
-        """The compression ratio of each main layer, without the MTP layer's."""
+        """The compression ratio of each main layer, without those of the draft head."""
         return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Number of decoder layers of the draft head."""
+        return NUM_STAGES if self.dspark else self.num_nextn_predict_layers
+
+    @property
+    def stage_experts(self) -> tuple[int, int]:
+        """num_experts_per_tok and n_routed_experts of a DSpark stage."""
+        top, experts = self.num_experts_per_tok, self.n_routed_experts
+        if self.dspark is None:
+            return top, experts
+        return self.dspark.num_experts_per_tok or top, self.dspark.n_routed_experts or experts
+
+    def of_stage(self) -> "ModelConfig":
+        """The model's configuration with the experts of a DSpark stage."""
+        top, experts = self.stage_experts
+        return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
 
     @property
     def eos_token_id(self) -> int:
@@ -232,14 +268,18 @@ class ModelConfig:
         return _PRESETS[name]
 
     def with_layers(self, num_layers: int) -> "ModelConfig":
-        """The same model with its first layers only; it keeps the MTP layer."""
+        """The same model with its first layers only; it keeps the draft head."""
         if not 1 <= num_layers <= self.num_hidden_layers:
             raise CheckpointError(
                 f"cannot cut to {num_layers} layers: the model has {self.num_hidden_layers}"
             )
-        drafts = self.compress_ratios[self.num_hidden_layers :]
+        drafts, dspark = self.compress_ratios[self.num_hidden_layers :], self.dspark
+        if dspark is not None:
+            targets = dspark.within(self.num_hidden_layers, num_layers)
+            dspark = replace(dspark, target_layer_ids=targets)
         return replace(
             self,
+            dspark=dspark,
             num_hidden_layers=num_layers,
             compress_ratios=self.compress_ratios[:num_layers] + drafts,
             num_hash_layers=min(self.num_hash_layers, num_layers),
@@ -247,8 +287,15 @@ class ModelConfig:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most drafts that the draft head makes at once; 0 without a supported draft head."""
+        """The most drafts that the draft head makes at once; 0 without a draft head."""
+        if self.dspark is not None:
+            return self.dspark.block_size
         return MTP_DRAFT_TOKENS if self.draft_head == "mtp" else 0
+
+    @property
+    def draft_block_tokens(self) -> int:
+        """See protocol.ModelConfig."""
+        return 0 if self.dspark is None else self.dspark.num_rows
 
     @property
     def max_verify_tokens(self) -> int:
@@ -256,9 +303,13 @@ class ModelConfig:
         return 1 + self.max_draft_tokens
 
     def without_draft_head(self) -> "ModelConfig":
-        """The same model without its MTP layer."""
+        """The same model without its draft head."""
         return replace(
-            self, num_nextn_predict_layers=0, draft_head=None, compress_ratios=self.layer_ratios
+            self,
+            num_nextn_predict_layers=0,
+            draft_head=None,
+            dspark=None,
+            compress_ratios=self.layer_ratios,
         )
 
     @classmethod
@@ -284,6 +335,7 @@ class ModelConfig:
             num_hash_layers=_num_hash_layers(raw),
             num_nextn_predict_layers=drafts,
             draft_head=draft_head,
+            dspark=DsparkConfig.from_dict(raw) if draft_head == "dspark" else None,
             bos_token_id=0 if bos is None else bos,
             eos_token_ids=tuple(eos) if isinstance(eos, list) else (1 if eos is None else eos,),
             quantised=quantised,
@@ -292,10 +344,7 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of an official config.json, from which `from_dict` makes an equal object.
-
-        The result omits an unsupported draft head.
-        """
+        """The contents of an official config.json, from which `from_dict` makes an equal object."""
         eos = self.eos_token_ids
         out: dict[str, Any] = {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE}
         out.update({name: getattr(self, name) for name in (*_POSITIVE, *_POSITIVE_FLOATS)})
@@ -308,6 +357,8 @@ class ModelConfig:
             num_nextn_predict_layers=self.num_nextn_predict_layers,
             torch_dtype="bfloat16",
         )
+        if self.dspark is not None:
+            out.update(self.dspark.to_dict())
         if self.rope_scaling is not None:
             yarn = self.rope_scaling
             out["rope_scaling"] = {
@@ -391,9 +442,9 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
     ratios = tuple(_typed(raw, "compress_ratios", list))
     drafts = raw.get("num_nextn_predict_layers") or 0
     # DSpark has three stages instead of one MTP layer.
-    longer = isinstance(layers, int) and len(ratios) == layers + 3 and drafts in (0, 1, 3)
+    longer = isinstance(layers, int) and len(ratios) == layers + NUM_STAGES and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
-        return ratios[:layers], 0, "dspark"
+        return ratios, 0, "dspark"
     return ratios, drafts, "mtp" if drafts else None
 
 
@@ -536,4 +587,28 @@ _PRO = replace(
     moe_intermediate_size=3072,
     routed_scaling_factor=2.5,
 )
-_PRESETS = {"flash": _FLASH, "pro": _PRO}
+
+
+def _with_dspark(config: ModelConfig, markov_rank: int) -> ModelConfig:
+    layers = config.num_hidden_layers
+    head = DsparkConfig(
+        block_size=5,
+        noise_token_id=128799,
+        markov_rank=markov_rank,
+        target_layer_ids=tuple(range(layers - 3, layers)),
+    )
+    return replace(
+        config,
+        num_nextn_predict_layers=0,
+        draft_head="dspark",
+        dspark=head,
+        compress_ratios=(*config.layer_ratios, 0, 0, 0),
+    )
+
+
+_PRESETS = {
+    "flash": _FLASH,
+    "pro": _PRO,
+    "flash-0731": _with_dspark(_FLASH, 256),
+    "pro-0813": _with_dspark(_PRO, 512),
+}

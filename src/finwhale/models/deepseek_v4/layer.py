@@ -1,5 +1,6 @@
 """One decoder layer. Legend: N tokens, H residual streams, D hidden."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,7 @@ class Layer(Protocol):
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
+        entered: Callable[[Tensor], None] | None = None,
     ) -> LayerState: ...
 
 
@@ -53,7 +55,8 @@ class DecoderLayer:
 
     The last block's post step stays pending. The first layer gets the residual streams [N,H,D] as x
     and no mixes. Every later layer gets the four values that the previous layer returned; x is then
-    the output [N,D] of that layer's last block. The MTP layer is a decoder layer too.
+    the output [N,D] of that layer's last block. The layers of a draft head are decoder layers too.
+    `entered`, if given, is called with the residual streams at the layer's start.
 
     A block's output is a partial sum. The layer adds those of all ranks before anything reads it,
     or passes a `PartialSum` on to the next mHC operator. In steps of many tokens, arguments and
@@ -95,9 +98,12 @@ class DecoderLayer:
         post_mix: Tensor | None = None,
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
+        entered: Callable[[Tensor], None] | None = None,
     ) -> LayerState:
         links, num_tokens = self.links, len(inputs.token_ids)
         y, post_mix, res_mix, residual = self.enter(x, post_mix, res_mix, residual)
+        if entered is not None:
+            entered(residual)
         y = links.whole(y, num_tokens)
         total = links.sum(self.attn(y, inputs, tables, cache, segments), y.dtype)
         y, post_mix, res_mix, residual = self.cross(total, post_mix, res_mix, residual)

@@ -11,12 +11,14 @@ V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.dspark import DsparkContext, DsparkHead, DsparkWeights, Features
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer, LayerWeights, mhc_params
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.models.deepseek_v4.rope import RotaryTables
@@ -61,6 +63,7 @@ class ModelWeights:
     hc_head: HcHeadWeight
     head: LinearWeight
     mtp: MtpWeights | None
+    dspark: DsparkWeights | None
 
 
 ALONE = Alone()
@@ -114,15 +117,35 @@ class DeepseekV4:
             self.new_layer(ops, layer_weights, i, round_activations)
             for i, layer_weights in enumerate(weights.layers)
         ]
-        self.draft_head: MtpLayer | None = None
+        self.draft_head: MtpLayer | DsparkHead | None = None
+        self.draft_context: DsparkContext | None = None
         if weights.mtp is not None:
             self.draft_head = MtpLayer(self, ops, weights.mtp, round_activations)
+        elif weights.dspark is not None:
+            stages = [
+                self.new_layer(ops, layer, config.num_hidden_layers + i, round_activations)
+                for i, layer in enumerate(weights.dspark.layers)
+            ]
+            self.draft_head = DsparkHead(
+                config,
+                ops,
+                weights.dspark,
+                stages,
+                self.links,
+                weights.embed,
+                weights.head,
+                self.run_layers,
+            )
+            self.draft_context = DsparkContext(
+                config, ops, weights.dspark, round_activations, self.links, self.tables
+            )
 
     def new_layer(
         self, ops: Ops, weights: LayerWeights, number: int, round_activations: bool
     ) -> DecoderLayer:
+        config = self.part if number < self.config.num_hidden_layers else self.part.of_stage()
         return DecoderLayer(
-            self.part, ops, weights, number, round_activations, self.side_streams, self.links
+            config, ops, weights, number, round_activations, self.side_streams, self.links
         )
 
     @property
@@ -146,11 +169,23 @@ class DeepseekV4:
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the residual streams [N,H,D]."""
-        return self.run_layers(self.layers, self._embedded(inputs), inputs, cache, segments)
+        streams = self._embedded(inputs)
+        if self.draft_context is None:
+            return self.run_layers(self.layers, streams, inputs, cache, segments)
+        features = self.draft_context.features(streams)
+        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
+        self.draft_context.write(features, inputs, cache)
+        return streams
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run a forward through one layer of each kind only."""
-        return self.run_layers(self._one_of_each(), self._embedded(inputs), inputs, cache, segments)
+        streams = self._embedded(inputs)
+        if self.draft_context is not None:
+            features = self.draft_context.features(streams)
+            for layer in self.draft_context.targets:
+                features.add(layer, streams)
+            self.draft_context.write(features, inputs, cache)
+        return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
 
     def apart(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning."""
@@ -189,26 +224,34 @@ class DeepseekV4:
         inputs: StepInputs,
         cache: PagedCache,
         segments: Segments,
+        features: Features | None = None,
     ) -> Tensor:
         """Run residual streams through `layers` and the last post step.
 
         Args:
             streams_RHD: only this rank's rows (`RankLinks.own`).
+            features: filled after its target layers, of this rank's rows.
 
         Returns:
             [N,H,D]: the residual streams of all tokens.
         """
         first, *others = layers
         x, post_mix, res_mix, residual = first(streams_RHD, inputs, self.tables, cache, segments)
-        for layer in others:
+        for number, layer in enumerate(others):
+            # The next layer completes this one's post step.
+            entered = None
+            if features is not None and features.wants(number):
+                entered = partial(features.add, number)
             x, post_mix, res_mix, residual = layer(
-                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual
+                x, inputs, self.tables, cache, segments, post_mix, res_mix, residual, entered
             )
         if isinstance(x, Tensor):
             streams = self.mhc_post(x, post_mix, res_mix, residual)
         else:
             assert self.mhc_of_ranks is not None
             streams = self.mhc_of_ranks.mhc_post(x, post_mix, res_mix, residual)
+        if features is not None and features.wants(len(others)):
+            features.add(len(others), streams)
         return self.links.whole(streams, len(inputs.token_ids))
 
     def compute_logits(self, streams_MHD: Tensor) -> Tensor:
@@ -315,6 +358,11 @@ def launch_sizes(config: ModelConfig) -> ModelSizes:
         (1, 1, config.o_groups * config.o_lora_rank),
         (config.hc_mult, 1, width),  # the MTP layer's projection of each residual stream
     }
+    if config.dspark is not None:
+        linears |= {
+            (1, 1, len(config.dspark.target_layer_ids) * width),
+            (1, 1, config.dspark.markov_rank),
+        }
     return ModelSizes(
         vocab_size=config.vocab_size,
         num_heads=config.num_attention_heads,

@@ -1,8 +1,8 @@
 """How the ranks of a model divide its weights: tensor parallelism.
 
-A rank holds some heads with their output groups, some rows of the LM head, and a part of every
-expert's intermediate size. It holds a copy of every other weight. An FP8 block, an FP4 block and a
-group of 128 activations that are rounded together never span two ranks.
+A rank holds some heads with their output groups, some rows of the LM head and of DSpark's Markov
+head, and a part of every expert's intermediate size. It holds a copy of every other weight. An FP8
+block, an FP4 block and a group of 128 activations that are rounded together never span two ranks.
 """
 
 import re
@@ -19,7 +19,8 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 GROUP = FP8_BLOCK
 
 _ROWS = re.compile(
-    r"(^head|\.attn\.wq_b|\.attn\.wo_a|\.(experts\.\d+|shared_experts)\.w[13])\.weight$"
+    r"(^head|\.markov_head\.markov_w2|\.attn\.wq_b|\.attn\.wo_a"
+    r"|\.(experts\.\d+|shared_experts)\.w[13])\.weight$"
     r"|\.attn\.attn_sink$"
 )
 _COLUMNS = re.compile(r"(\.attn\.wo_b|\.(experts\.\d+|shared_experts)\.w2)\.weight$")

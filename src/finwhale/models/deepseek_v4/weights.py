@@ -5,6 +5,7 @@ from dataclasses import replace
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.dspark_config import NUM_STAGES, DsparkConfig
 from finwhale.models.deepseek_v4.sharding import rank_config, rank_slice
 
 # --- The name table -------------------------------------------------------------------------------
@@ -35,6 +36,8 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
         specs += _layer(f"layers.{i}", config, ratio, config.is_hash_layer(i))
     for i in range(config.num_nextn_predict_layers):
         specs += _mtp(f"mtp.{i}", config)
+    if config.dspark is not None:
+        specs += _dspark(config, config.dspark)
     if rank.size == 1:
         return {spec.name: spec for spec in specs}
     return {s.name: replace(s, slice=rank_slice(s.name, s.shape, rank)) for s in specs}
@@ -42,10 +45,8 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
 
 def ignored_prefixes(config: ModelConfig) -> dict[str, str]:
     """Name prefixes of tensors that the loader ignores, each with the reason."""
-    if config.draft_head == "dspark":
-        return {"mtp.": "drafting with DSpark is not supported; the model runs without drafting"}
-    if config.num_nextn_predict_layers == 0:
-        return {"mtp.": "the configuration has no MTP layer"}
+    if config.draft_head is None:
+        return {"mtp.": "the model runs without its draft head"}
     return {}
 
 
@@ -138,6 +139,32 @@ def _mtp(mtp: str, config: ModelConfig) -> list[WeightSpec]:
         *_hc_head(f"{mtp}.", config),
         *_layer(mtp, config, 0, False),
     ]
+
+
+def _dspark(config: ModelConfig, head: DsparkConfig) -> list[WeightSpec]:
+    D, V = config.hidden_size, config.vocab_size
+    of_stage = config.of_stage()
+    specs = [
+        WeightSpec(
+            "mtp.0.main_proj.weight",
+            (D, len(head.target_layer_ids) * D),
+            _quantised(config, "fp8_block"),
+        ),
+        WeightSpec("mtp.0.main_norm.weight", (D,), "bf16"),
+    ]
+    for i in range(NUM_STAGES):
+        specs += _layer(f"mtp.{i}", of_stage, 0, False)
+    last = f"mtp.{NUM_STAGES - 1}"
+    specs += [
+        WeightSpec(f"{last}.norm.weight", (D,), "bf16"),
+        *_hc_head(f"{last}.", config),
+        WeightSpec(f"{last}.markov_head.markov_w1.weight", (V, head.markov_rank), "bf16"),
+        WeightSpec(f"{last}.markov_head.markov_w2.weight", (V, head.markov_rank), "bf16"),
+    ]
+    if head.enable_confidence_head:
+        width = D + head.confidence_width
+        specs.append(WeightSpec(f"{last}.confidence_head.proj.weight", (1, width), "bf16"))
+    return specs
 
 
 def _hc_head(prefix: str, config: ModelConfig) -> list[WeightSpec]:

@@ -52,6 +52,9 @@ COMBINE_COLUMNS = 256
 MAX_HEAD_DIM = 4096
 # The most tokens whose parts are in memory at a time: 0.7 GB with Flash's heads.
 INVARIANT_TOKENS = 1024
+# A kernel's load of the slots of selected entries. With fewer than the 32 threads of a warp, the
+# Hopper kernel spills registers.
+FEWEST_SLOTS = 32
 FEW_TOKENS = 8  # up to this number of tokens, a program processes 16 heads
 
 
@@ -659,7 +662,7 @@ class Problem:
             "ENTRY_ROWS": rows_per_page,
             "ENTRIES": self.kind,
             "RATIO": ratio,
-            "BLOCK_S": triton.next_power_of_2(max(1, num_slots)),
+            "BLOCK_S": triton.next_power_of_2(max(FEWEST_SLOTS, num_slots)) if num_slots else 1,
             **self.output(),
             **self.launch,
         }

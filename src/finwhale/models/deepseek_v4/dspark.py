@@ -1,0 +1,300 @@
+"""DSpark, a DraftHead: three decoder layers that draft a block of tokens in one pass.
+
+Source: arXiv 2607.05147. The head has two parts:
+
+- `DsparkContext` runs at the end of every forward of the model. It writes one row for each token
+  and stage into the window's pages, from the residual streams after some of the model's layers.
+- `DsparkHead.draft` runs the stages on a block: the newest token and noise tokens. Each row of the
+  block sees the window before the block and the whole block. The row of the newest token predicts
+  the first draft, the next row the second, and so on. A Markov head corrects each prediction by the
+  draft before it.
+
+The stages write the block's rows into the window's pages too, at the positions of the tokens that
+they stand for. The model's next forward overwrites the rows of accepted drafts. No token sees the
+others, because the rows of a context end before the newest token.
+
+Legend: N tokens, R rows of this rank, B sequences, G rows of a block, D hidden, H residual streams,
+C head_dim, F features of a token (one for each target layer), S stages, V vocabulary, X tokens of
+it that this rank computes, W window.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.deepseek_v4.layer import Layer, LayerWeights, mhc_params
+from finwhale.models.deepseek_v4.rank_links import RankLinks
+from finwhale.models.deepseek_v4.rope import RotaryTables
+from finwhale.models.protocol import (
+    ChooseDraft,
+    Drafts,
+    DraftStart,
+    PagedCache,
+    Segments,
+    StepInputs,
+)
+from finwhale.ops import Ops
+from finwhale.ops.linear import LinearWeight
+from finwhale.ops.mhc import HcHeadWeight
+from finwhale.ops.paging import PageTable, Tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DsparkWeights:
+    """The head's own weights; it shares embedding and LM head. Norms: float32.
+
+    Attributes:
+        main_proj: [D, F*D].
+        context_kv: [S*C, D]: the stages' wkv, which all read the same input.
+        hc_head: contains the norm before the LM head.
+        markov_w1: [V,r].
+        markov_w2: [X,r]: this rank's rows.
+        confidence: [1, D+r] or [1, D] float32; None: the head has no confidences.
+    """
+
+    main_proj: LinearWeight
+    main_norm: Tensor
+    context_kv: LinearWeight
+    layers: tuple[LayerWeights, ...]
+    hc_head: HcHeadWeight
+    markov_w1: Tensor
+    markov_w2: LinearWeight
+    confidence: Tensor | None
+
+
+class Features:
+    """The features of a step's tokens: the mean of their residual streams after each target layer.
+
+    Attributes:
+        values: [R, F*D].
+    """
+
+    def __init__(self, target_layers: Sequence[int], streams_RHD: Tensor) -> None:
+        self._targets = tuple(target_layers)
+        self._width = streams_RHD.shape[2]
+        rows, width = len(streams_RHD), self._width * len(self._targets)
+        self.values = streams_RHD.new_empty(rows, width)
+
+    def wants(self, layer: int) -> bool:
+        return layer in self._targets
+
+    def add(self, layer: int, streams_RHD: Tensor) -> None:
+        """Keep the feature of the residual streams after a target layer."""
+        at = self._targets.index(layer) * self._width
+        torch.mean(streams_RHD, 1, out=self.values[:, at : at + self._width])
+
+
+class DsparkContext:
+    """Computes the stages' rows of the tokens that the model computes, and stores them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        weights: DsparkWeights,
+        round_activations: bool,
+        links: RankLinks,
+        tables: RotaryTables,
+    ) -> None:
+        assert config.dspark is not None
+        self.weights, self.links, self.tables = weights, links, tables
+        self.linear, self.rms_norm, self.prepare_qkv = ops.linear, ops.rms_norm, ops.prepare_qkv
+        self.eps, self.head_dim = config.rms_norm_eps, config.head_dim
+        self.round_kv = round_activations
+        self.targets = config.dspark.target_layer_ids
+        self.first_layer = config.num_hidden_layers
+
+    def features(self, streams_RHD: Tensor) -> Features:
+        """The features, to be filled, of a forward that begins with these residual streams."""
+        return Features(self.targets, streams_RHD)
+
+    def write(self, features: Features, inputs: StepInputs, cache: PagedCache) -> None:
+        """Write each stage's row kv = rope(kv_norm(wkv m)), m = main_norm(main_proj features)."""
+        w = self.weights
+        main = self.rms_norm(self.linear(features.values, w.main_proj), w.main_norm, self.eps)
+        kv = self.links.whole(self.linear(main, w.context_kv), len(inputs.token_ids))
+        for stage, (layer, kv_NC) in enumerate(
+            zip(w.layers, kv.split(self.head_dim, 1), strict=True)
+        ):
+            # The operator also normalises a query's latent. A context has none, so its result is
+            # not used.
+            self.prepare_qkv(
+                kv_NC,
+                layer.attn.kv_norm,
+                kv_NC,
+                layer.attn.kv_norm,
+                self.tables.plain,
+                self.eps,
+                self.round_kv,
+                inputs.tokens,
+                cache.pool("window", self.first_layer + stage),
+                inputs.tables["window"],
+            )
+
+
+class RunLayers(Protocol):
+    """DeepseekV4.run_layers."""
+
+    def __call__(
+        self,
+        layers: Sequence[Layer],
+        streams_RHD: Tensor,
+        inputs: StepInputs,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor: ...
+
+
+class DsparkHead:
+    """Drafts a block of tokens. The model's forward has written the context (`DsparkContext`).
+
+    Args:
+        layers: the stages.
+        embed, head: the model's embedding [V,D], and this rank's rows of its LM head.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        weights: DsparkWeights,
+        layers: Sequence[Layer],
+        links: RankLinks,
+        embed: Tensor,
+        head: LinearWeight,
+        run_layers: RunLayers,
+    ) -> None:
+        assert config.dspark is not None
+        self.config, self.weights, self.links = config.dspark, weights, links
+        self.layers, self.run_layers = layers, run_layers
+        self.embed, self.head = embed, head
+        self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
+        self.params = mhc_params(config)
+        self.window = config.sliding_window
+        self.num_streams = config.hc_mult
+
+    def __call__(
+        self,
+        inputs: StepInputs,
+        streams_NHD: Tensor,
+        next_token_ids: Tensor,
+        cache: PagedCache,
+        segments: Segments,
+    ) -> Tensor:
+        """Does nothing: the model's forward has written the context, which is all that a draft
+        reads. Returns the residual streams.
+        """
+        return streams_NHD
+
+    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
+        """This rank's logits [M,X] float32 of the stages' residual streams, without Markov head."""
+        hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
+        return self.linear(hidden, self.head).float()
+
+    def draft(
+        self,
+        start: DraftStart,
+        num_drafts: int,
+        cache: PagedCache,
+        segments: Segments,
+        choose: ChooseDraft,
+    ) -> Drafts:
+        """Draft after each sequence's newest token. The pass has G rows for any `num_drafts`."""
+        assert num_drafts <= self.config.block_size
+        streams_BGHD = self.run_block(start, cache, segments)
+        first = self.config.num_rows - self.config.block_size
+        streams = streams_BGHD[:, first : first + num_drafts]
+        logits = self.compute_logits(streams.flatten(0, 1), 0).unflatten(0, streams.shape[:2])
+        scores = self._confidence_scores(streams)
+        ids, confidences = [], []
+        newest = start.newest_ids
+        for k in range(num_drafts):
+            markov = self.weights.markov_w1.index_select(0, newest)
+            if scores is not None:
+                confidences.append(self._confidence(scores[:, k], markov))
+            newest = choose(logits[:, k] + self.linear(markov, self.weights.markov_w2).float(), k)
+            ids.append(newest)
+        return Drafts(ids=tuple(ids), confidences=None if scores is None else tuple(confidences))
+
+    def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
+        """The residual streams [B,G,H,D] of each sequence's block."""
+        size, rows = len(start.newest_ids), self.config.num_rows
+        ids = start.newest_ids.new_full((size, rows), self.config.noise_token_id)
+        ids[:, 0] = start.newest_ids
+        tokens = block_tokens(start.tokens, rows)
+        table = start.tables["window"]
+        inputs = StepInputs(
+            token_ids=ids.flatten(),
+            tokens=tokens,
+            tables=start.tables,
+            further_slots=further_slots(tokens, table, self.window, rows),
+        )
+        embedded = self.embed.index_select(0, self.links.own(inputs.token_ids))
+        streams = embedded[:, None].expand(-1, self.num_streams, -1)
+        out = self.run_layers(self.layers, streams, inputs, cache, segments)
+        return out.view(size, rows, *out.shape[1:])
+
+    def _confidence_scores(self, streams_BKHD: Tensor) -> Tensor | None:
+        """[B,K] float32: the part of a confidence that depends on the hidden state h; None: the
+        head has no confidences. h is the collapsed residual streams before the norm.
+        """
+        if self.weights.confidence is None:
+            return None
+        w, params = self.weights.hc_head, self.params
+        streams = streams_BKHD.float()
+        flat = streams.flatten(2)
+        scale = torch.rsqrt(flat.square().mean(-1, keepdim=True) + params.rms_eps)
+        mixes = flat @ w.fn.T * scale
+        shares = torch.sigmoid(mixes * w.scale + w.base) + params.eps
+        hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
+        return torch.matmul(hidden, self.weights.confidence[0, : hidden.shape[2]])
+
+    def _confidence(self, scores_B: Tensor, markov_BR: Tensor) -> Tensor:
+        """[B] float32."""
+        assert self.weights.confidence is not None
+        if self.config.confidence_head_with_markov:
+            width = markov_BR.shape[1]
+            scores_B = scores_B + markov_BR.float() @ self.weights.confidence[0, -width:]
+        return torch.sigmoid(scores_B)
+
+
+def block_tokens(last: Tokens, rows: int) -> Tokens:
+    """The tokens of a block of `rows` tokens after each sequence's last verified token [B].
+
+    A block after padding is padding.
+    """
+    steps = torch.arange(1, rows + 1, device=last.positions.device)
+    start = last.positions[:, None]
+    return Tokens(
+        positions=torch.where(start < 0, start, start + steps).flatten(),
+        sequence=last.sequence[:, None].expand(-1, rows).flatten(),
+        query_start=last.query_start * rows,
+        max_len=last.max_len + rows,
+        max_query=rows,
+    )
+
+
+def further_slots(block: Tokens, table: PageTable, window: int, rows: int) -> Tensor:
+    """[N, rows] int32: the slots of the rows that a block's token sees beyond its own window.
+
+    The tokens of a block that begins at p see the rows p-W .. p+G-1. Token p+k sees p+k-W+1 .. p+k
+    as its window. The others are the rows after it, and then the rows before its window, the newest
+    first, so that rows before position 0, which do not exist, are last: -1.
+    """
+    device = block.positions.device
+    k = torch.arange(rows, device=device)[:, None]
+    j = torch.arange(rows, device=device)
+    later = rows - 1 - k
+    offset = torch.where(j < later, k + 1 + j, k - window - (j - later))
+    first = block.positions.view(-1, rows)[:, :1, None]
+    seen = first + offset
+    sequence = block.sequence.view(-1, rows)[:, 0].long()
+    place = seen // table.rows_per_page - table.first.index_select(0, sequence)[:, None, None]
+    place = place.clamp(0, table.pages.shape[1] - 1)
+    pages = table.pages.index_select(0, sequence).gather(1, place.flatten(1)).view_as(place)
+    slots = pages * table.rows_per_page + seen % table.rows_per_page
+    return torch.where((seen < 0) | (first < 0), -1, slots).flatten(0, 1).int()

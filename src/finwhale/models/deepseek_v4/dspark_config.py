@@ -1,0 +1,126 @@
+"""The part of config.json that describes a DSpark draft head (paper: arXiv 2607.05147)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from finwhale.errors import CheckpointError
+
+NUM_STAGES = 3
+# The kernels of the compressors verify at most 8 tokens of a sequence: one and its drafts.
+MAX_BLOCK_SIZE = 7
+_OPTIONAL_SIZES = ("n_routed_experts", "num_experts_per_tok")
+_FLAGS = ("enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DsparkConfig:
+    """Sizes of a DSpark draft head. In config.json, the first six names begin with `dspark_`.
+
+    Attributes:
+        block_size: g, the most drafts that one pass makes.
+        noise_token_id: the token that stands in the block for the drafts.
+        markov_rank: r, width of the Markov head.
+        target_layer_ids: the layers of the model whose residual streams the head reads.
+        n_routed_experts, num_experts_per_tok: sizes of the stages' experts; None: the model's.
+        enable_confidence_head: the head estimates how likely each draft is accepted.
+        confidence_head_with_markov: the confidence also reads the Markov embedding.
+        sample_from_anchor: the row of the newest token predicts the first draft. Otherwise the
+            block has one row more, and draft k comes from row k.
+    """
+
+    block_size: int
+    noise_token_id: int
+    markov_rank: int
+    target_layer_ids: tuple[int, ...]
+    n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    enable_confidence_head: bool = True
+    confidence_head_with_markov: bool = True
+    sample_from_anchor: bool = True
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of a block."""
+        return self.block_size + (not self.sample_from_anchor)
+
+    @property
+    def confidence_width(self) -> int:
+        """Number of values of the Markov embedding that a confidence reads."""
+        return self.markov_rank if self.confidence_head_with_markov else 0
+
+    def check(self, num_layers: int, vocab_size: int) -> None:
+        """Raises CheckpointError if a value is impossible in a model of these sizes."""
+        sizes = ("block_size", "markov_rank", *_OPTIONAL_SIZES)
+        for name in sizes:
+            value = getattr(self, name)
+            if not (value is None and name in _OPTIONAL_SIZES) and not _is_int(value, 1):
+                raise CheckpointError(
+                    f"config: dspark_{name} must be a positive integer, got {value!r}"
+                )
+        if self.block_size > MAX_BLOCK_SIZE:
+            raise CheckpointError(
+                f"config: dspark_block_size must be at most {MAX_BLOCK_SIZE}, got {self.block_size}"
+            )
+        if not _is_int(self.noise_token_id, 0) or self.noise_token_id >= vocab_size:
+            raise CheckpointError(
+                f"config: dspark_noise_token_id must be a token id below {vocab_size} "
+                f"(vocab_size), got {self.noise_token_id!r}"
+            )
+        ids = self.target_layer_ids
+        if not ids or not all(_is_int(i, 0) and i < num_layers for i in ids):
+            raise CheckpointError(
+                f"config: dspark_target_layer_ids must be layers from 0 to {num_layers - 1}, got "
+                f"{list(ids)}"
+            )
+        if list(ids) != sorted(set(ids)):
+            raise CheckpointError(
+                f"config: dspark_target_layer_ids must be different and ascend, got {list(ids)}"
+            )
+        for name in _FLAGS:
+            if type(getattr(self, name)) is not bool:
+                raise CheckpointError(
+                    f"config: {name} must be true or false, got {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> "DsparkConfig":
+        """Read the contents of a config.json. Raises CheckpointError: a key is missing."""
+        values: dict[str, Any] = {}
+        for field in fields(cls):
+            key = _key(field.name)
+            if raw.get(key) is not None:
+                values[field.name] = raw[key]
+            elif field.name not in (*_OPTIONAL_SIZES, *_FLAGS):
+                raise CheckpointError(f"config.json describes a DSpark draft head without {key}")
+        ids = values["target_layer_ids"]
+        if not isinstance(ids, list):
+            raise CheckpointError(f"config: dspark_target_layer_ids must be a list, got {ids!r}")
+        return cls(**values | {"target_layer_ids": tuple(ids)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys and values of a config.json."""
+        values = {_key(field.name): getattr(self, field.name) for field in fields(self)}
+        values["dspark_target_layer_ids"] = list(self.target_layer_ids)
+        return {key: value for key, value in values.items() if value is not None}
+
+    def within(self, num_layers: int, cut_to: int) -> tuple[int, ...]:
+        """The target layers after a model of `num_layers` layers is cut to its first ones.
+
+        They keep their distance to the last layer. Raises CheckpointError: too few layers are left.
+        """
+        moved = tuple(i - num_layers + cut_to for i in self.target_layer_ids)
+        if moved[0] < 0:
+            raise CheckpointError(
+                f"cannot cut to {cut_to} layers: the DSpark head reads "
+                f"{num_layers - self.target_layer_ids[0]} layers from the last one on"
+            )
+        return moved
+
+
+def _key(field: str) -> str:
+    return field if field in _FLAGS else f"dspark_{field}"
+
+
+def _is_int(value: object, least: int) -> bool:
+    return type(value) is int and value >= least

@@ -1,0 +1,188 @@
+"""Engines that draft with DSpark: no token changes, and every proposal is that of the formulas."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
+from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.rank.drafter import Forward
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.launch_signatures import SignatureRun
+from finwhale.engine.rank.memory import Largest, LargestSteps
+from finwhale.models.deepseek_v4.dspark import DsparkHead
+from finwhale.models.protocol import DraftStart, PagedCache, Segments
+from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
+
+from ..conftest import engine_config, write_tokenizer  # noqa: TID252
+from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
+from .plans import planned
+from .test_async import play
+from .test_drafting import Oracle, runs
+from .test_verification import Oracle as DeviceOracle
+from .test_verification import on_the_device
+
+OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
+BLOCK = 256
+# Two float32 implementations agree to 1e-5 of the largest logit.
+NEAR_TIE = 1e-4
+
+Model = tuple[Path, dict[str, Any], dict[str, Tensor]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """The tiny checkpoint with a DSpark head: its directory, configuration and weights."""
+    path, config = tmp_path_factory.mktemp("dspark") / "model", with_dspark(engine_config())
+    weights = random_weights(config, seed=3)
+    write_plain_checkpoint(path, config, weights)
+    write_tokenizer(path, config["vocab_size"])
+    return path, config, weights
+
+
+@pytest.mark.parametrize(
+    ("draft_tokens", "ahead"), [(3, False), (5, True)], ids=["over-the-host", "on-the-device"]
+)
+def test_no_token_changes(
+    model: Model,
+    new_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    draft_tokens: int,
+    ahead: bool,
+) -> None:
+    """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
+    seed = 5
+    wanted = play(new_llm(model[0], **OPTIONS).engine, seed)
+    engine = new_llm(model[0], **OPTIONS, draft_tokens=draft_tokens).engine
+    if ahead:
+        oracle = DeviceOracle(engine, on_the_device(engine, monkeypatch), wanted, 0.8)
+    else:
+        Oracle(engine, right=0.8, seed=seed).learn(wanted)
+    assert play(engine, seed) == wanted
+    accepted = engine.metrics().drafts_accepted
+    assert accepted[0] > 10 and accepted[draft_tokens - 1] > 0
+    assert not ahead or oracle.ahead > 0
+
+
+def limit(engine: Engine, blocks: int) -> None:
+    """Give the engine a scheduler with few pages."""
+    groups, num_pages = local_executor(engine.executor).runner.groups, {}
+    seqs, step = engine.config.max_num_seqs, engine.config.max_num_batched_tokens
+    for group in groups:
+        num_pages[group.name] = 1 + blocks * (BLOCK // group.tokens_per_page)
+        if group.keep is not None:
+            most = windowed_pages(group, seqs, step, True, True)
+            num_pages[group.name] = most + pages_at_block_end(group)
+    engine.scheduler = Scheduler(
+        PageManager(groups, num_pages),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=step,
+        draft_block_tokens=engine.model_config.draft_block_tokens,
+    )
+    engine._loop = engine._new_loop()
+
+
+class Recorder:
+    """Notes the drafts that an engine makes: the text before them, and their ids."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.found: list[tuple[str, list[int], list[int]]] = []
+        drafter = local_executor(engine.executor).runner.drafter
+        assert drafter is not None
+        self.real = drafter.propose
+        drafter.propose = self.propose  # type: ignore[method-assign, assignment]
+
+    def propose(
+        self, forward: Forward, plan: StepPlan, chosen: Tensor | None, *more: Any
+    ) -> Tensor | None:
+        drafts = self.real(forward, plan, chosen, *more)
+        if drafts is None or chosen is None:
+            return drafts
+        columns = iter(drafts.T.tolist())
+        for sequence, end, run in zip(
+            planned(self.engine, plan), plan.ends, runs(plan, chosen), strict=True
+        ):
+            if run.propose:
+                known = sequence.token_ids[: end - len(run.drafts)]
+                text = [*known, *run.chosen[: run.accepted + 1]]
+                self.found.append((sequence.key, text, next(columns)[: run.propose]))
+        return drafts
+
+
+def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[..., LLM]) -> None:
+    """Prompts in chunks, in batches, found in the prefix cache, and after preemption."""
+    path, config, weights = model
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 90, "max_model_len": 500}
+    trunk, other = ([7 + i * step % 50 for i in range(BLOCK)] for step in (1, 3))
+    prompts = [[*trunk, 3], [*trunk, 5, 8], trunk[:240], other[:245], [9]]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+
+    def whole(engine: Engine) -> list[RequestOutput]:
+        results = []
+        for i, prompt in enumerate(prompts):
+            results.append(engine.add_request(str(i), prompt, params))
+        while engine.has_work:
+            engine.step()
+            engine.check_integrity()
+        return results
+
+    wanted = whole(new_llm(path, **options).engine)
+    engine = new_llm(path, **options, draft_tokens=5).engine
+    limit(engine, blocks=2)
+    recorder = Recorder(engine)
+    Oracle(engine, right=0.7).learn(wanted)
+    found = whole(engine)
+    assert [r.outputs for r in found] == [r.outputs for r in wanted]
+    counts = engine.scheduler.counts
+    assert counts.preemptions > 0 and counts.cached_tokens >= BLOCK
+    texts = {f"{r.request_id}/0": [*r.prompt_token_ids, *r.outputs[0].token_ids] for r in found}
+    rows: dict[tuple[int, ...], list[Tensor]] = {}
+    compared = 0
+    with torch.inference_mode():
+        for key, text, drafts in random.Random(1).sample(recorder.found, 40):
+            whole_text = texts[key]
+            assert whole_text[: len(text)] == text
+            if tuple(whole_text) not in rows:
+                main = main_feature(weights, config, whole_text)
+                rows[tuple(whole_text)] = context_rows(weights, config, main)
+            before = [stage[: len(text) - 1] for stage in rows[tuple(whole_text)]]
+            block = draft(weights, config, before, text[-1], drafts)
+            for logits, chosen in zip(block.logits, drafts, strict=True):
+                best = logits.topk(2).values
+                worse = float((best[0] - logits[chosen]) / logits.abs().max())
+                assert worse < NEAR_TIE, (key, len(text))
+                compared += int(best[0] - best[1] > NEAR_TIE * logits.abs().max())
+    assert compared > 150
+
+
+def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:
+    """What measures memory and what builds kernels ahead also run the block of every size."""
+    engine = new_llm(model[0], **OPTIONS, draft_tokens=2).engine
+    runner = local_executor(engine.executor).runner
+    head = runner.model.draft_head
+    assert isinstance(head, DsparkHead)
+    blocks: list[tuple[int, int]] = []
+    run_block = head.run_block
+
+    def noted(start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
+        blocks.append((len(start.newest_ids), int(start.tokens.positions.max())))
+        return run_block(start, cache, segments)
+
+    head.run_block = noted  # type: ignore[method-assign]
+    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, drafts=(2,))
+    LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
+    assert set(blocks) == {(4, 294)}  # its last row is the context's last
+    blocks.clear()
+    SignatureRun(
+        runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
+    )._call_all()
+    assert {count for count, _ in blocks} >= {1, 4}
