@@ -61,7 +61,7 @@ def test_large_bodies_share_a_budget(start: Callable[..., RunningServer]) -> Non
     large = small + b" " * 250_000
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as held:
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 400000\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 400000\r\n\r\n"
         held.sendall(head.encode() + large)
         wait_until(lambda: server.state.budget.bytes > 100_000)
         status, headers, answer = request(server, "POST", "/v1/completions", large)

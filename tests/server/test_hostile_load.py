@@ -63,8 +63,11 @@ def receive_all(sock: socket.socket) -> bytes:
     [
         (b"", b""),
         (b"GET /health HTTP/1.1\r\nx: ", b"408 "),
-        (b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{", b"408 "),
-        (b"GET /health/live HTTP/1.1\r\nhost: x\r\n\r\n", b"200 "),  # closed when it is idle
+        (b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{", b"408 "),
+        (
+            b"GET /health/live HTTP/1.1\r\nhost: localhost\r\n\r\n",
+            b"200 ",
+        ),  # closed when it is idle
     ],
     ids=["silent", "head", "body", "idle"],
 )
@@ -110,7 +113,7 @@ def streaming(target: Target, tokens: int) -> Iterator[socket.socket]:
     body = completion(prompt="Once", stream=True, ignore_eos=True)
     body = body.replace(b'"max_tokens": 1', b'"max_tokens": %d' % tokens)
     head = (
-        "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", target.port)) as stream:
