@@ -119,7 +119,7 @@ def posting(path: str, body: bytes, status: int, message: str) -> Attack:
     async def attack(target: Target) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", target.port)
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         )
         try:
@@ -191,7 +191,7 @@ def leaving(path: str, body: bytes) -> Attack:
     async def attack(target: Target) -> None:
         _, writer = await asyncio.open_connection("127.0.0.1", target.port)
         with contextlib.suppress(ConnectionError):
-            head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body) + 9}\r\n\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-length: {len(body) + 9}\r\n\r\n"
             writer.write(head.encode() + body)
             await writer.drain()
         writer.close()
@@ -209,7 +209,7 @@ def deaf(target: Target) -> Awaitable[None]:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
             sock.connect(("127.0.0.1", target.port))
             head = (
-                "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                "POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\n\r\n"
             )
             sock.sendall(head.encode() + body)
@@ -219,7 +219,7 @@ def deaf(target: Target) -> Awaitable[None]:
 
 
 COMPLETIONS, CHAT, TOKENIZE = "/v1/completions", "/v1/chat/completions", "/tokenize"
-_BODY = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+_BODY = b"POST /v1/completions HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\n"
 
 ATTACKS: dict[str, Attack] = {
     "24 MiB to /tokenize": posting(
