@@ -9,6 +9,7 @@ from typing import Any
 
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.config import (
     Activations,
@@ -19,7 +20,6 @@ from finwhale.config import (
     LoadFormat,
     WoAInput,
 )
-from finwhale.demo import DEMO_PATH
 from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
@@ -47,7 +47,9 @@ class LLM:
     On a CPU, numpy's BLAS is set to one thread for the whole process (ops/cpu_math.py says why).
 
     Args:
-        path: directory of a checkpoint; None: the embedded demo model.
+        path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
+            is downloaded unless the cache has it; None: the embedded demo model.
+        revision: branch, tag or commit of the repository; None: its main branch.
         progress: called with (bytes read, bytes in all) while weights load.
 
     The other arguments are the options of the engine; docs/options.md describes them.
@@ -62,6 +64,7 @@ class LLM:
         self,
         path: str | Path | None = None,
         *,
+        revision: str | None = None,
         progress: Progress | None = None,
         device: str | None = None,
         tensor_parallel_size: int | None = None,
@@ -89,8 +92,8 @@ class LLM:
         # tests/unit/test_options.py compares the signature with EngineConfig.
         given = locals() | {"cache_dir": None if cache_dir is None else str(cache_dir)}
         config = EngineConfig(**{one.name: given[one.name] for one in fields(EngineConfig)})
-        self._directory = DEMO_PATH if path is None else Path(path)
-        self.engine = open_engine(config, path, progress)
+        self._directory = checkpoint_directory(path, revision)
+        self.engine = open_engine(config, self._directory, progress)
         self.tokenizer = self.engine.tokenizer
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
@@ -265,11 +268,11 @@ class LLM:
 
 def open_engine(
     config: EngineConfig,
-    path: str | Path | None = None,
+    directory: Path,
     progress: Progress | None = None,
     place: Place | None = None,
 ) -> Engine:
-    """Open an engine with the weights and the tokenizer of a checkpoint, as `LLM` does.
+    """Open an engine with the weights and the tokenizer of a checkpoint's directory.
 
     Args:
         place: of this process, which has rank 0; None: no launcher has placed ranks.
@@ -277,7 +280,6 @@ def open_engine(
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
-    directory = DEMO_PATH if path is None else Path(path)
     model_config, weights = _find_weights(config, directory, progress)
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
     return start_engine(config, model_config, weights, tokenizer, place)

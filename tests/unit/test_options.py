@@ -124,8 +124,8 @@ def test_llm_has_every_engine_option(opened: list[EngineConfig]) -> None:
 def test_the_signature_of_llm() -> None:
     """It has the names, defaults and types of EngineConfig, in the same order."""
     parameters = inspect.signature(LLM.__init__).parameters
-    assert list(parameters)[:3] == ["self", "path", "progress"]
-    given = {name: parameters[name].default for name in list(parameters)[3:]}
+    assert list(parameters)[:4] == ["self", "path", "revision", "progress"]
+    given = {name: parameters[name].default for name in list(parameters)[4:]}
     assert list(given.items()) == [(one.name, one.default) for one in fields(EngineConfig)]
     wanted = typing.get_type_hints(EngineConfig) | {"cache_dir": str | Path | None}
     found = typing.get_type_hints(LLM.__init__)
@@ -159,7 +159,7 @@ def test_vllm_s_names_of_serve_s_options(
     for place in (["--model", str(DEMO_PATH)], [str(DEMO_PATH)]):
         assert main(["serve", *place, *keys, *names]) == 0
         config, path = found[-1]
-        assert path == str(DEMO_PATH)
+        assert path == DEMO_PATH
         assert config.model_names == ("v4", "flash")
         assert config.api_keys == ("first-key", "second-key", "from-the-environment")
     for wrong in (["a", "--model", "b"], ["--model-name", "x"], ["--served-model", "x"]):

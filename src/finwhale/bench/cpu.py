@@ -22,9 +22,9 @@ from rich.table import Table
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import Activations
-from finwhale.demo import DEMO_PATH
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -309,7 +309,7 @@ def agreement(tokens: dict[str, list[list[int]]], name: str, other: str) -> floa
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Run the benchmark; returns the record without its stamp."""
-    checkpoint = Checkpoint.open(args.path or DEMO_PATH)
+    checkpoint = Checkpoint.open(checkpoint_directory(args.path))
     config = ModelConfig.from_dict(checkpoint.config)
     work = Workload(args.context, args.steps, args.rounds, args.prefill, config.vocab_size)
     longest = max(work.context + work.steps + 1, work.prefill + 1)

@@ -30,6 +30,7 @@ from rich.table import Table
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.record import append_record, stamp, summary
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
 from finwhale.engine.loop.engine import Engine
@@ -377,7 +378,7 @@ def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[Model
         draft_head: include the draft head in a model of random weights.
     """
     if args.model is not None:
-        checkpoint = Checkpoint.open(args.model)
+        checkpoint = Checkpoint.open(checkpoint_directory(args.model))
         config = ModelConfig.from_dict(checkpoint.config)
         return config, CheckpointWeights(config, checkpoint)
     if not args.dummy:

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import finwhale
 from finwhale.chat.template import ChatOptions, ChatTemplate
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import (
     DIM,
     PLAIN,
@@ -15,6 +16,7 @@ from finwhale.cli.options import (
     engine_config,
     load_model,
 )
+from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
@@ -23,11 +25,11 @@ HELP = "/reset starts over, /think turns thinking on or off, /exit (or Ctrl-D) l
 
 
 def run(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = parse_settings(_parser(), argv)
     params = read_options(args, SamplingParams)
-    conversation = Conversation(
-        load_model(args.model, engine_config(args)), params, args.system, args.think
-    )
+    directory = checkpoint_directory(args.model, args.revision)
+    llm = load_model(directory, engine_config(args))
+    conversation = Conversation(llm, params, args.system, args.think)
     if sys.stdin.isatty():
         print(HELP, file=sys.stderr)
     failed = False

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import (
     DIM,
     PLAIN,
@@ -13,18 +14,20 @@ from finwhale.cli.options import (
     engine_config,
     load_model,
 )
+from finwhale.cli.settings import parse_settings
 from finwhale.errors import RequestError
 from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
 
 def run(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = parse_settings(_parser(), argv)
     prompt = _read_stdin() if args.prompt == "-" else args.prompt
     if not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     params = read_options(args, SamplingParams)
-    llm = load_model(args.model, engine_config(args))
+    directory = checkpoint_directory(args.model, args.revision)
+    llm = load_model(directory, engine_config(args))
     if sys.stdout.isatty():
         sys.stdout.write(f"{DIM}{prompt}{PLAIN}")
         sys.stdout.flush()

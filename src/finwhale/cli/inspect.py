@@ -5,17 +5,16 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from finwhale.checkpoint.loading import Inventory, inventory_report
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.options import add_path
 from finwhale.config import RANK_COUNTS, EngineConfig
-from finwhale.demo import DEMO_PATH
 from finwhale.engine.rank.kv_cache import plan_cache
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import Architecture, CacheGroup, ModelConfig
@@ -36,7 +35,7 @@ def run(argv: Sequence[str]) -> int:
     """Returns 0 if the checkpoint can be loaded, 1 if tensors are missing or wrong."""
     args = _parser().parse_args(argv)
     console = Console()
-    checkpoint = Checkpoint.open(Path(args.path) if args.path else DEMO_PATH)
+    checkpoint = Checkpoint.open(checkpoint_directory(args.path, args.revision))
     config = parse_config(checkpoint.config)
     architecture = architecture_of(config)
     inventory = inventory_report(

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,18 +30,35 @@ SAMPLING = (
 )
 
 
+PATH_HELP = (
+    "directory of a checkpoint, or the id of a repository on the Hugging Face Hub, such as "
+    "deepseek-ai/DeepSeek-V4-Flash, which is downloaded first (default: the demo model)"
+)
+
+
 def add_path(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument PATH."""
+    """Adds the argument PATH and --revision."""
+    parser.add_argument("path", nargs="?", metavar="PATH", help=PATH_HELP)
+    _add_revision(parser)
+
+
+def _add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path",
-        nargs="?",
-        metavar="PATH",
-        help="directory of a checkpoint (default: the demo model)",
+        "--revision",
+        metavar="NAME",
+        help="branch, tag or commit of the repository (default: its main branch)",
     )
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
-    """Adds every option of the engine; `defaults`: default values that differ for this command."""
+    """Adds --config and every option of the engine; `defaults`: defaults of this command only."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file of options, such as max-model-len: 8192. Every option can also stand in "
+        "the environment, as FINWHALE_MAX_MODEL_LEN. The command line comes first, then the "
+        "environment, then the file",
+    )
     add_options(parser.add_argument_group("engine"), EngineConfig, **defaults)
 
 
@@ -56,9 +74,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds --model and the engine's options, for a command that runs one request at a time."""
-    parser.add_argument(
-        "--model", metavar="PATH", help="directory of a checkpoint (default: the demo model)"
-    )
+    parser.add_argument("--model", metavar="PATH", help=PATH_HELP)
+    _add_revision(parser)
     add_engine_options(parser, max_num_seqs=1)
 
 
@@ -69,8 +86,8 @@ def add_sampling_options(parser: argparse.ArgumentParser, *more: str, max_tokens
     add_options(group, SamplingParams, (*SAMPLING, *more), **defaults)
 
 
-def load_model(path: str | None, config: EngineConfig) -> "finwhale.LLM":
-    """Load a checkpoint, with a progress bar on stderr; without a path, the demo model."""
+def load_model(path: Path, config: EngineConfig) -> "finwhale.LLM":
+    """Load the checkpoint in a directory, with a progress bar on stderr."""
     with Progress(
         TextColumn("loading"),
         BarColumn(),

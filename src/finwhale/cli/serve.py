@@ -9,9 +9,10 @@ from functools import partial
 from pathlib import Path
 
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
-from finwhale.demo import DEMO_PATH
+from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Place, work_at
 from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     if place is not None and place.rank.index:
         logs.configure(config.log_level, config.log_format)
         work_at(place)
-    directory = DEMO_PATH if args.path is None else Path(args.path)
+    directory = checkpoint_directory(args.path, args.revision)
     if not directory.is_dir():
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
@@ -52,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
         # Create the salt here, so that all engine processes of this server share it.
         engine = replace(engine, prefix_salt=secrets.token_hex(16))
     logs.configure(config.log_level, config.log_format)
-    load = partial(load_engine, args.path, config.log_level, config.log_format, engine, place)
+    load = partial(load_engine, directory, config.log_level, config.log_format, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
     read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
     return serve(config, tokenizer, architecture.chat_dialect(directory), load, read_keys)
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
     """The server's options from the arguments and the environment. Raises FinwhaleError."""
     demo = args.path is None
-    name = DEMO_NAME if demo else Path(args.path).resolve().name
+    name = DEMO_NAME if demo else _name_of(args.path)
     return read_options(
         args,
         ServerConfig,
@@ -90,6 +91,11 @@ def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> lis
     return [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
 
 
+def _name_of(path: str) -> str:
+    """The name of a checkpoint's directory; a repository is called by its whole id."""
+    return Path(path).resolve().name if Path(path).exists() else path
+
+
 def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     """The keys of the files, and those of the command line and the environment, each once.
 
@@ -111,7 +117,7 @@ def _api_keys(files: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parse_settings(parser, argv)
     if args.model is not None:
         if args.path is not None:
             parser.error("give the checkpoint's directory once: as PATH or as --model PATH")

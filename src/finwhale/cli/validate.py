@@ -5,15 +5,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import finwhale
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.options import add_engine_options, add_path, engine_config, load_model
-from finwhale.demo import DEMO_PATH
+from finwhale.cli.settings import parse_settings
 from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.registry import parse_config
 from finwhale.validation.chat import check_chat, check_recall
@@ -37,7 +37,7 @@ GSM8K = (
 
 def run(argv: Sequence[str]) -> int:
     """Returns 1 if a check failed, otherwise 0."""
-    args = _parser().parse_args(argv)
+    args = parse_settings(_parser(), argv)
     config = engine_config(args)
     if config.load_format == "dummy":
         raise FinwhaleError("validate checks a checkpoint's own weights: omit --load-format dummy")
@@ -45,13 +45,13 @@ def run(argv: Sequence[str]) -> int:
         raise FinwhaleError(
             f"recall_tokens must be at least {MIN_RECALL_TOKENS}, got {args.recall_tokens}"
         )
-    checkpoint = Checkpoint.open(DEMO_PATH if args.path is None else Path(args.path))
+    checkpoint = Checkpoint.open(checkpoint_directory(args.path, args.revision))
     if args.draft_tokens is None:
         most = parse_config(checkpoint.config).max_draft_tokens
         config = replace(config, draft_tokens=most)
     expectations = expectations_of(checkpoint.config)
     try:
-        llm = load_model(args.path, config)
+        llm = load_model(checkpoint.path, config)
         checks = _check_model(llm, expectations, args.recall_tokens)
     except CheckpointError as error:
         checks = [Check("loading", str(error), "no error", "failed")]

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.cli.options import add_engine_options, add_path, engine_config
+from finwhale.cli.settings import parse_settings
 from finwhale.engine.rank.start_times import table, whole_start
 from finwhale.llm import open_engine
 
 
 def run(argv: Sequence[str]) -> int:
-    args = _parser().parse_args(argv)
+    args = parse_settings(_parser(), argv)
     config = engine_config(args)
     began = time.monotonic()
-    engine = open_engine(config, args.path)
+    engine = open_engine(config, checkpoint_directory(args.path, args.revision))
     console, rank = Console(soft_wrap=True), engine.executor.description
     console.print(table(whole_start(engine.start_seconds, began)), highlight=False)
     if rank.kernels:

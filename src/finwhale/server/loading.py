@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_engine(
-    path: str | None,
+    directory: Path,
     log_level: str,
     log_format: str,
     config: EngineConfig,
@@ -29,7 +30,7 @@ def load_engine(
     """Opens an engine in the process that will run it, and shows the progress.
 
     Args:
-        path: directory of a checkpoint; None: the demo model.
+        directory: of the checkpoint.
         place: of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
@@ -37,7 +38,7 @@ def load_engine(
     """
     logs.configure(log_level, log_format)
     with _progress_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
-        engine = open_engine(config, path, progress, place)
+        engine = open_engine(config, directory, progress, place)
     if engine.tokenizer is not None:
         warm(engine.tokenizer)
     return engine

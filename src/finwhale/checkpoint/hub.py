@@ -1,0 +1,91 @@
+"""Downloads a repository of the Hugging Face Hub; needs the extra `hub`.
+
+huggingface_hub does the work: its cache, its progress bars, its environment variables (HF_HOME,
+HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Files that an interrupted download has completed are kept.
+"""
+
+import errno
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub as hub
+from huggingface_hub import constants, errors
+from tqdm import tqdm
+
+from finwhale.errors import CheckpointError, ResourceError
+
+# Everything that loading, chatting and `finwhale inspect` read.
+PATTERNS = ["*.json", "*.safetensors", "encoding/*"]
+
+
+class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options | {"disable": True})
+
+
+def download(repository: str, revision: str | None) -> Path:
+    """The directory with a repository's files, downloaded unless the cache has them.
+
+    Args:
+        revision: branch, tag or commit; None: the main branch.
+
+    Raises:
+        CheckpointError: there is no such repository or revision, or its terms are not accepted.
+        ResourceError: the disk is too small, or the repository cannot be reached and is not in the
+            cache.
+    """
+    name = repository if revision is None else f"{repository} at revision {revision}"
+    try:
+        if not hub.is_offline_mode():
+            _check_space(repository, revision)
+        return Path(hub.snapshot_download(repository, revision=revision, allow_patterns=PATTERNS))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{repository} is gated: accept its terms on its page, then set HF_TOKEN"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"no checkpoint {repository}: there is no such directory, and no such repository that "
+            "is public (for a private one, set HF_TOKEN)"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{repository} has no revision {revision}") from error
+    except errors.LocalEntryNotFoundError as error:
+        reason = "HF_HUB_OFFLINE is set" if hub.is_offline_mode() else _reason(error.__cause__)
+        raise ResourceError(
+            f"the cache {constants.HF_HUB_CACHE} has not all of {name}, which cannot be "
+            f"downloaded: {reason}"
+        ) from error
+    except Exception as error:  # Those of HTTP and of its storage have no common base class.
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise ResourceError(f"no space is left in {constants.HF_HUB_CACHE}") from error
+        raise ResourceError(f"cannot download {name}: {_reason(error)}") from error
+
+
+def _check_space(repository: str, revision: str | None) -> None:
+    """Raises ResourceError if the files that are still to be downloaded do not fit on the disk."""
+    try:
+        files = hub.snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=PATTERNS,
+            dry_run=True,
+            tqdm_class=_NoBar,
+        )
+    except errors.DryRunError:
+        return  # The repository cannot be reached. The cache may have it.
+    needed = sum(file.file_size or 0 for file in files if file.will_download)
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    exists = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(exists).free
+    if needed > free:
+        raise ResourceError(
+            f"{repository} needs {needed / 1e9:,.1f} GB in {cache}, which has {free / 1e9:,.1f} GB "
+            "free: make room, or set HF_HOME to a directory of a larger disk"
+        )
+
+
+def _reason(error: BaseException | None) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

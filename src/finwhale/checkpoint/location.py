@@ -1,0 +1,44 @@
+"""Finds the directory of a checkpoint that is named by its path or by its repository."""
+
+import importlib
+import re
+from pathlib import Path
+
+from finwhale.demo import DEMO_PATH
+from finwhale.errors import FinwhaleError
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def checkpoint_directory(path: str | Path | None, revision: str | None = None) -> Path:
+    """The directory of a checkpoint. A repository that is not in the cache is downloaded.
+
+    Args:
+        path: a directory, or the id of a repository on the Hugging Face Hub, such as
+            "deepseek-ai/DeepSeek-V4-Flash"; None: the embedded demo model.
+        revision: branch, tag or commit of the repository; None: its main branch.
+
+    Returns:
+        The directory; one that does not exist if `path` is neither.
+
+    Raises:
+        CheckpointError, ResourceError: as `hub.download` does.
+        FinwhaleError: the extra `hub` is not installed, or a directory has no revisions.
+    """
+    if path is None or not _is_repository(path):
+        if revision is not None:
+            raise FinwhaleError(f"revision {revision}: only a repository has revisions")
+        return DEMO_PATH if path is None else Path(path).expanduser()
+    try:
+        hub = importlib.import_module("finwhale.checkpoint.hub")
+    except ModuleNotFoundError as error:
+        raise FinwhaleError(
+            f"there is no directory {path}, and downloading the repository of that name needs "
+            f"{error.name}: pip install 'finwhale[hub]'"
+        ) from error
+    directory: Path = hub.download(str(path), revision)
+    return directory
+
+
+def _is_repository(path: str | Path) -> bool:
+    return bool(_REPOSITORY.fullmatch(str(path))) and not Path(path).exists()
