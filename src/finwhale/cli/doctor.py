@@ -1,0 +1,275 @@
+"""`finwhale doctor`: say what works on this machine, what is missing and what to install."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import finwhale
+from finwhale.artefacts import default_directory
+from finwhale.errors import FinwhaleError
+from finwhale.ops import table_name
+from finwhale.ops.tables.optional import why_no_deepgemm
+from finwhale.platform import Platform
+from finwhale.request import SamplingParams
+
+Verdict = Literal["ok", "missing", "failed"]
+STYLES = {"ok": "green", "missing": "yellow", "failed": "bold red"}
+GIB = 2**30
+# What each extra adds, and the modules by which it is recognised.
+EXTRAS = {
+    "server": ("finwhale serve", ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client")),
+    "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
+    "bench": ("finwhale bench serving", ("aiohttp", "matplotlib")),
+    "ray": ("ranks on a Ray cluster", ("ray",)),
+}
+TABLES = {
+    "nvidia_sm90": "Hopper kernels",
+    "nvidia": "portable Triton kernels",
+    "amd": "portable Triton kernels",
+    "reference": "slow reference operators only",
+    "cpu": "CPU operators",
+}
+SHM = Path("/dev/shm")
+MIN_SHM_BYTES = GIB  # NCCL and the ranks' plans take some hundred MiB at most.
+MIN_CACHE_BYTES = GIB  # Compiled kernels of one configuration take about 100 MiB.
+PROMPT = "Once upon a time"
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        advice: what to do; empty if nothing is to be done.
+    """
+
+    subject: str
+    found: str
+    verdict: Verdict = "ok"
+    advice: str = ""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Returns 1 if a check failed, so that no model can run; otherwise 0."""
+    args = _parser().parse_args(argv)
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        _software,
+        _processor,
+        _gpus,
+        _peers,
+        _disk,
+        _extras,
+    ]
+    if not args.no_run:
+        checks.append(_demo)
+    findings = [finding for check in checks for finding in _attempt(check)]
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    table = Table(title="finwhale doctor", title_justify="left")
+    for column in ("what", "found", "", "what to do"):
+        table.add_column(column, overflow="fold")
+    for one in findings:
+        verdict = f"[{STYLES[one.verdict]}]{one.verdict}[/]"
+        table.add_row(one.subject, escape(one.found), verdict, escape(one.advice))
+    console.print(table)
+    return int(any(one.verdict == "failed" for one in findings))
+
+
+def _attempt(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """The findings of a check. A broken driver or package can raise any exception."""
+    try:
+        yield from check()
+    except Exception as error:
+        name = check.__name__.strip("_")
+        yield Finding(name, f"{type(error).__name__}: {_first_line(error)}", "failed")
+
+
+def _software() -> Iterator[Finding]:
+    yield Finding("finwhale", f"{finwhale.__version__}, Python {platform.python_version()}")
+    build = "CPU"
+    if torch.version.cuda is not None:
+        build = f"CUDA {torch.version.cuda}"
+    elif torch.version.hip is not None:
+        build = f"ROCm {torch.version.hip}"
+    yield Finding("torch", f"{torch.__version__}, {build}")
+    compiler = os.environ.get("CXX", "g++")
+    path = shutil.which(compiler.split()[0]) if compiler.strip() else None
+    if path is None:
+        advice = "only --compile on a CPU needs it: install g++, or set CXX"
+        yield Finding("C++ compiler", f"no {compiler}", "missing", advice)
+    else:
+        yield Finding("C++ compiler", path)
+
+
+def _processor() -> Iterator[Finding]:
+    memory = _memory_bytes()
+    amount = "" if memory is None else f", {memory / GIB:,.0f} GiB of memory available"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield Finding("processor", f"{_processor_name()}, {cores} cores{amount}")
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    """Memory that new processes can have."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] if sizes else None
+
+
+def _gpus() -> Iterator[Finding]:
+    if not torch.cuda.is_available():
+        yield _no_gpu()
+        return
+    if DRIVER.exists():
+        yield Finding("NVIDIA driver", _driver_version())
+    for index in range(torch.cuda.device_count()):
+        here = Platform.detect(index)
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        kernels = TABLES[table_name(here)]
+        found = f"{name} ({here.arch}), {free / GIB:,.1f} of {total / GIB:,.1f} GiB free, {kernels}"
+        if table_name(here) == "reference":
+            advice = "a Hopper GPU (H100, H200) is what Finwhale is made for"
+            yield Finding(f"GPU {index}", found, "missing", advice)
+        elif free < total // 2:
+            advice = "another process uses this GPU: nvidia-smi shows which"
+            yield Finding(f"GPU {index}", found, "missing", advice)
+        else:
+            yield Finding(f"GPU {index}", found)
+    reason = why_no_deepgemm()
+    if table_name(Platform.detect()) == "nvidia_sm90":
+        if reason is None:
+            yield Finding("DeepGEMM", "installed")
+        else:
+            advice = "prefill is slower without it: pip install 'finwhale[nvidia]' (Python 3.12)"
+            yield Finding("DeepGEMM", reason, "missing", advice)
+
+
+def _no_gpu() -> Finding:
+    if not DRIVER.exists():
+        advice = "the demo model runs on a CPU; a released checkpoint needs GPUs"
+        return Finding("GPU", "none", "missing", advice)
+    found = f"NVIDIA driver {_driver_version()}, but torch sees no GPU"
+    if torch.version.cuda is None:
+        advice = "this torch is a build without CUDA: pip install torch for CUDA"
+    else:
+        advice = (
+            f"the driver must support CUDA {torch.version.cuda}, and CUDA_VISIBLE_DEVICES must "
+            "name a GPU"
+        )
+    return Finding("GPU", found, "failed", advice)
+
+
+def _driver_version() -> str:
+    words = DRIVER.read_text().split()
+    return next((word for word in words if word[0].isdigit() and "." in word), "of unknown version")
+
+
+def _peers() -> Iterator[Finding]:
+    """Whether the GPUs reach each other's memory, and processes can share memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    cut = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if cut:
+        listed = ", ".join(f"{i} to {j}" for i, j in cut[:4])
+        advice = "tensor parallelism uses NCCL between these GPUs, which is slower"
+        yield Finding("peer access", f"not from GPU {listed}", "missing", advice)
+    else:
+        yield Finding("peer access", f"between all {count} GPUs")
+    if SHM.is_dir():
+        free = shutil.disk_usage(SHM).free
+        found = f"{free / GIB:,.1f} GiB free"
+        if free < MIN_SHM_BYTES:
+            advice = "several GPUs need shared memory: docker run --ipc=host or --shm-size=8g"
+            yield Finding(str(SHM), found, "missing", advice)
+        else:
+            yield Finding(str(SHM), found)
+
+
+def _disk() -> Iterator[Finding]:
+    cache = default_directory(os.environ.get("XDG_CACHE_HOME"))
+    exists = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(exists).free
+    found = f"{cache}, {free / GIB:,.1f} GiB free"
+    if not os.access(exists, os.W_OK):
+        advice = "nothing compiled is kept for the next start: choose another --cache-dir"
+        yield Finding("cache directory", f"{cache}, not writable", "missing", advice)
+    elif free < MIN_CACHE_BYTES:
+        yield Finding("cache directory", found, "missing", "make room, or choose --cache-dir")
+    else:
+        yield Finding("cache directory", found)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, (purpose, modules) in EXTRAS.items():
+        absent = [name for name in modules if importlib.util.find_spec(name) is None]
+        if absent:
+            advice = f"for {purpose}: pip install 'finwhale[{extra}]'"
+            yield Finding(f"extra {extra}", f"no {', '.join(absent)}", "missing", advice)
+        else:
+            version = _version(modules[0])
+            yield Finding(f"extra {extra}", f"{modules[0]} {version}".strip())
+
+
+def _version(module: str) -> str:
+    try:
+        return importlib.metadata.version(module)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _demo() -> Iterator[Finding]:
+    """Run the demo model on the CPU."""
+    try:
+        llm = finwhale.LLM(device="cpu", max_num_seqs=1, max_model_len=64)
+        (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0))
+    except FinwhaleError as error:
+        yield Finding("demo model", str(error), "failed")
+        return
+    if result.error is not None:
+        yield Finding("demo model", result.error, "failed")
+    else:
+        text = " ".join((PROMPT + result.outputs[0].text).split())
+        yield Finding("demo model", f'writes "{text}" on the CPU')
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no reason given").splitlines()[0]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="finwhale doctor",
+        description="Check software, processor, GPUs, memory, disk and extras, and run the demo "
+        "model. `finwhale inspect PATH` says which GPUs a checkpoint needs.",
+    )
+    parser.add_argument("--no-run", action="store_true", help="do not run the demo model")
+    return parser
