@@ -1,6 +1,7 @@
 """The hardware that the process runs on, as plain data. Only this module queries a driver."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Vendor = Literal["cpu", "nvidia", "amd"]
@@ -40,3 +41,13 @@ class Platform:
         if torch.version.hip is not None:
             return cls("amd", properties.gcnArchName.split(":")[0], count)
         return cls("nvidia", f"sm{properties.major}{properties.minor}", count)
+
+
+def available_memory() -> int | None:
+    """Bytes of the host's memory that processes can still take; None: the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    return sizes[0] if sizes else None

@@ -1,13 +1,18 @@
 """Which device each rank gets, and the errors of options that do not fit."""
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from finwhale.bench import load
 from finwhale.config import EngineConfig
-from finwhale.engine.rank.devices import choose_device, choose_devices
+from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.errors import FinwhaleError, ResourceError
+from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.platform import Platform
 
 
@@ -109,3 +114,24 @@ def test_other_errors(gpus: Callable[[int], None]) -> None:
         EngineConfig(tensor_parallel_size=3)
     with pytest.raises(FinwhaleError, match="names 2 GPUs, and one is wanted"):
         choose_device("cuda:0,1")
+
+
+def test_weights_that_do_not_fit_the_host_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 10**9)
+    check_host_memory(10**9)
+    with pytest.raises(ResourceError, match=r"take 2.5 GB, and 1.0 GB of memory are free"):
+        check_host_memory(2_500_000_000)
+    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: None)
+    check_host_memory(10**15)
+
+
+def test_a_benchmark_writes_no_checkpoint_that_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = ModelConfig.preset("flash").with_layers(1)
+    monkeypatch.setattr(load, "check_host_memory", lambda num_bytes: None)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    with pytest.raises(ResourceError, match=r"random weights takes [\d.]+ GB, and .* has 1.0 GB"):
+        load._check_room(config, tmp_path, ["cpu"])
+    (tmp_path / "model.safetensors").touch()  # nothing is to be written
+    load._check_room(config, tmp_path, ["cpu"])

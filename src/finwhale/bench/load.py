@@ -10,8 +10,10 @@ kernels ("fold") separately.
 
 import argparse
 import gc
+import math
 import os
 import pickle
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -37,13 +39,19 @@ from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
 from finwhale.distributed.launch import Answer, Opened, Seat, Spawned, Workers
 from finwhale.distributed.rank import Rank
-from finwhale.engine.rank.devices import choose_device, choose_devices
+from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
+from finwhale.errors import ResourceError
+from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
+from finwhale.platform import Platform
+
+# Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
+STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
 
 
 def plain_read(checkpoint: Checkpoint, rank: Rank, device: torch.device) -> None:
@@ -188,7 +196,11 @@ def timed(run: Callable[[], None]) -> float:
 def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
-    config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+    if args.model is None:
+        config = ModelConfig.preset(args.config).without_draft_head().with_layers(args.layers)
+    else:
+        config = ModelConfig.from_dict(Checkpoint.open(directory).config)
+    _check_room(config, directory, devices)
     if args.model is None and not any(directory.glob("*.safetensors")):
         written = timed(
             lambda: write_stored(
@@ -198,10 +210,23 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
             )
         )
         console.print(f"wrote {directory} in {written:.1f} s")
-    if args.model is not None:
-        config = ModelConfig.from_dict(Checkpoint.open(directory).config)
     with closing(Loaders(partial(Loader, directory, config, devices), devices)) as loaders:
         return measure(args, config, loaders, console)
+
+
+def _check_room(config: ModelConfig, directory: Path, devices: Sequence[str]) -> None:
+    """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
+    if devices[0] == "cpu":
+        ops = load_ops(Platform.cpu())
+        check_host_memory(weight_bytes(config, torch.float32, ops))
+    specs = weight_specs(config).values()
+    stored = sum(math.prod(spec.shape) * STORED_BYTES[spec.storage] for spec in specs)
+    free = shutil.disk_usage(directory).free
+    if not any(directory.glob("*.safetensors")) and stored > free:
+        raise ResourceError(
+            f"the checkpoint of random weights takes {stored / 1e9:,.1f} GB, and {directory} has "
+            f"{free / 1e9:,.1f} GB free: use --directory on a larger disk, or fewer --layers"
+        )
 
 
 def measure(

@@ -21,7 +21,7 @@ from finwhale.artefacts import default_directory
 from finwhale.errors import FinwhaleError
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
-from finwhale.platform import Platform
+from finwhale.platform import Platform, available_memory
 from finwhale.request import SamplingParams
 
 Verdict = Literal["ok", "missing", "failed"]
@@ -116,7 +116,7 @@ def _software() -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    memory = _memory_bytes()
+    memory = available_memory()
     amount = "" if memory is None else f", {memory / GIB:,.0f} GiB of memory available"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield Finding("processor", f"{_processor_name()}, {cores} cores{amount}")
@@ -129,16 +129,6 @@ def _processor_name() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    """Memory that new processes can have."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return sizes[0] if sizes else None
 
 
 def _gpus() -> Iterator[Finding]:

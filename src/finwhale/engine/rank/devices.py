@@ -7,7 +7,7 @@ import torch
 
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.platform import Platform
+from finwhale.platform import Platform, available_memory
 
 _FORMS = 'device must be "cpu", "cuda", "cuda:N" or "cuda:N,N,..."'
 
@@ -117,6 +117,20 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     if index >= count:
         raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
     return Platform.detect(index), torch.device(name or kind)
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """Checks that weights fit the host's free memory. Otherwise the system would kill the process.
+
+    Raises:
+        ResourceError: they do not fit.
+    """
+    free = available_memory()
+    if free is not None and num_bytes > free:
+        raise ResourceError(
+            f"on a CPU the weights take {num_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of "
+            "memory are free: `finwhale inspect` says which GPUs hold the model"
+        )
 
 
 def _gpus(count: int) -> str:

@@ -15,7 +15,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
-from finwhale.engine.rank.devices import choose_device
+from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor, device_drafts
@@ -186,6 +186,11 @@ class _Start:
         return collectives
 
     def _load(self) -> Any:
+        if self.device.type == "cpu":
+            # The ranks of a CPU share its memory, and hold at least this together.
+            check_host_memory(
+                self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
+            )
         return self.architecture.load_weights(
             self.model_config,
             self.stream,
