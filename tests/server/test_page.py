@@ -38,6 +38,13 @@ def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
     assert all(url.startswith((server.url, "data:")) for url in asked)
 
 
+def configure(page: Page, **settings: str) -> None:
+    page.click("#settings-button")
+    for name, value in settings.items():
+        page.fill(f"#{name}", value)
+    page.click("#settings-close")
+
+
 def ask(page: Page, text: str) -> None:
     page.fill("#text", text)
     page.press("#text", "Enter")
@@ -45,7 +52,7 @@ def ask(page: Page, text: str) -> None:
 
 def test_chat_with_thinking_and_live_numbers(page: Page) -> None:
     expect(page.locator("#model")).to_have_text("demo")
-    page.fill("#temperature", "0")
+    configure(page, temperature="0")
     ask(page, "What is the capital of France?")
     expect(page.locator(".turn.assistant .content")).to_have_text(ANSWER)
     page.check("#thinking")
@@ -54,6 +61,7 @@ def test_chat_with_thinking_and_live_numbers(page: Page) -> None:
     expect(second.locator(".usage")).to_contain_text("written in", timeout=20_000)
     expect(second.locator("details.thinking div")).not_to_be_empty()
     expect(page.locator("#state")).to_have_text("the engine is alive")
+    page.click("#engine-tab")
     expect(page.locator("#pages .bar").first).to_be_visible()
     expect(page.locator("#rate-now")).not_to_have_text("")
     folder = os.environ.get("FINWHALE_SCREENSHOTS")
@@ -63,8 +71,9 @@ def test_chat_with_thinking_and_live_numbers(page: Page) -> None:
 
 
 def test_tool_calls_and_errors_are_shown(page: Page, server: RunningServer) -> None:
-    page.fill("#temperature", "0")
+    configure(page, temperature="0")
     page.click("#tools-button")
+    page.click("#tools-example")
     page.click("#tools-close")
     expect(page.locator("#tools-button")).to_have_text("Tools (1)")
     # The demo calls no tools by itself: the server's answer is one that does.
@@ -74,14 +83,13 @@ def test_tool_calls_and_errors_are_shown(page: Page, server: RunningServer) -> N
     call = page.locator(".turn .call")
     expect(call).to_have_text('weather {"city": "Rome"}')
     page.unroute("**/v1/chat/completions")
-    page.fill("#tokens", "0")
+    configure(page, tokens="0")
     ask(page, "again")
     expect(page.locator(".turn .error")).to_contain_text("max_tokens")
 
 
 def test_stop_frees_the_request(page: Page, server: RunningServer) -> None:
-    page.fill("#tokens", "1500")
-    page.fill("#temperature", "2")
+    configure(page, tokens="1500", temperature="2")
     ask(page, "Tell me a very long story about the sea.")
     expect(page.locator("#send")).to_have_text("Stop")
     page.wait_for_timeout(200)

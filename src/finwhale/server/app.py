@@ -30,7 +30,7 @@ from finwhale.server.fields_route import FieldsRoute
 from finwhale.server.limits import STATIC_PATH, Gate
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
-from finwhale.server.page import page_response
+from finwhale.server.page import PAGE_PATH, PageFiles, page_response
 from finwhale.server.schemas import (
     Body,
     ChatBody,
@@ -197,6 +197,8 @@ def _add_service(app: FastAPI, state: ServerState) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return page_response()
+
+    app.mount(PAGE_PATH, PageFiles())
 
 
 def _health(found: Health) -> Response:

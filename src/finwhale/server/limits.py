@@ -13,6 +13,7 @@ from finwhale.server.errors import ApiError, error_response
 from finwhale.server.keys import ApiKey
 from finwhale.server.listening import HostCheck
 from finwhale.server.logs import note_refusal, printable
+from finwhale.server.page import PAGE_PATH
 from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
@@ -99,7 +100,8 @@ class Gate:
                 code="host_not_allowed",
             )
         preflight = scope["method"] == "OPTIONS" and config.cors_origins
-        open_to_all = path in _OPEN or path.startswith(f"{STATIC_PATH}/") or preflight
+        is_file = path.startswith((f"{STATIC_PATH}/", f"{PAGE_PATH}/"))
+        open_to_all = path in _OPEN or is_file or preflight
         key = None
         if self._state.keys.required and not open_to_all:
             key = self._state.keys.find(_given_key(headers))

@@ -1,16 +1,38 @@
-"""The page at /: one file, which loads nothing from other hosts."""
+"""The page at / and its files, which load nothing from other hosts."""
 
 from functools import cache
 from importlib import resources
+from pathlib import Path
 
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import Scope
 
-# Only scripts in the file itself run, and they connect to this server alone.
+PAGE_PATH = "/page"  # index.html names it too
+_WEB = Path(str(resources.files("finwhale.server"))) / "web"
+# Scripts and styles are files of this server, and the page connects to this server alone. Only
+# DOMPurify turns text into elements (Trusted Types).
 _POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types dompurify"
 )
+_TYPES = {".js": "text/javascript", ".css": "text/css", ".json": "application/json"}
+
+
+class PageFiles(StaticFiles):
+    """The scripts and styles. Browsers ask again each time, so that an update is complete."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=_WEB)
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = "no-cache"
+        # The system's own table may have another type, which browsers refuse for a module.
+        if isinstance(response, FileResponse) and (found := _TYPES.get(Path(path).suffix)):
+            response.headers["content-type"] = f"{found}; charset=utf-8"
+        return response
 
 
 def page_response() -> Response:
@@ -19,4 +41,4 @@ def page_response() -> Response:
 
 @cache
 def _page() -> str:
-    return resources.files("finwhale.server").joinpath("page.html").read_text(encoding="utf-8")
+    return (_WEB / "index.html").read_text(encoding="utf-8")

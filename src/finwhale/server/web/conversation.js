@@ -1,0 +1,88 @@
+/* A conversation is a tree of messages: an edited question or another answer is a new branch.
+
+   A record is plain data, which the browser keeps:
+     {id, title, created, updated, nodes: {id: node}, chosen: {parent id: child id}}
+   A node is {id, parent, role, content}; the first nodes have the parent "". An assistant's node also
+   has reasoning, calls [{id, name, arguments, result}], usage, finish, seconds, first (seconds to the
+   first token), stopped and error. */
+
+export class Conversation {
+  constructor(record) {
+    this.record = record;
+  }
+
+  static blank() {
+    const now = Date.now();
+    return new Conversation(
+      {id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", created: now, updated: now, nodes: {}, chosen: {}});
+  }
+
+  get id() { return this.record.id; }
+  get isEmpty() { return !Object.keys(this.record.nodes).length; }
+  get title() { return this.record.title || "New conversation"; }
+
+  /* Adds a message below `parent`, and shows its branch. */
+  add(parent, role, content) {
+    const id = String(Object.keys(this.record.nodes).length + 1);
+    const node = {id, parent, role, content};
+    this.record.nodes[id] = node;
+    this.record.chosen[parent] = id;
+    this.record.updated = Date.now();
+    if (!this.record.title && role === "user") this.record.title = content.trim().replace(/\s+/g, " ").slice(0, 60);
+    return node;
+  }
+
+  /* The messages with the same parent, oldest first. */
+  siblings(node) {
+    return Object.values(this.record.nodes).filter(other => other.parent === node.parent);
+  }
+
+  choose(node) {
+    this.record.chosen[node.parent] = node.id;
+  }
+
+  /* The messages of the branch that is shown. */
+  path() {
+    const found = [];
+    for (let id = this.record.chosen[""]; id; id = this.record.chosen[id]) found.push(this.record.nodes[id]);
+    return found;
+  }
+
+  /* The messages up to `node`, as OpenAI's protocol has them. */
+  messages(node, system) {
+    const found = [];
+    for (; node; node = this.record.nodes[node.parent]) found.unshift(...toMessages(node));
+    return system ? [{role: "system", content: system}, ...found] : found;
+  }
+
+  markdown() {
+    const parts = this.path().map(node => {
+      const lines = [`## ${node.role === "user" ? "You" : "Assistant"}`, ""];
+      if (node.reasoning) lines.push("<details><summary>Thinking</summary>", "", node.reasoning, "", "</details>", "");
+      if (node.content) lines.push(node.content, "");
+      for (const call of node.calls || [])
+        lines.push("```json", JSON.stringify({call: call.name, arguments: call.arguments, result: call.result}), "```", "");
+      return lines.join("\n");
+    });
+    return `# ${this.title}\n\n${parts.join("\n")}`;
+  }
+
+  /* Whether every word occurs in the title or in a message. */
+  matches(words) {
+    const text = [this.record.title, ...Object.values(this.record.nodes).map(node => node.content)].join("\n").toLowerCase();
+    return words.every(word => text.includes(word));
+  }
+}
+
+function toMessages(node) {
+  if (node.role === "user") return [{role: "user", content: node.content}];
+  const calls = node.calls || [];
+  if (!node.content && !calls.length) return [];
+  const message = {role: "assistant", content: node.content};
+  if (node.reasoning) message.reasoning_content = node.reasoning;
+  if (calls.length)
+    message.tool_calls = calls.map(({id, name, arguments: text}) =>
+      ({id, type: "function", function: {name, arguments: text}}));
+  return [message, ...calls.map(({id, result}) =>
+    ({role: "tool", tool_call_id: id, content: result || "(not carried out)"}))];
+}

@@ -1,0 +1,183 @@
+/* The engine: a line of its state from /live, and plots from /metrics while they are looked at. */
+
+import {$, element} from "./dom.js";
+import {ask} from "./api.js";
+import {growth, parse, quantiles, value} from "./metrics.js";
+import {Plot} from "./plots.js";
+
+const INTERVAL_MS = 1000;
+const MAX_POINTS = 600;
+// Quantiles are those of the last half minute.
+const WINDOW_S = 30;
+const QUANTILES = [0.5, 0.9, 0.99];
+const QUANTILE_LINES = [{label: "p50"}, {label: "p90"}, {label: "p99"}];
+
+/* Each plot: its options, and from (metrics now, before, seconds between) the values of its lines. */
+const PLOTS = [
+  {
+    title: "Tokens per second", id: "rate-now", lines: [{label: "output"}, {label: "prefill, computed"}],
+    values: (now, before, seconds) => [
+      growth(now, before, "finwhale_output_tokens_total") / seconds,
+      Math.max(0, growth(now, before, "finwhale_prefill_tokens_total") - growth(now, before, "finwhale_prefix_hit_tokens_total")) / seconds,
+    ],
+  },
+  {
+    title: "Sequences in the batch", lines: [{label: "running"}, {label: "waiting"}],
+    values: now => [value(now, "finwhale_running"), value(now, "finwhale_waiting")],
+  },
+  {
+    title: "Time to first token", unit: " ms", lines: QUANTILE_LINES, window: true,
+    values: (now, before) => milliseconds(quantiles(now, before, "finwhale_time_to_first_token_seconds", QUANTILES)),
+  },
+  {
+    title: "Time per output token", unit: " ms", lines: QUANTILE_LINES, window: true,
+    values: (now, before) => milliseconds(quantiles(now, before, "finwhale_time_per_output_token_seconds", QUANTILES)),
+  },
+  {
+    title: "Prompt tokens found in the prefix cache", unit: "%", highest: 100, lines: [{label: "found"}], window: true,
+    values: (now, before) => {
+      const read = growth(now, before, "finwhale_prefill_tokens_total");
+      return [read ? 100 * growth(now, before, "finwhale_prefix_hit_tokens_total") / read : null];
+    },
+  },
+];
+
+function milliseconds(times) {
+  return times.map(time => (time === null ? null : 1000 * time));
+}
+
+export class EngineView {
+  constructor() {
+    this.shown = false;
+    this.history = [];
+    this.plots = PLOTS.map(options => ({...options, plot: new Plot(options), columns: [[], ...options.lines.map(() => [])]}));
+    this.cache = null;
+    this.acceptance = new Plot({title: "Accepted drafts by position", unit: "%", highest: 100, positions: true, lines: [{label: "accepted"}]});
+    $("plots").append(...this.plots.map(one => one.plot.figure), this.acceptance.figure);
+    document.addEventListener("theme", () => this.#restyle());
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#restyle());
+    addEventListener("resize", () => this.#draw());
+    this.#poll();
+  }
+
+  show(shown) {
+    this.shown = shown;
+    if (shown) this.#draw();
+  }
+
+  async #poll() {
+    if (!document.hidden) {
+      try {
+        this.#state(await (await ask("live")).json());
+        if (this.shown) this.#take(parse(await (await ask("metrics")).text()));
+      } catch (error) {
+        setState(error.status === 401 ? "an API key is needed" : `no answer: ${error.message}`, true);
+      }
+    }
+    setTimeout(() => this.#poll(), INTERVAL_MS);
+  }
+
+  #state(now) {
+    setState(now.alive ? "the engine is alive" : "the engine is not there", !now.alive);
+    $("load").textContent = now.alive
+      ? `${now.tokens_per_second.toFixed(0)} tokens/s · ${now.running} running · ${now.waiting} waiting` : "";
+  }
+
+  #take(metrics) {
+    const time = Date.now() / 1000, before = this.history.at(-1);
+    this.history.push({time, metrics});
+    while (this.history[0].time < time - WINDOW_S) this.history.shift();
+    if (before) {
+      for (const {values, window, columns} of this.plots) {
+        const from = window ? this.history[0] : before;
+        push(columns, time, values(metrics, from.metrics, time - from.time));
+      }
+      this.#takeCache(metrics, time);
+    }
+    this.metrics = metrics;
+    this.#draw();
+  }
+
+  /* Kinds of pages are known from the first answer. */
+  #takeCache(metrics, time) {
+    const kinds = [...new Set((metrics.finwhale_pages || []).map(({labels}) => labels.kind))];
+    if (!this.cache && kinds.length) {
+      const options = {title: "Used cache by kind of state", unit: "%", highest: 100, lines: kinds.map(label => ({label}))};
+      this.cache = {plot: new Plot(options), columns: [[], ...kinds.map(() => [])]};
+      this.acceptance.figure.before(this.cache.plot.figure);
+    }
+    if (this.cache) push(this.cache.columns, time, kinds.map(kind => {
+      const used = value(metrics, "finwhale_pages", {kind, state: "used"});
+      return 100 * used / (used + value(metrics, "finwhale_pages", {kind, state: "free"}) || 1);
+    }));
+  }
+
+  #draw() {
+    if (!this.shown || !this.metrics) return;
+    for (const {plot, columns, unit = ""} of this.plots) plot.show(columns, latest(columns, unit));
+    this.cache?.plot.show(this.cache.columns, "");
+    this.#drawAcceptance();
+    this.#drawPages();
+    this.#drawCounts();
+  }
+
+  #drawAcceptance() {
+    const proposed = this.metrics.finwhale_drafts_proposed_total || [];
+    const any = proposed.some(sample => sample.value);
+    this.acceptance.figure.hidden = !any;
+    if (!any) return;
+    const positions = proposed.map(sample => Number(sample.labels.position));
+    const shares = proposed.map(({labels, value: count}) =>
+      (count ? 100 * value(this.metrics, "finwhale_drafts_accepted_total", labels) / count : null));
+    const length = value(this.metrics, "finwhale_draft_mean_accepted_length");
+    this.acceptance.show([positions, shares], `${length.toFixed(2)} tokens per verification`);
+  }
+
+  #drawPages() {
+    const pages = {};
+    for (const {labels, value: count} of this.metrics.finwhale_pages || []) (pages[labels.kind] ??= {})[labels.state] = count;
+    $("pages").replaceChildren(...Object.entries(pages).map(([kind, {used, free}]) => {
+      const meter = element("meter", {max: used + free || 1, value: used, "aria-label": kind});
+      return element("div", {className: "bar"}, element("span", {textContent: kind}),
+        element("span", {textContent: `${used} / ${used + free}`}), meter);
+    }));
+  }
+
+  #drawCounts() {
+    const now = this.metrics, rows = [
+      ["Steps", value(now, "finwhale_steps_total")],
+      ["Prefill tokens", value(now, "finwhale_prefill_tokens_total")],
+      ["of them found in the cache", value(now, "finwhale_prefix_hit_tokens_total")],
+      ["Output tokens", value(now, "finwhale_output_tokens_total")],
+      ["Preemptions", value(now, "finwhale_preemptions_total")],
+      ["Late compilations", (now.finwhale_late_compilations_total || []).reduce((sum, sample) => sum + sample.value, 0)],
+      ...(now.finwhale_endings_total || []).map(({labels, value: count}) => [`Sequences that ended: ${labels.how}`, count]),
+    ];
+    $("counts").replaceChildren(...rows.map(([name, count]) => element("tr", {},
+      element("th", {scope: "row", textContent: name}), element("td", {textContent: count.toLocaleString("en")}))));
+  }
+
+  #restyle() {
+    for (const {plot} of [...this.plots, ...(this.cache ? [this.cache] : [])]) plot.restyle();
+    this.acceptance.restyle();
+    this.#draw();
+  }
+}
+
+function push(columns, time, values) {
+  [time, ...values].forEach((found, i) => {
+    columns[i].push(found);
+    if (columns[i].length > MAX_POINTS) columns[i].shift();
+  });
+}
+
+function latest(columns, unit) {
+  const last = columns.slice(1).map(column => column.at(-1));
+  return last.every(found => found === null || found === undefined) ? "none lately"
+    : last.map(found => (found === null || found === undefined ? "–" : Number(found.toPrecision(3)))).join(" / ") + unit;
+}
+
+function setState(text, bad) {
+  if ($("state").textContent !== text) $("state").textContent = text;
+  $("state").classList.toggle("bad", bad);
+}

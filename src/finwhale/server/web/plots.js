@@ -1,0 +1,86 @@
+/* Plots with axes, scales and values under the pointer. */
+
+import uPlot from "./vendor/uplot.js";
+import {element} from "./dom.js";
+
+const HEIGHT = 190;
+const pointer = uPlot.sync("engine");
+
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function axes(unit, x = {}) {
+  const shared = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {show: false}, font: "12px system-ui"};
+  return [{...shared, ...x}, {...shared, size: 58, values: (_, values) => values.map(value => text(value, unit))}];
+}
+
+function text(value, unit) {
+  if (value === null || value === undefined) return "–";
+  const short = Math.abs(value) >= 10000 ? `${(value / 1000).toFixed(0)}k` : String(Number(value.toPrecision(3)));
+  return `${short}${unit}`;
+}
+
+/* A figure with lines over time, or over positions.
+
+   `lines` are [{label}]; `unit` follows each value; `highest` is the top of the scale. */
+export class Plot {
+  constructor({title, lines, unit = "", highest, positions = false, id}) {
+    this.options = {lines, unit, highest, positions};
+    this.now = element("span", {id: id || ""});
+    this.place = element("div", {className: "plot", role: "img", "aria-label": title});
+    this.empty = element("p", {className: "soft none", textContent: "Nothing to show yet", hidden: true});
+    this.figure = element("figure", {},
+      element("figcaption", {}, element("h2", {textContent: title}), this.now), this.empty, this.place);
+  }
+
+  /* `data` are uPlot's columns. The plot is made when it first has a width. */
+  show(data, now) {
+    this.data = data;
+    this.now.textContent = now;
+    if (!this.place.clientWidth) return;
+    if (!this.plot) this.#make();
+    else {
+      if (this.plot.width !== this.place.clientWidth) this.plot.setSize({width: this.place.clientWidth, height: HEIGHT});
+      this.plot.setData(data);
+    }
+  }
+
+  /* Makes the plot again, in the colours of now. */
+  restyle() {
+    this.plot?.destroy();
+    this.plot = null;
+  }
+
+  #make() {
+    const {lines, unit, highest, positions} = this.options;
+    const names = ["--plot-1", "--plot-2", "--plot-3", "--plot-4", "--plot-5", "--plot-6"];
+    const dashes = [[], [6, 3], [2, 3], [8, 3, 2, 3], [], [6, 3]];
+    const x = positions
+      ? {values: (_, values) => values.map(value => (Number.isInteger(value) ? value : "")), incrs: [1, 2, 5]}
+      : {};
+    this.plot = new uPlot({
+      width: this.place.clientWidth,
+      height: HEIGHT,
+      scales: {
+        x: positions ? {time: false, range: (_, low, high) => [low - 0.5, high + 0.5]} : {time: true},
+        y: {range: (_, low, high) => [0, highest || Math.max(high || 0, 1e-9) * 1.1]},
+      },
+      axes: axes(unit, x),
+      cursor: {sync: positions ? undefined : {key: pointer.key}, drag: {x: false, y: false}},
+      series: [
+        {label: positions ? "position" : "time", ...(positions && {value: (_, found) => found ?? "–"})},
+        ...lines.map((line, i) => ({
+          label: line.label,
+          stroke: colour(names[i % names.length]),
+          width: 2,
+          dash: dashes[i % dashes.length],
+          points: {show: positions, size: 7},
+          spanGaps: false,
+          value: (_, found) => text(found, unit),
+          ...(positions && {paths: uPlot.paths.bars({size: [0.6, 60]}), fill: colour("--plot-1-fill")}),
+        })),
+      ],
+    }, this.data, this.place);
+  }
+}
