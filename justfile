@@ -36,10 +36,9 @@ long-schedules:
 long-fuzz examples="200":
     FINWHALE_FUZZ_EXAMPLES={{ examples }} pytest -n0 tests/server/test_fuzz.py tests/server/test_hostile_grammars.py
 
-# The server's page in a browser; fails without Chromium.
+# The server's page in a browser; installs Chromium where it is missing. Needs npm.
 long-page:
-    command -v chromium || command -v chromium-browser
-    pytest -n0 tests/server/test_page.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_page.py tests/server/test_page.py
 
 # Many clients of one server, some of them hostile.
 long-soak seconds="600":

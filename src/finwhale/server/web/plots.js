@@ -69,7 +69,10 @@ export class Plot {
       axes: axes(unit, x),
       cursor: {sync: positions ? undefined : {key: pointer.key}, drag: {x: false, y: false}},
       series: [
-        {label: positions ? "position" : "time", ...(positions && {value: (_, found) => found ?? "–"})},
+        {
+          label: positions ? "position" : "time",
+          value: (_, found) => (found === null ? "–" : positions ? found : new Date(1000 * found).toLocaleTimeString()),
+        },
         ...lines.map((line, i) => ({
           label: line.label,
           stroke: colour(names[i % names.length]),

@@ -81,7 +81,7 @@ export class AnswerTurn {
     if (node.error) this.foot.append(element("p", {className: "error", role: "alert", textContent: node.error}));
     this.foot.append(element("div", {className: "actions"}, this.branches,
       copyButton("Copy the answer", () => node.content),
-      button("Regenerate", this.actions.regenerate, {className: "quiet regenerate", "aria-label": "Generate another answer"}),
+      button("Regenerate", this.actions.regenerate, {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
       element("span", {className: "usage", textContent: speeds(node)})));
   }
 
@@ -128,7 +128,7 @@ function speeds(node) {
   const parts = [], usage = node.usage;
   if (usage) {
     const written = usage.completion_tokens, rest = node.seconds - node.first;
-    const rate = written > 1 && rest > 0 ? ` (${((written - 1) / rest).toFixed(1)} tokens/s)` : "";
+    const rate = written > 1 && rest > 0.01 ? ` (${((written - 1) / rest).toFixed(1)} tokens/s)` : "";
     parts.push(`${count.format(written)} tokens written in ${node.seconds.toFixed(1)} s${rate}`);
   }
   if (node.first !== undefined) parts.push(`first token after ${node.first.toFixed(2)} s`);
