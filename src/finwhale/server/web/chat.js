@@ -171,11 +171,14 @@ function take(node, chunk) {
   return any;
 }
 
-const EXAMPLES = ["What is the capital of France?", "Write a short story about a whale.", "Explain what a prefix cache does."];
+const EXAMPLES = [
+  "What is the capital of France?", "Write a short story about a whale.", "Explain what a prefix cache does.",
+];
 
 function welcome(ask) {
   return element("div", {className: "welcome"},
     element("h2", {textContent: "What would you like to ask?"}),
-    element("p", {textContent: "Conversations stay in this browser. Enter sends, Shift+Enter makes a line, Escape stops."}),
+    element("p", {textContent:
+      "Conversations stay in this browser. Enter sends, Shift+Enter starts a new line, Escape stops."}),
     element("div", {className: "examples"}, ...EXAMPLES.map(text => button(text, () => ask(text)))));
 }

@@ -13,8 +13,8 @@ export class Conversation {
 
   static blank() {
     const now = Date.now();
-    return new Conversation(
-      {id: crypto.getRandomValues(new Uint32Array(3)).join("-"), title: "", created: now, updated: now, nodes: {}, chosen: {}});
+    const id = crypto.getRandomValues(new Uint32Array(3)).join("-");
+    return new Conversation({id, title: "", created: now, updated: now, nodes: {}, chosen: {}});
   }
 
   get id() { return this.record.id; }
@@ -28,7 +28,8 @@ export class Conversation {
     this.record.nodes[id] = node;
     this.record.chosen[parent] = id;
     this.record.updated = Date.now();
-    if (!this.record.title && role === "user") this.record.title = content.trim().replace(/\s+/g, " ").slice(0, 60);
+    if (!this.record.title && role === "user")
+      this.record.title = content.trim().replace(/\s+/g, " ").slice(0, 60);
     return node;
   }
 
@@ -69,7 +70,8 @@ export class Conversation {
 
   /* Whether every word occurs in the title or in a message. */
   matches(words) {
-    const text = [this.record.title, ...Object.values(this.record.nodes).map(node => node.content)].join("\n").toLowerCase();
+    const contents = Object.values(this.record.nodes).map(node => node.content);
+    const text = [this.record.title, ...contents].join("\n").toLowerCase();
     return words.every(word => text.includes(word));
   }
 }

@@ -15,10 +15,12 @@ const QUANTILE_LINES = [{label: "p50"}, {label: "p90"}, {label: "p99"}];
 /* Each plot: its options, and from (metrics now, before, seconds between) the values of its lines. */
 const PLOTS = [
   {
-    title: "Tokens per second", id: "rate-now", lines: [{label: "output"}, {label: "prefill, computed"}],
+    title: "Tokens per second", id: "rate-now", lines: [{label: "output"}, {label: "prefill"}],
     values: (now, before, seconds) => [
       growth(now, before, "finwhale_output_tokens_total") / seconds,
-      Math.max(0, growth(now, before, "finwhale_prefill_tokens_total") - growth(now, before, "finwhale_prefix_hit_tokens_total")) / seconds,
+      // Without the tokens that the prefix cache had.
+      (growth(now, before, "finwhale_prefill_tokens_total") -
+        growth(now, before, "finwhale_prefix_hit_tokens_total")) / seconds,
     ],
   },
   {
@@ -50,9 +52,12 @@ export class EngineView {
   constructor() {
     this.shown = false;
     this.history = [];
-    this.plots = PLOTS.map(options => ({...options, plot: new Plot(options), columns: [[], ...options.lines.map(() => [])]}));
+    this.plots = PLOTS.map(options =>
+      ({...options, plot: new Plot(options), columns: [[], ...options.lines.map(() => [])]}));
     this.cache = null;
-    this.acceptance = new Plot({title: "Accepted drafts by position", unit: "%", highest: 100, positions: true, lines: [{label: "accepted"}]});
+    this.acceptance = new Plot({
+      title: "Accepted drafts by position", unit: "%", highest: 100, positions: true, lines: [{label: "accepted"}],
+    });
     $("plots").append(...this.plots.map(one => one.plot.figure), this.acceptance.figure);
     document.addEventListener("theme", () => this.#restyle());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.#restyle());
@@ -102,7 +107,8 @@ export class EngineView {
   #takeCache(metrics, time) {
     const kinds = [...new Set((metrics.finwhale_pages || []).map(({labels}) => labels.kind))];
     if (!this.cache && kinds.length) {
-      const options = {title: "Used cache by kind of state", unit: "%", highest: 100, lines: kinds.map(label => ({label}))};
+      const lines = kinds.map(label => ({label}));
+      const options = {title: "Used cache by kind of state", unit: "%", highest: 100, lines};
       this.cache = {plot: new Plot(options), columns: [[], ...kinds.map(() => [])]};
       this.acceptance.figure.before(this.cache.plot.figure);
     }
@@ -114,7 +120,8 @@ export class EngineView {
 
   #draw() {
     if (!this.shown || !this.metrics) return;
-    for (const {plot, columns, unit = ""} of this.plots) plot.show(columns, latest(columns, unit));
+    for (const {plot, columns, lines, unit = ""} of this.plots)
+      plot.show(columns, latest(columns, lines, unit));
     this.cache?.plot.show(this.cache.columns, "");
     this.#drawAcceptance();
     this.#drawPages();
@@ -135,7 +142,8 @@ export class EngineView {
 
   #drawPages() {
     const pages = {};
-    for (const {labels, value: count} of this.metrics.finwhale_pages || []) (pages[labels.kind] ??= {})[labels.state] = count;
+    for (const {labels, value: count} of this.metrics.finwhale_pages || [])
+      (pages[labels.kind] ??= {})[labels.state] = count;
     $("pages").replaceChildren(...Object.entries(pages).map(([kind, {used, free}]) => {
       const meter = element("meter", {max: used + free || 1, value: used, "aria-label": kind});
       return element("div", {className: "bar"}, element("span", {textContent: kind}),
@@ -150,7 +158,7 @@ export class EngineView {
       ["of them found in the cache", value(now, "finwhale_prefix_hit_tokens_total")],
       ["Output tokens", value(now, "finwhale_output_tokens_total")],
       ["Preemptions", value(now, "finwhale_preemptions_total")],
-      ["Late compilations", (now.finwhale_late_compilations_total || []).reduce((sum, sample) => sum + sample.value, 0)],
+      ["Late compilations", (now.finwhale_late_compilations_total || []).reduce((sum, one) => sum + one.value, 0)],
       ...(now.finwhale_endings_total || []).map(({labels, value: count}) => [`Sequences that ended: ${labels.how}`, count]),
     ];
     $("counts").replaceChildren(...rows.map(([name, count]) => element("tr", {},
@@ -171,10 +179,13 @@ function push(columns, time, values) {
   });
 }
 
-function latest(columns, unit) {
-  const last = columns.slice(1).map(column => column.at(-1));
-  return last.every(found => found === null || found === undefined) ? "none lately"
-    : last.map(found => (found === null || found === undefined ? "–" : Number(found.toPrecision(3)))).join(" / ") + unit;
+/* The last value of each line. */
+function latest(columns, lines, unit) {
+  const found = lines.flatMap(({label}, i) => {
+    const last = columns[i + 1].at(-1) ?? null;
+    return last === null ? [] : [`${lines.length > 1 ? `${label} ` : ""}${Number(last.toPrecision(3))}`];
+  });
+  return found.length ? found.join(" · ") + unit : "none lately";
 }
 
 function setState(text, bad) {

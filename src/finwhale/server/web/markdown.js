@@ -137,7 +137,8 @@ function frameCode(code, highlight) {
   const scroller = scrolled("pre", "", label);
   scroller.append(code);
   frame.append(
-    element("div", {className: "bar"}, element("span", {textContent: language}), copyButton(`Copy ${label}`, () => text)),
+    element("div", {className: "bar"},
+      element("span", {textContent: language}), copyButton(`Copy ${label}`, () => text)),
     scroller,
   );
 }

@@ -4,6 +4,7 @@ import uPlot from "./vendor/uplot.js";
 import {element} from "./dom.js";
 
 const HEIGHT = 190;
+const MIN_SPAN_S = 60;
 const pointer = uPlot.sync("engine");
 
 function colour(name) {
@@ -11,7 +12,8 @@ function colour(name) {
 }
 
 function axes(unit, x = {}) {
-  const shared = {stroke: colour("--soft"), grid: {stroke: colour("--line"), width: 1}, ticks: {show: false}, font: "12px system-ui"};
+  const grid = {stroke: colour("--line"), width: 1};
+  const shared = {stroke: colour("--soft"), grid, ticks: {show: false}, font: "12px system-ui"};
   return [{...shared, ...x}, {...shared, size: 58, values: (_, values) => values.map(value => text(value, unit))}];
 }
 
@@ -29,9 +31,8 @@ export class Plot {
     this.options = {lines, unit, highest, positions};
     this.now = element("span", {id: id || ""});
     this.place = element("div", {className: "plot", role: "img", "aria-label": title});
-    this.empty = element("p", {className: "soft none", textContent: "Nothing to show yet", hidden: true});
     this.figure = element("figure", {},
-      element("figcaption", {}, element("h2", {textContent: title}), this.now), this.empty, this.place);
+      element("figcaption", {}, element("h2", {textContent: title}), this.now), this.place);
   }
 
   /* `data` are uPlot's columns. The plot is made when it first has a width. */
@@ -41,7 +42,8 @@ export class Plot {
     if (!this.place.clientWidth) return;
     if (!this.plot) this.#make();
     else {
-      if (this.plot.width !== this.place.clientWidth) this.plot.setSize({width: this.place.clientWidth, height: HEIGHT});
+      const width = this.place.clientWidth;
+      if (this.plot.width !== width) this.plot.setSize({width, height: HEIGHT});
       this.plot.setData(data);
     }
   }
@@ -63,15 +65,18 @@ export class Plot {
       width: this.place.clientWidth,
       height: HEIGHT,
       scales: {
-        x: positions ? {time: false, range: (_, low, high) => [low - 0.5, high + 0.5]} : {time: true},
-        y: {range: (_, low, high) => [0, highest || Math.max(high || 0, 1e-9) * 1.1]},
+        x: positions
+          ? {time: false, range: (_, low, high) => [low - 0.5, high + 0.5]}
+          : {time: true, range: (_, low, high) => [Math.min(low, high - MIN_SPAN_S), high]},
+        y: {range: (_, low, high) => [0, highest || (high || 1) * 1.1]},
       },
       axes: axes(unit, x),
       cursor: {sync: positions ? undefined : {key: pointer.key}, drag: {x: false, y: false}},
       series: [
         {
           label: positions ? "position" : "time",
-          value: (_, found) => (found === null ? "–" : positions ? found : new Date(1000 * found).toLocaleTimeString()),
+          value: (_, found) =>
+            (found === null ? "–" : positions ? found : new Date(1000 * found).toLocaleTimeString()),
         },
         ...lines.map((line, i) => ({
           label: line.label,

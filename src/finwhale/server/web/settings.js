@@ -19,7 +19,7 @@ export class Settings {
     this.tools = parseTools($("tools").value, []);
     for (const id of [...TEXTS, "thinking"]) $(id).addEventListener("change", () => this.#changed());
     $("settings-reset").addEventListener("click", () => {
-      for (const id of TEXTS) if (id !== "tools") $(id).value = $(id).tagName === "SELECT" ? $(id).options[0].value : "";
+      for (const id of TEXTS) if (id !== "tools") $(id).value = "";
       this.#changed();
     });
     $("key").value = apiKey.get();

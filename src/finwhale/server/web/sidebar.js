@@ -73,7 +73,8 @@ export class Sidebar {
       button(one.title, () => this.select(one),
         {className: "conversation", title: one.title, ...(one === this.current && {"aria-current": "true"})}))));
     if (!found.length)
-      $("conversations").append(element("li", {className: "soft", textContent: words.length ? "Nothing found" : "No conversations yet"}));
+      $("conversations").append(element("li",
+        {className: "soft", textContent: words.length ? "Nothing found" : "No conversations yet"}));
     if (tell) announce(`${found.length} conversations found`);
   }
 

@@ -35,7 +35,9 @@ export function branchPicker(node, siblings, choose) {
   const step = (sign, label, to) => button(sign, () => choose(siblings[to]),
     {className: "quiet", "aria-label": label, disabled: !siblings[to]});
   box.append(step("‹", "Previous branch", at - 1),
-    element("span", {textContent: `${at + 1}/${siblings.length}`, "aria-label": `branch ${at + 1} of ${siblings.length}`, role: "img"}),
+    element("span", {
+      textContent: `${at + 1}/${siblings.length}`, role: "img", "aria-label": `branch ${at + 1} of ${siblings.length}`,
+    }),
     step("›", "Next branch", at + 1));
   return box;
 }
@@ -81,7 +83,8 @@ export class AnswerTurn {
     if (node.error) this.foot.append(element("p", {className: "error", role: "alert", textContent: node.error}));
     this.foot.append(element("div", {className: "actions"}, this.branches,
       copyButton("Copy the answer", () => node.content),
-      button("Regenerate", this.actions.regenerate, {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
+      button("Regenerate", this.actions.regenerate,
+        {className: "quiet regenerate", "aria-label": "Regenerate the answer"}),
       element("span", {className: "usage", textContent: speeds(node)})));
   }
 
