@@ -32,6 +32,7 @@ def page(browser: Browser, server: RunningServer) -> Iterator[Page]:
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(server.url)
+    page.wait_for_selector("html[data-ready]")
     yield page
     page.close()
     assert not errors

@@ -72,6 +72,9 @@ $("sidebar-button").addEventListener("click", () => {
   document.body.classList.toggle(wide ? "sidebar-closed" : "sidebar-open");
 });
 $("shade").addEventListener("click", () => document.body.classList.remove("sidebar-open"));
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") document.body.classList.remove("sidebar-open");
+});
 
 await sidebar.load();
 modelName().catch(() => {});
