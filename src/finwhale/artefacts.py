@@ -79,6 +79,37 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary.replace(path)
 
 
+def open_private(root: Path, *folders: str) -> None:
+    """Creates folders of code below `root`, for this user alone, unless they exist.
+
+    A folder that another program creates inside may have any mode: nobody else can enter it.
+
+    Raises:
+        OSError: a folder cannot be created.
+        ResourceError: another user (other than root) owns one of them, or its group or everybody
+            can write to it.
+    """
+    paths = [root]
+    for folder in folders:
+        parts = folder.split("/")
+        paths += [root.joinpath(*parts[: i + 1]) for i in range(len(parts))]
+    root.parent.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        path.mkdir(mode=0o700, exist_ok=True)
+        found = path.stat()
+        if found.st_uid not in (os.geteuid(), 0):
+            reason, remedy = f"belongs to another user (id {found.st_uid})", ""
+        elif found.st_mode & 0o022:
+            reason = f"can be written by other users (mode {found.st_mode & 0o7777:04o})"
+            remedy = f"run chmod -R go-w {root}, or "
+        else:
+            continue
+        raise ResourceError(
+            f"the cache directory {path} {reason}, and this process would run code from it: "
+            f"{remedy}choose another (--cache-dir)"
+        )
+
+
 class Artefacts:
     """The folder of one combination of device and versions.
 
@@ -87,20 +118,21 @@ class Artefacts:
         writable: whether this process may write to it.
 
     Args:
-        directory: the parent directory of all folders; created if missing.
+        directory: the parent directory of all folders; created, for this user alone, if missing.
         platform: device and versions as plain data; they also form the folder's name.
 
     Raises:
-        ResourceError: the directory does not exist and cannot be created.
+        ResourceError: the directory does not exist and cannot be created, or another user could
+            put code into it.
     """
 
     def __init__(self, directory: str | Path, platform: Mapping[str, str]) -> None:
         words = "-".join(value for value in platform.values() if value)
         name = "".join(c if c.isalnum() or c in "-._" else "_" for c in words)
-        self.path = Path(directory).expanduser() / f"{name[:100]}-{digest(dict(platform))}"
+        root = Path(directory).expanduser()
+        self.path = root / f"{name[:100]}-{digest(dict(platform))}"
         try:
-            for kind in KINDS:
-                (self.path / kind).mkdir(parents=True, exist_ok=True)
+            open_private(root, *(f"{self.path.name}/{kind}" for kind in KINDS))
         except OSError as error:
             raise ResourceError(
                 f"the cache directory {directory} cannot be used: {error.strerror or error}; "

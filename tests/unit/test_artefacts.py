@@ -53,6 +53,39 @@ def test_each_device_and_version_has_its_own(tmp_path: Path, cache: Artefacts) -
     assert "H200" in cache.path.name
 
 
+def test_only_this_user_can_use_a_new_one(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = Artefacts(tmp_path / "parent" / "cache", PLATFORM).path
+    finally:
+        os.umask(before)
+    folders = [made.parent, made, *made.rglob("*/")]
+    assert len(folders) == 2 + 3  # triton, deepgemm, deepgemm/cache
+    assert {folder.stat().st_mode & 0o7777 for folder in folders} == {0o700}
+    Artefacts(made.parent, PLATFORM)
+
+
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777, 0o1777])
+def test_one_that_others_can_write_to(tmp_path: Path, mode: int) -> None:
+    made = Artefacts(tmp_path / "cache", PLATFORM).path
+    for folder in (made.parent, made, made / "triton"):
+        folder.chmod(mode)
+        with pytest.raises(ResourceError, match=f"can be written by .*{mode:04o}.*chmod -R go-w"):
+            Artefacts(tmp_path / "cache", PLATFORM)
+        folder.chmod(0o755)
+    Artefacts(tmp_path / "cache", PLATFORM)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory to another user")
+def test_one_of_another_user(tmp_path: Path) -> None:
+    made = Artefacts(tmp_path / "cache", PLATFORM).path
+    for folder in (made.parent, made, made / "triton"):
+        os.chown(folder, 12345, -1)
+        with pytest.raises(ResourceError, match=r"belongs to another user \(id 12345\)"):
+            Artefacts(tmp_path / "cache", PLATFORM)
+        os.chown(folder, 0, -1)
+
+
 def test_where_it_is_by_default() -> None:
     assert default_directory("/somewhere") == Path("/somewhere/finwhale")
     assert default_directory() == Path.home() / ".cache" / "finwhale"

@@ -27,6 +27,12 @@ ChatMessages = Sequence[Mapping[str, Any]]
 
 ROLES = ("system", "developer", "user", "latest_reminder", "assistant", "tool")
 _STRUCTURE = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd")
+# deepseek-recipe also marks Ref, Box, Point and Polygon where an assistant's text spells them. They
+# are not part of the format, so here they remain text.
+_FORMAT_TOKENS = frozenset(
+    getattr(recipe.SpecialToken, name).default_str()
+    for name in (*_STRUCTURE, "System", "LatestReminder", "Dsml")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +257,8 @@ class ChatTemplate:
         token_ids: list[int] = []
         done = 0
         for start, end in special_ranges:
+            if text[start:end] not in _FORMAT_TOKENS:
+                continue
             if done < start:
                 token_ids += self._tokenizer.encode(text[done:start])
             token_ids.append(self._tokenizer.added_id(text[start:end]))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finwhale.artefacts import checksum, locked, source_digest, write_whole
+from finwhale.artefacts import checksum, locked, open_private, source_digest, write_whole
 from finwhale.compiled.graph_forms import FORMS, Graph
 from finwhale.errors import ResourceError
 
@@ -86,7 +86,7 @@ class GraphStore:
         self._form = FORMS[device.type]
         self._loaded: dict[str, Graph] = {}
         try:
-            directory.mkdir(parents=True, exist_ok=True)
+            open_private(directory.parent, directory.name)
         except OSError as error:
             raise ResourceError(
                 f"compiled graphs cannot be kept in {directory}: {error.strerror or error}"

@@ -8,6 +8,7 @@ a time, with a pause after each in which other requests proceed.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ SMALL_BYTES = 64 << 10
 MAX_STRUCTURES = 1 << 17
 MAX_DEPTH = 64
 MAX_FIELDS = 256  # pydantic makes an error of each unknown field
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def max_body_bytes(max_model_len: int) -> int:
@@ -88,7 +90,8 @@ class Parser:
         """The JSON value of a body.
 
         Raises:
-            ApiError (400): it is not JSON in UTF-8, or has too many or too deep structures.
+            ApiError (400): it is not JSON in UTF-8, has a lone surrogate, or has too many or too
+                deep structures.
         """
         if len(body) <= SMALL_BYTES:
             return _parse(body, self._max_items())
@@ -201,4 +204,16 @@ def _parse(body: bytes, max_items: int) -> Any:
         message = f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}"
         raise ApiError(400, message, code="too_complex")
     check_depth(value)
+    if _SURROGATE.search(body):
+        _check_unicode(value)
     return value
+
+
+def _check_unicode(value: object) -> None:
+    """Raises ApiError if a string of parsed JSON has half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = ord(error.object[error.start])
+        message = f"the body has a lone surrogate (\\u{surrogate:04x}), which is not Unicode text"
+        raise ApiError(400, message, code="invalid_unicode") from error
