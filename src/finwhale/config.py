@@ -165,6 +165,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise FinwhaleError(f"{name} must be at least 1, got {value}")
+        if self.max_model_len == 1:
+            raise FinwhaleError(
+                "max_model_len must be at least 2: one token of prompt and one of output"
+            )
         if self.graph_sizes is not None and not all(
             0 < size <= self.max_num_seqs for size in self.graph_sizes
         ):

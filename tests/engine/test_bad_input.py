@@ -500,3 +500,10 @@ def test_a_file_that_may_not_be_read(
     monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(CheckpointError, match=f"{ending} cannot be read: Permission denied"):
         LLM(path, device="cpu")
+
+
+def test_limits_that_no_machine_can_serve(capsys: Capture) -> None:
+    assert "must be at least 2" in fails(capsys, "generate", "hi", "--max-model-len", 1)
+    memory = ("--cache-memory-bytes", 10**14, "--max-num-seqs", 10**6)
+    message = fails(capsys, "generate", "hi", "--device", "cpu", *memory)
+    assert re.search(r"would take [\d,]+ bytes, but this machine has [\d,]+ bytes", message)

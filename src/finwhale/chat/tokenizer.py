@@ -17,6 +17,9 @@ from finwhale.errors import CheckpointError, RequestError
 BOS = deepseek_recipe.SpecialToken.Bos.default_str()
 EOS = deepseek_recipe.SpecialToken.Eos.default_str()
 
+# Several tables have an entry for each id up to the highest. No vocabulary comes near this.
+MAX_VOCABULARY = 1 << 24
+
 
 class Tokenizer:
     """A checkpoint's tokenizer, which never confuses text with control tokens.
@@ -48,8 +51,16 @@ class Tokenizer:
             self.added_ids: dict[str, int] = {text: int(t["id"]) for text, t in added.items()}
             self.special_ids = frozenset(int(t["id"]) for t in added.values() if t["special"])
             self._tokens: dict[int, str] = {int(i): text for text, i in vocab.items()}
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            for text in added:
+                text.encode()
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise CheckpointError(f"{path} is not a tokenizer.json: {error!r}") from error
+        ids = [*self._tokens, *self.added_ids.values()]
+        if not ids or not 0 <= min(ids) <= max(ids) < MAX_VOCABULARY:
+            raise CheckpointError(
+                f"{path} is not a tokenizer.json: its token ids must be between 0 and "
+                f"{MAX_VOCABULARY - 1}, and there must be one"
+            )
         if kinds != ("BPE", "ByteLevel"):
             raise CheckpointError(
                 f"{path}: wanted a BPE model with a ByteLevel decoder, "
@@ -190,6 +201,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"cannot read {path}: it is nested too deeply") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: wanted a JSON object, found {type(value).__name__}")
     return value

@@ -35,6 +35,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+# What the parser of a header raises for JSON of a wrong form; OverflowError: an infinite size.
+_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, OverflowError)
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
@@ -197,6 +199,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
         CheckpointError: the directory or config.json is missing or damaged.
     """
     directory = Path(path)
+    _check_links(directory)
     if not directory.is_dir():
         raise CheckpointError(
             f"no checkpoint at {directory}: "
@@ -206,6 +209,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 
 def _read_json(path: Path, why: str) -> dict[str, Any]:
+    _check_links(path)
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}; {why}")
     try:
@@ -214,9 +218,21 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise CheckpointError(f"{path} is nested too deeply") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, found {type(content).__name__}")
     return content
+
+
+def _check_links(path: Path) -> None:
+    """Raises CheckpointError if a path cannot be followed, such as a loop of symbolic links."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _inventory(directory: Path) -> dict[str, TensorInfo]:
@@ -329,21 +345,33 @@ def _read_header(path: Path) -> dict[str, _Stored]:
         header.pop("__metadata__", None)
         entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
         end = max((entry["data_offsets"][1] for _, entry in entries), default=0)
-        found = {
-            name: (str(e["dtype"]), tuple(map(int, e["shape"])), int(e["data_offsets"][0]))
-            for name, e in entries
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        found = {}
+        for name, entry in entries:
+            shape, (begin, stop) = entry["shape"], entry["data_offsets"]
+            if any(type(number) is not int for number in (begin, stop, *shape)):
+                raise TypeError(f"{name} has a number that is not an integer")
+            found[name] = (str(entry["dtype"]), tuple(shape), begin, stop)
+    except _DAMAGED as error:
         raise CheckpointError(f"{path} has a damaged safetensors header") from error
     if 8 + length + end != size:
         raise CheckpointError(
             f"{path} is {'truncated' if size < 8 + length + end else 'too long'}: {size} bytes, "
             f"its header promises {8 + length + end}; download it again"
         )
-    return {
-        name: _Stored(_dtype(path, name, dtype), shape, 8 + length + begin)
-        for name, (dtype, shape, begin) in found.items()
-    }
+    stored = {}
+    for name, (kind, shape, begin, stop) in found.items():
+        dtype = _dtype(path, name, kind)
+        if (
+            begin < 0
+            or min(shape, default=1) < 1
+            or stop - begin != math.prod(shape) * dtype.itemsize
+        ):
+            raise CheckpointError(
+                f"{path} has a damaged safetensors header: {name[:100]!r} of {kind} cannot have "
+                f"its shape and the bytes {begin} to {stop}"
+            )
+        stored[name] = _Stored(dtype, shape, 8 + length + begin)
+    return stored
 
 
 def _dtype(path: Path, name: str, dtype: str) -> torch.dtype:

@@ -1,6 +1,7 @@
 """Opens a rank: weights, kernels built ahead, memory budget, cache, captured steps."""
 
 import logging
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -260,7 +261,7 @@ class _Start:
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)
-        return plan_cache(
+        plan = plan_cache(
             self.groups,
             itemsize=self.dtype.itemsize,
             packed=self.capabilities.packed_cache,
@@ -272,6 +273,9 @@ class _Start:
             shares=config.enable_prefix_caching,
             drafts=bool(config.draft_tokens),
         )
+        if self.device.type == "cpu":
+            _check_fits_machine(plan.total_bytes)
+        return plan
 
     def _max_model_len(self, cache_plan: CachePlan) -> int:
         length, wanted = min(self.longest, cache_plan.capacity_tokens), self.config.max_model_len
@@ -485,6 +489,16 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
             f"max_model_len is {config.max_model_len}, but the model's context is {limit} tokens"
         )
     return config.max_model_len or limit
+
+
+def _check_fits_machine(num_bytes: int) -> None:
+    """Raises ResourceError. The allocation itself may succeed, and its use end the process."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > memory:
+        raise ResourceError(
+            f"the cache would take {num_bytes:,} bytes, but this machine has {memory:,} bytes of "
+            "memory: lower cache_memory_bytes"
+        )
 
 
 def _is_out_of_memory(error: Exception) -> bool:

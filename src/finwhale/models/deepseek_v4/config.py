@@ -22,6 +22,26 @@ MTP_DRAFT_TOKENS = 3
 ExpertDtype = Literal["fp4", "fp8"]
 ScaleFormat = Literal["ue8m0", "float32"]
 
+# Far above any DeepSeek-V4, and low enough that a broken or hostile config.json is refused before
+# anything is allocated for it or looped over.
+_MAX_SIZE = 1 << 20
+_MAX_NUMBER = 1e9
+_MAX = {
+    "vocab_size": 1 << 24,
+    "num_hidden_layers": 1 << 10,
+    "n_routed_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "sliding_window": 1 << 16,
+    "index_topk": 1 << 16,
+    "head_dim": 1 << 14,
+    "index_head_dim": 1 << 14,
+    "num_attention_heads": 1 << 14,
+    "index_n_heads": 1 << 14,
+    "hc_sinkhorn_iters": 1000,
+    "max_position_embeddings": 1 << 30,
+    "rope_scaling original_max_position_embeddings": 1 << 30,
+}
+
 # The model is written for these values; a config may leave the key out or repeat the value.
 _FIXED: dict[str, object] = {
     "num_key_value_heads": 1,
@@ -132,9 +152,9 @@ class ModelConfig:
 
     def _check_layers(self) -> None:
         layers, drafts = self.num_hidden_layers, self.num_nextn_predict_layers
-        if drafts not in (0, 1):
+        if type(drafts) is not int or drafts not in (0, 1):
             raise CheckpointError(
-                f"config: num_nextn_predict_layers must be 0 or 1, got {drafts!r}"
+                f"config: num_nextn_predict_layers must be 0 or 1, got {_shown(drafts)}"
             )
         if (self.draft_head == "dspark") != (self.dspark is not None):
             raise CheckpointError(f"config: draft_head {self.draft_head!r} does not fit its sizes")
@@ -195,8 +215,10 @@ class ModelConfig:
                 f"config: {top} experts per token of the DSpark stages are more than their "
                 f"{experts} routed experts"
             )
+        if not self.eos_token_ids:
+            raise CheckpointError("config: eos_token_id is an empty list")
         for token in (self.bos_token_id, *self.eos_token_ids):
-            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+            if type(token) is not int or not 0 <= token < self.vocab_size:
                 raise CheckpointError(
                     f"config: token id {token!r} is outside the vocabulary of {self.vocab_size}"
                 )
@@ -404,7 +426,7 @@ def _typed(raw: Mapping[str, Any], name: str, *kinds: type) -> Any:
 
 
 def _check_fixed(name: str, found: object, wanted: object) -> None:
-    if found != wanted:
+    if found != wanted or isinstance(found, bool) != isinstance(wanted, bool):
         raise CheckpointError(f"config: {name} {found!r} is not supported, only {wanted!r} is")
 
 
@@ -412,7 +434,16 @@ def _check_positive(name: str, value: Any, *kinds: type) -> None:
     number: Any = value if type(value) in kinds else 0  # a bool does not count as a number
     if not 0 < number < math.inf:
         what = "number" if float in kinds else "integer"
-        raise CheckpointError(f"config: {name} must be a positive {what}, got {value!r}")
+        raise CheckpointError(f"config: {name} must be a positive {what}, got {_shown(value)}")
+    limit = _MAX.get(name, _MAX_SIZE if float not in kinds else _MAX_NUMBER)
+    if number > limit:
+        raise CheckpointError(f"config: {name} must be at most {limit}, got {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it: on one line, and short."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _check_multiple(name: str, value: int, divisor_name: str, divisor: int) -> None:
@@ -440,10 +471,15 @@ def _layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], int, DraftHead | N
         # This is transformers' form. It has no MTP layer and drops the weights of one.
         return _ratios_of_layer_types(raw), 0, None
     ratios = tuple(_typed(raw, "compress_ratios", list))
-    drafts = raw.get("num_nextn_predict_layers") or 0
+    drafts = _typed(raw, "num_nextn_predict_layers", int) or 0
     # DSpark has three stages instead of one MTP layer.
     longer = isinstance(layers, int) and len(ratios) == layers + NUM_STAGES and drafts in (0, 1, 3)
     if longer or any(key.startswith("dspark_") for key in raw):
+        if drafts not in (0, 1, NUM_STAGES):
+            raise CheckpointError(
+                "config: num_nextn_predict_layers must be 0, 1 or 3 beside a DSpark head, got "
+                f"{_shown(drafts)}"
+            )
         return ratios, 0, "dspark"
     return ratios, drafts, "mtp" if drafts else None
 

@@ -7,6 +7,8 @@ from typing import Any
 from finwhale.errors import CheckpointError
 
 NUM_STAGES = 3
+# Far above any DeepSeek-V4: a hostile config.json is refused before anything is allocated for it.
+MAX_SIZE = 1 << 14
 # The kernels of the compressors verify at most 8 tokens of a sequence: one and its drafts.
 MAX_BLOCK_SIZE = 7
 _OPTIONAL_SIZES = ("n_routed_experts", "num_experts_per_tok")
@@ -56,7 +58,11 @@ class DsparkConfig:
             value = getattr(self, name)
             if not (value is None and name in _OPTIONAL_SIZES) and not _is_int(value, 1):
                 raise CheckpointError(
-                    f"config: dspark_{name} must be a positive integer, got {value!r}"
+                    f"config: dspark_{name} must be a positive integer, got {str(value)[:60]}"
+                )
+            if value is not None and value > MAX_SIZE:
+                raise CheckpointError(
+                    f"config: dspark_{name} must be at most {MAX_SIZE}, got {str(value)[:60]}"
                 )
         if self.block_size > MAX_BLOCK_SIZE:
             raise CheckpointError(
