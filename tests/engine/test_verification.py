@@ -12,7 +12,8 @@ from torch import Tensor
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.plan.step_plan import StepPlan
+from finwhale.engine.plan.draft_policy import PLAIN, DraftChoice, FixedDrafts
+from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import draft_on_device, new_verifications
@@ -23,6 +24,7 @@ from finwhale.models.deepseek_v4.streams import SideStreams
 
 from .plans import planned
 from .test_async import play, slow
+from .test_drafting import generate_two, synthetic_times, two_rows_pay
 
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
 
@@ -39,9 +41,14 @@ class Oracle:
     """In place of the layer's guesses on the device: what will come, or anything."""
 
     def __init__(
-        self, engine: Engine, steps: Verifications, results: Sequence[RequestOutput], right: float
+        self,
+        engine: Engine,
+        steps: Verifications,
+        results: Sequence[RequestOutput],
+        right: float | Callable[[str], float],
     ) -> None:
-        self.engine, self.steps, self.right = engine, steps, right
+        self.engine, self.steps = engine, steps
+        self.right = right if callable(right) else lambda _: right
         self.vocab = engine.model_config.vocab_size
         self.draw = random.Random(1)
         self.real = steps.draft
@@ -63,17 +70,17 @@ class Oracle:
         self.fill(plan, decode=decode)
 
     @torch.inference_mode()
-    def draft(self, chosen: Tensor) -> Tensor:
-        drafts = self.real(chosen)
+    def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
+        drafts = self.real(chosen, plan)
         steps, count, width = self.steps, *drafts.shape
         assert steps._step is not None
-        positions = steps._step.inputs.tokens.positions.view(-1, width + 1)
+        positions = steps._step.inputs.tokens.positions
         for row in range(count):
-            place = int(positions[row, 0] + steps._advanced[row]) + 2
+            place = int(positions[steps._first[row]] + steps._advanced[row, 0]) + 2
             prompt = self.keys[row].token_ids[: self.keys[row].num_prompt]
             texts = [text for text in self.texts if text[: len(prompt)] == prompt]
             for k in range(width):
-                if self.draw.random() < self.right and texts:
+                if self.draw.random() < self.right(self.keys[row].key) and texts:
                     text = texts[self.keys[row].index % len(texts)]
                     if place + k < len(text):
                         drafts[row, k] = text[place + k]
@@ -127,6 +134,79 @@ def test_over_edges_of_pages_and_blocks(
     # The last tokens before the end of the context have no room for drafts.
     assert oracle.ahead > 0.7 * oracle.count
     assert engine.metrics().time_of_draft.count > 0.8 * oracle.count
+
+
+def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As over the host; and steps run ahead although the numbers of drafts change."""
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
+    wanted = generate_two(new_llm(**options).engine, {})
+    engine = new_llm(**options, draft_tokens="auto").engine
+    synthetic_times(engine, two_rows_pay)
+    steps = on_the_device(engine, monkeypatch)
+    oracle = Oracle(engine, steps, wanted, lambda key: float(key == "0/0"))
+    seen: dict[str, list[int]] = {}
+    assert generate_two(engine, seen) == wanted
+    first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]
+    assert first.count(2) > 0.7 * len(first) and second.count(0) > 0.7 * len(second)
+    assert oracle.ahead > 0.9 * oracle.count > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+def test_drafting_resumes_after_steps_without_the_head(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """While drafting does not pay, the head does not run. Its window then lacks rows."""
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
+    wanted = generate_two(new_llm(**options).engine, {})
+    engine = new_llm(**options, draft_tokens="auto").engine
+    policy = synthetic_times(engine, lambda kind: 0.01 * (kind.width + 0.02 * kind.head))
+    if ahead:
+        on_the_device(engine, monkeypatch)
+    head = engine.executor.runner.model.draft_head
+    calls: list[int] = []
+    run_layers = head.run_layers
+
+    def counted(*args: Any, **named: Any) -> Tensor:
+        calls.append(engine._meter.steps)
+        return run_layers(*args, **named)
+
+    monkeypatch.setattr(head, "run_layers", counted)
+    choose, kinds = policy.choose, []
+
+    def chosen(sequences: Any, limits: Any, *, floats: bool) -> DraftChoice:
+        choice = choose(sequences, limits, floats=floats)
+        kinds.append(choice.kind)
+        if len(kinds) == 240:
+            engine.scheduler.drafting.chooser = FixedDrafts(2)
+        return choice
+
+    policy.choose = chosen  # type: ignore[method-assign]
+    assert generate_two(engine, {}) == wanted
+    assert kinds.count(PLAIN) > 30
+    # Each step without the head has no call.
+    assert len(set(calls)) < engine.metrics().steps - 30
+    assert engine.metrics().drafts_proposed[1] > 20
+
+
+@pytest.mark.parametrize("lengths", [(3, 1, 2), (2, 2, 2), (1, 1, 1)])
+def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
+    """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
+    engine = new_llm(**OPTIONS, draft_tokens="auto").engine
+    steps = new_verifications(engine.executor.runner, engine.config, None)
+    count, width = sum(lengths), 3
+    steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
+    steps._right[:count] = True
+    accepted = steps._right[steps._places[:4]].cumprod(1).sum(1)
+    assert accepted.tolist() == [*[length - 1 for length in lengths], 0]
+    assert steps._first[3] == 4 * width - 1
+    sources = [
+        (row, k) for row, length in zip((2, 0, 1), lengths, strict=True) for k in range(length)
+    ]
+    found = steps._sources[: 4 * width]
+    assert [divmod(s, steps._longest) for s in found[:count].tolist()] == sources
+    assert (found[count:] >= steps._no_row * steps._longest).all()
 
 
 def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +312,7 @@ def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     steps = new_verifications(local_executor(engine.executor).runner, engine.config, None)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
-    inputs = steps._inputs(4, 3, 300)
+    inputs = steps._inputs(4, 12, 300)
     steps._take_over(inputs)
     assert (inputs.tokens.positions == -1).all()
 

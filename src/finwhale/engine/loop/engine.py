@@ -31,6 +31,7 @@ from finwhale.engine.loop.sampled_tokens import (
 from finwhale.engine.loop.step_loop import Launcher, StepLoop
 from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.loop.watchdog import Watchdog
+from finwhale.engine.plan.draft_policy import drafts_in_blocks
 from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
@@ -103,7 +104,8 @@ class Engine:
         launcher = Launcher(self.executor, self.scheduler, self.model_config.vocab_size)
         if self.executor.description.can_draft:
             most = self.model_config.max_draft_tokens
-            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most)
+            block = drafts_in_blocks(self.model_config)
+            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most, block)
         return PlainLoop(launcher, self._meter)
 
     @property

@@ -14,6 +14,7 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
+from finwhale.engine.plan.draft_policy import drafts_in_blocks, step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -394,7 +395,7 @@ def new_verifications(
         runner.cache,
         runner.groups,
         runner.tables,
-        drafts=numbers_of_drafts(config, model_config),
+        kinds=largest.draft_kinds,
         sizes=largest.decode_graphs or (config.max_num_seqs,),
         max_len=runner.max_model_len,
         device=runner.device,
@@ -417,6 +418,7 @@ def largest_steps(
     decodes: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
+    kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
         sizes = verification_sizes if config.draft_tokens else decode_sizes
         decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
@@ -428,7 +430,8 @@ def largest_steps(
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
         prefill_graphs=prefills,
-        drafts=numbers_of_drafts(config, model_config),
+        drafts=tuple(sorted({width - 1 for width, _ in kinds})),
+        draft_kinds=kinds,
     )
 
 
@@ -447,11 +450,12 @@ def launches(
     }
 
 
-def numbers_of_drafts(config: EngineConfig, model_config: ModelConfig) -> tuple[int, ...]:
-    """The numbers of drafts that a decode may have."""
+def draft_kinds(config: EngineConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """The kinds of decodes: tokens for each sequence, and drafts that it gets after the step."""
     if config.draft_tokens == "auto":
-        return tuple(range(model_config.max_draft_tokens + 1))
-    return (config.draft_tokens,)
+        most, block = model_config.max_draft_tokens, drafts_in_blocks(model_config)
+        return tuple([(kind.width, kind.drafts) for kind in step_kinds(most, block=block)])
+    return ((1 + config.draft_tokens, config.draft_tokens),)
 
 
 def _table_serves(
