@@ -134,7 +134,7 @@ def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> Dra
     def recorded(batch: int, num_drafts: int, kind: StepKind, _: float) -> None:
         record(batch, num_drafts, kind, seconds(kind))
 
-    policy.record_time = recorded  # type: ignore[method-assign]
+    policy.record_time = recorded  # type: ignore[method-assign, assignment]
     return policy
 
 

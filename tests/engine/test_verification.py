@@ -13,14 +13,18 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_policy import PLAIN, DraftChoice, FixedDrafts
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
+from finwhale.engine.rank import startup
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.kv_cache import allocate_cache
 from finwhale.engine.rank.startup import draft_on_device, new_verifications
 from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
+from finwhale.models.protocol import Drafts, PagedCache
 
 from .plans import planned
 from .test_async import play, slow
@@ -164,7 +168,7 @@ def test_drafting_resumes_after_steps_without_the_head(
     policy = synthetic_times(engine, lambda kind: 0.01 * (kind.width + 0.02 * kind.head))
     if ahead:
         on_the_device(engine, monkeypatch)
-    head = engine.executor.runner.model.draft_head
+    head: Any = local_executor(engine.executor).runner.model.draft_head
     calls: list[int] = []
     run_layers = head.run_layers
 
@@ -190,11 +194,68 @@ def test_drafting_resumes_after_steps_without_the_head(
     assert engine.metrics().drafts_proposed[1] > 20
 
 
+def test_a_window_without_the_rows_of_the_head_is_finite(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was never written may hold any bytes."""
+
+    def dirty(*args: Any) -> PagedCache:
+        cache = allocate_cache(*args)
+        for pages in cache.pages.values():
+            pages.fill_(255)
+        return cache
+
+    monkeypatch.setattr(startup, "allocate_cache", dirty)
+    engine = new_llm(**OPTIONS, draft_tokens="auto").engine
+    pages = local_executor(engine.executor).runner.cache.pages
+    assert not pages["window"].any() and all(pages[name].any() for name in pages if name[0] == "c")
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+def test_confidences_reach_the_policy(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """In steps that run ahead, they are those of the drafts before."""
+    engine = new_llm(**OPTIONS, draft_tokens=3).engine
+    if ahead:
+        on_the_device(engine, monkeypatch)
+    head: Any = local_executor(engine.executor).runner.model.draft_head
+    draft = head.draft
+
+    def confident(*args: Any) -> Drafts:
+        drafts: Drafts = draft(*args)
+        values = [(ids % 8 + 1) / 16 for ids in drafts.ids]
+        return replace(drafts, confidences=tuple(values))
+
+    monkeypatch.setattr(head, "draft", confident)
+    verified, found = engine.scheduler.verified, []
+    last: dict[str, tuple[int, ...]] = {}
+
+    def noted(chunk: Chunk, num_accepted: int) -> None:
+        if chunk.drafts:
+            key = chunk.sequence.key
+            drafts = last[key] if chunk.old_confidences else chunk.drafts
+            expected = [(token % 8 + 1) / 16 for token in drafts]
+            assert list(chunk.confidences[: len(drafts)]) == expected
+            found.append(chunk.old_confidences)
+            last[key] = chunk.drafts
+        verified(chunk, num_accepted)
+
+    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    for i in range(2):
+        engine.add_request(str(i), [9 + i, 8], params)
+    while engine.has_work:
+        engine.step()
+    assert len(found) > 20 and sum(found) > (0.8 * len(found) if ahead else -1)
+    assert ahead or not any(found)
+
+
 @pytest.mark.parametrize("lengths", [(3, 1, 2), (2, 2, 2), (1, 1, 1)])
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
     engine = new_llm(**OPTIONS, draft_tokens="auto").engine
-    steps = new_verifications(engine.executor.runner, engine.config, None)
+    steps = new_verifications(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
     steps._right[:count] = True

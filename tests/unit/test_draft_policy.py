@@ -106,7 +106,9 @@ def test_the_policy_finds_the_best_kind(right: float, seconds: Seconds, wanted: 
 @pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("block", [False, True])
 @pytest.mark.parametrize("per_token, right", [(1.0, 0.5), (1.0, 0.98), (0.6, 0.5), (0.3, 0.2)])
-def test_auto_is_never_slower_than_plain(batch: int, block: bool, per_token: float, right: float) -> None:
+def test_auto_is_never_slower_than_plain(
+    batch: int, block: bool, per_token: float, right: float
+) -> None:
     """By at most 2%, once the grant for the first measurements is spent."""
     seconds = step_seconds(per_token, 0.08)
     play = Play(DraftPolicy(5 if block else 3, block=block), seconds, batch)

@@ -139,7 +139,7 @@ class DraftEstimates:
 
 def _logit(p: float) -> float:
     edge = 1 / (1 + exp(LARGEST_LOGIT))
-    p = min(max(p, edge), 1 - edge)
+    p = min(max(edge, p), 1 - edge)  # a NaN counts as the smallest
     return log(p / (1 - p))
 
 

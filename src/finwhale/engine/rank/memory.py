@@ -49,9 +49,8 @@ class Largest:
         num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
-        drafts: numbers of drafts that a decode may verify. The draft head never runs if this is
-            (0,).
-        draft_kinds: the kinds of captured decodes with drafts (DeviceDrafts.kinds).
+        draft_kinds: the kinds of decodes with drafts (DeviceDrafts.kinds). The draft head never
+            runs if this is ((1, 0),).
     """
 
     num_tokens: int
@@ -59,8 +58,12 @@ class Largest:
     max_len: int
     decode_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = (0,)
-    draft_kinds: tuple[tuple[int, int], ...] = ()
+    draft_kinds: tuple[tuple[int, int], ...] = ((1, 0),)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Numbers of drafts that a decode may verify for each sequence."""
+        return tuple(sorted({width - 1 for width, _ in self.draft_kinds}))
 
     @property
     def draft_tokens(self) -> int:

@@ -87,7 +87,8 @@ class Sampler:
 
         Args:
             logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
-            further_S: int64 on the device: for each row, a number to add to the position in the plan.
+            further_S: int64 on the device: for each row, a number to add to the position in the
+                plan.
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
         return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_S))

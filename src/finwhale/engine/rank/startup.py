@@ -288,6 +288,10 @@ class _Start:
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed)
+        if self.config.draft_tokens == "auto":
+            # "auto" leaves out the draft head where drafting does not pay. A later draft then reads
+            # rows that were perhaps never written, which must be finite.
+            cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
             device=self.device,
@@ -430,7 +434,6 @@ def largest_steps(
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
         prefill_graphs=prefills,
-        drafts=tuple(sorted({width - 1 for width, _ in kinds})),
         draft_kinds=kinds,
     )
 
