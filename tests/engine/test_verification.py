@@ -26,6 +26,7 @@ from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
 from finwhale.models.protocol import Drafts, PagedCache
 
+from ..models.drafts import RandomDrafts  # noqa: TID252
 from .plans import planned
 from .test_async import play, slow
 from .test_drafting import generate_two, synthetic_times, two_rows_pay
@@ -268,6 +269,31 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     found = steps._sources[: 4 * width]
     assert [divmod(s, steps._longest) for s in found[:count].tolist()] == sources
     assert (found[count:] >= steps._no_row * steps._longest).all()
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+def test_any_numbers_of_drafts_change_no_token(
+    new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=75, ignore_eos=True, logprobs=1),
+        SamplingParams(temperature=0.7, seed=4, max_tokens=90, ignore_eos=True, n=2),
+    ]
+    prompts = [[9, 8, 7], [5, 6], [11, *range(20, 50)]]
+    wanted = new_llm(**OPTIONS).generate(prompts, params)
+    llm = new_llm(**OPTIONS, draft_tokens="auto")
+    chooser = llm.engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
+    if ahead:
+        steps = on_the_device(llm.engine, monkeypatch)
+        oracle = Oracle(llm.engine, steps, wanted, 0.7)
+    found = llm.generate(prompts, params)
+    assert [result.outputs for result in found] == [result.outputs for result in wanted]
+    llm.engine.check_integrity()
+    assert len(chooser.seen) > 10
+    if ahead:
+        assert oracle.ahead > 0.8 * oracle.count
+        assert llm.engine.metrics().acceptance[0] > 0.6
 
 
 def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> None:

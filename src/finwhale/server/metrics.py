@@ -242,18 +242,18 @@ def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
         value=engine.draft_tokens,
     )
     # vLLM's names and meanings; positions count from 0.
-    prefix = "finwhale_spec_decode_num"
+    drafts, accepted = "finwhale_spec_decode_num_draft_tokens", "drafts that became output"
     for name, text, counts in (
-        ("draft_tokens", "drafts that were verified", engine.drafts_proposed),
-        ("accepted_tokens", "drafts that became output", engine.drafts_accepted),
+        (drafts, "drafts that were verified", engine.drafts_proposed),
+        ("finwhale_spec_decode_num_accepted_tokens", accepted, engine.drafts_accepted),
     ):
-        yield CounterMetricFamily(f"{prefix}_{name}", text, value=sum(counts))
-        family = CounterMetricFamily(f"{prefix}_{name}_per_pos", text, labels=["position"])
+        yield CounterMetricFamily(name, text, value=sum(counts))
+        family = CounterMetricFamily(f"{name}_per_pos", text, labels=["position"])
         for position, count in enumerate(counts):
             family.add_metric([str(position)], count)
         yield family
     yield CounterMetricFamily(
-        f"{prefix}_drafts",
+        "finwhale_spec_decode_num_drafts",
         "verifications, each of one sequence's drafts",
         value=engine.verifications,
     )
