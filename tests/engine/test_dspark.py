@@ -178,7 +178,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
         return run_block(start, cache, segments)
 
     head.run_block = noted  # type: ignore[method-assign]
-    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, drafts=(2,))
+    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, draft_kinds=((3, 2),))
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()

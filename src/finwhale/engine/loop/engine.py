@@ -31,7 +31,6 @@ from finwhale.engine.loop.sampled_tokens import (
 from finwhale.engine.loop.step_loop import Launcher, StepLoop
 from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.loop.watchdog import Watchdog
-from finwhale.engine.plan.draft_policy import drafts_in_blocks
 from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
@@ -104,7 +103,7 @@ class Engine:
         launcher = Launcher(self.executor, self.scheduler, self.model_config.vocab_size)
         if self.executor.description.can_draft:
             most = self.model_config.max_draft_tokens
-            block = drafts_in_blocks(self.model_config)
+            block = self.model_config.draft_block_tokens > 0
             return DraftLoop(launcher, self._meter, self.config.draft_tokens, most, block)
         return PlainLoop(launcher, self._meter)
 

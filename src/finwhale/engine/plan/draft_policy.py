@@ -53,11 +53,6 @@ class StepKind(NamedTuple):
 PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
 
 
-def drafts_in_blocks(config: object) -> bool:
-    """Whether one pass of the model's draft head makes all drafts."""
-    return bool(getattr(config, "draft_block_tokens", 0))
-
-
 def step_kinds(most: int, *, block: bool) -> tuple[StepKind, ...]:
     """The kinds of steps among which "auto" chooses, but PLAIN.
 

@@ -14,7 +14,7 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
-from finwhale.engine.plan.draft_policy import drafts_in_blocks, step_kinds
+from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -288,9 +288,10 @@ class _Start:
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed)
-        if self.config.draft_tokens == "auto":
-            # "auto" leaves out the draft head where drafting does not pay. A later draft then reads
-            # rows that were perhaps never written, which must be finite.
+        if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
+            # "auto" leaves out the MTP layer where drafting does not pay. A later draft then reads
+            # rows that were perhaps never written, which must be finite. (The model's own forward
+            # writes the window of a head that drafts in blocks.)
             cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
@@ -456,7 +457,7 @@ def launches(
 def draft_kinds(config: EngineConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
     """The kinds of decodes: tokens for each sequence, and drafts that it gets after the step."""
     if config.draft_tokens == "auto":
-        most, block = model_config.max_draft_tokens, drafts_in_blocks(model_config)
+        most, block = model_config.max_draft_tokens, model_config.draft_block_tokens > 0
         return tuple([(kind.width, kind.drafts) for kind in step_kinds(most, block=block)])
     return ((1 + config.draft_tokens, config.draft_tokens),)
 
