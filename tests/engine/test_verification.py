@@ -100,16 +100,18 @@ def test_no_token_changes(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, draft_tokens: Any
 ) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
-    seed = 5
+    seed = 13
     wanted = play(new_llm(**OPTIONS).engine, seed)
     engine = new_llm(**OPTIONS, draft_tokens=draft_tokens).engine
+    if draft_tokens == "auto":
+        # Its own choices depend on the machine's speed.
+        engine.scheduler.drafting.chooser = RandomDrafts(3, seed)
     steps = on_the_device(engine, monkeypatch)
     oracle = Oracle(engine, steps, wanted, 0.8)
     assert play(engine, seed) == wanted
     # Most steps read some prompt besides: those do not run ahead.
     assert oracle.count >= 10 and oracle.ahead > 0
-    # "auto" goes by the times that it sees: on a busy machine it may soon choose none.
-    assert engine.metrics().drafts_accepted[0] > (0 if draft_tokens == "auto" else 10)
+    assert engine.metrics().drafts_accepted[0] > (3 if draft_tokens == "auto" else 10)
 
 
 @pytest.mark.parametrize("draft_tokens, right", [(1, 1.0), (2, 0.6), (3, 0.9)])

@@ -51,11 +51,12 @@ class RandomDrafts:
 
     Args:
         head: run the draft head in every step.
+        block: the head's pass makes all drafts at once. It runs in every step.
     """
 
-    def __init__(self, most: int, seed: int, *, head: bool = False) -> None:
+    def __init__(self, most: int, seed: int, *, head: bool = False, block: bool = False) -> None:
         self.kind = FILL
-        self.kinds = [*step_kinds(most, block=False), *[PLAIN] * (not head)]
+        self.kinds = [*step_kinds(most, block=block), *[PLAIN] * (not head and not block)]
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()
 
