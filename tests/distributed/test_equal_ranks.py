@@ -293,7 +293,7 @@ def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     """The ranks build one after the other. Nothing else may skip a collective."""
     engine = open_engine(path, Absent(Rank(0, 2)), max_num_seqs=2, draft_tokens=1)
     runner = local_executor(engine.executor).runner
-    largest = Largest(num_tokens=8, num_seqs=2, max_len=300, drafts=(1,))
+    largest = Largest(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
     widths: set[int] = set()
     own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
     SignatureRun(runner.model, runner.groups, own, runner.cache, largest, eager=True)()

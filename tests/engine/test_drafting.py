@@ -18,6 +18,7 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.step_loop import Launcher
+from finwhale.engine.plan.draft_policy import DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Chunk
@@ -68,8 +69,11 @@ class Oracle:
     With random weights the layer is almost never right, and nothing would ever be accepted.
     """
 
-    def __init__(self, engine: Engine, right: float, seed: int = 0) -> None:
-        self.engine, self.right = engine, right
+    def __init__(
+        self, engine: Engine, right: float | Callable[[str], float], seed: int = 0
+    ) -> None:
+        self.engine = engine
+        self.right = right if callable(right) else lambda _: right
         self.draw = random.Random(seed)
         self.known: dict[str, list[int]] = {}
         drafter = local_executor(engine.executor).runner.drafter
@@ -99,7 +103,7 @@ class Oracle:
             text = self.known.get(sequence.key, [])
             for step in range(verified.propose):
                 place = end - len(verified.drafts) + verified.accepted + 1 + step
-                if self.draw.random() < self.right and place < len(text):
+                if self.draw.random() < self.right(sequence.key) and place < len(text):
                     out[step, column] = text[place]
                 elif self.draw.random() < 0.7:
                     out[step, column] = self.draw.randrange(vocab)
@@ -121,22 +125,58 @@ def test_no_token_changes(new_llm: Callable[..., LLM], seed: int) -> None:
         assert all(n > 2 for n in accepted), accepted
 
 
-def test_as_many_as_pay(new_llm: Callable[..., LLM]) -> None:
-    """The number changes from step to step, and no token does."""
-    options = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
-    wanted = play(new_llm(**options).engine, 4)
+def synthetic_times(engine: Engine, seconds: Callable[[StepKind], float]) -> DraftPolicy:
+    """Let "auto" see made-up step times, so that its choices do not depend on the machine."""
+    policy = engine.scheduler.drafting.chooser
+    assert isinstance(policy, DraftPolicy)
+    record = policy.record_time
+
+    def recorded(batch: int, num_drafts: int, kind: StepKind, _: float) -> None:
+        record(batch, num_drafts, kind, seconds(kind))
+
+    policy.record_time = recorded  # type: ignore[method-assign, assignment]
+    return policy
+
+
+def two_rows_pay(kind: StepKind) -> float:
+    return 0.01 * (1 + 0.02 * kind.drafts + 0.1 * (kind.width > 1) + 2.0 * (kind.width > 2))
+
+
+def generate_two(engine: Engine, seen: dict[str, list[int]]) -> list[RequestOutput]:
+    """Two requests; `seen` gets the number of drafts that each step verifies for them."""
+    verified = engine.scheduler.verified
+
+    def noted(chunk: Chunk, num_accepted: int) -> None:
+        seen.setdefault(chunk.sequence.key, []).append(len(chunk.drafts))
+        verified(chunk, num_accepted)
+
+    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    params = [
+        SamplingParams(temperature=0.8, seed=seed, max_tokens=280, ignore_eos=True)
+        for seed in (1, 2)
+    ]
+    results = [engine.add_request(str(i), [7 + i, 9], params[i]) for i in range(2)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    return results
+
+
+def test_auto_gives_rows_to_the_request_whose_drafts_are_right(
+    new_llm: Callable[..., LLM],
+) -> None:
+    """Steps with two rows a sequence pay: one sequence gets two drafts, the other none."""
+    options = {"max_num_seqs": 2, "max_num_batched_tokens": 40, "max_model_len": 300}
+    wanted = generate_two(new_llm(**options).engine, {})
     engine = new_llm(**options, draft_tokens="auto").engine
-    Oracle(engine, right=0.75).learn(wanted)
-    numbers = set()
-    schedule = engine.scheduler.schedule
-
-    def watched() -> list[Chunk]:
-        numbers.add(engine.scheduler.drafting.draft_tokens)
-        return schedule()
-
-    engine.scheduler.schedule = watched  # type: ignore[method-assign]
-    assert play(engine, 4) == wanted
-    assert len(numbers) >= 3
+    policy = synthetic_times(engine, two_rows_pay)
+    Oracle(engine, right=lambda key: float(key == "0/0")).learn(wanted)
+    seen: dict[str, list[int]] = {}
+    assert generate_two(engine, seen) == wanted
+    assert {kind.drafts for kind in policy.kinds} == {0, 1, 2, 3}
+    # The first sequence has ended before the second one, which then has the step for itself.
+    first, second = seen["0/0"][50:], seen["1/0"][50 : len(seen["0/0"])]
+    assert first.count(2) > 0.7 * len(first) and second.count(0) > 0.7 * len(second)
 
 
 def test_a_stop_within_accepted_drafts(new_llm: Callable[..., LLM]) -> None:

@@ -2,6 +2,9 @@
 
 import random
 from collections.abc import Callable
+from itertools import accumulate
+from math import exp
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,8 @@ from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.draft_estimates import LARGEST_LOGIT, Calibration
+from finwhale.engine.plan.draft_policy import DraftChoice, DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.step_plan import StepPlan
@@ -19,10 +24,11 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps
 from finwhale.models.deepseek_v4.dspark import DsparkHead
-from finwhale.models.protocol import DraftStart, PagedCache, Segments
+from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments
 from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
+from ..models.drafts import RandomDrafts  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
 from .plans import planned
 from .test_async import play
@@ -34,6 +40,8 @@ OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300
 BLOCK = 256
 # Two float32 implementations agree to 1e-5 of the largest logit.
 NEAR_TIE = 1e-4
+# The policy takes no confidence for surer than this.
+LEAST = 1 / (1 + exp(LARGEST_LOGIT))
 
 Model = tuple[Path, dict[str, Any], dict[str, Tensor]]
 
@@ -49,27 +57,88 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize(
-    ("draft_tokens", "ahead"), [(3, False), (5, True)], ids=["over-the-host", "on-the-device"]
+    ("draft_tokens", "ahead"),
+    [(3, False), (5, True), ("auto", True)],
+    ids=["over-the-host", "on-the-device", "any-numbers"],
 )
 def test_no_token_changes(
     model: Model,
     new_llm: Callable[..., LLM],
     monkeypatch: pytest.MonkeyPatch,
-    draft_tokens: int,
+    draft_tokens: Any,
     ahead: bool,
 ) -> None:
     """Every way to choose and to end, n, penalties, grammars, logprobs: equal to the last field."""
-    seed = 5
+    seed = 13
     wanted = play(new_llm(model[0], **OPTIONS).engine, seed)
     engine = new_llm(model[0], **OPTIONS, draft_tokens=draft_tokens).engine
+    if draft_tokens == "auto":
+        engine.scheduler.drafting.chooser = RandomDrafts(5, seed, block=True)
     if ahead:
         oracle = DeviceOracle(engine, on_the_device(engine, monkeypatch), wanted, 0.8)
     else:
         Oracle(engine, right=0.8, seed=seed).learn(wanted)
     assert play(engine, seed) == wanted
     accepted = engine.metrics().drafts_accepted
-    assert accepted[0] > 10 and accepted[draft_tokens - 1] > 0
+    if draft_tokens == "auto":
+        assert accepted[0] > 3 and accepted[1] > 0
+    else:
+        assert accepted[0] > 10 and accepted[draft_tokens - 1] > 0
     assert not ahead or oracle.ahead > 0
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["over-the-host", "on-the-device"])
+def test_numbers_of_drafts_follow_the_confidences(
+    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Of all drafts, those with the highest survival are verified: in steps ahead, by the drafts
+    before. The confidences are taken as they are, and are those that the head itself returned.
+    """
+    monkeypatch.setattr(Calibration, "add", lambda *_: None)
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    if ahead:
+        on_the_device(engine, monkeypatch)
+    policy = engine.scheduler.drafting.chooser
+    assert isinstance(policy, DraftPolicy)
+    kind = StepKind(3, 5)
+    monkeypatch.setattr(policy, "_choose_kind", lambda size, _: setattr(size, "best", kind))
+    head = local_executor(engine.executor).runner.model.draft_head
+    assert isinstance(head, DsparkHead) and head.weights.confidence is not None
+    made: set[tuple[float, ...]] = set()
+    draft_block, choose = head.draft, policy.choose
+
+    def noted(*args: Any) -> Drafts:
+        drafts = draft_block(*args)
+        assert drafts.confidences is not None
+        made.update(tuple(row) for row in torch.stack(drafts.confidences, 1).tolist())
+        return drafts
+
+    steps: list[bool] = []
+
+    def checked(sequences: Any, limits: Any, *, floats: bool) -> DraftChoice:
+        choice = choose(sequences, limits, floats=floats)
+        if len(sequences) == 3 and min(limits) == 5 and all(one.confidences for one in sequences):
+            assert {tuple(one.confidences) for one in sequences} <= made
+            survivals = [
+                list(accumulate((min(max(c, LEAST), 1 - LEAST) for c in one.confidences), mul))
+                for one in sequences
+            ]
+            pairs = list(zip(survivals, choice.counts, strict=True))
+            verified = [value for one, count in pairs for value in one[:count]]
+            others = [value for one, count in pairs for value in one[count:]]
+            assert sum(choice.counts) == 6 and min(verified) > max(others) - 1e-6
+            if len(set(choice.counts)) > 1:
+                steps.append(floats)
+        return choice
+
+    monkeypatch.setattr(head, "draft", noted)
+    monkeypatch.setattr(policy, "choose", checked)
+    params = SamplingParams(temperature=0.9, seed=1, max_tokens=25, ignore_eos=True)
+    for i in range(3):
+        engine.add_request(str(i), [9 + i, 8], params)
+    while engine.has_work:
+        engine.step()
+    assert len(steps) > 5 and (sum(steps) > 5) is ahead
 
 
 def limit(engine: Engine, blocks: int) -> None:
@@ -178,7 +247,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
         return run_block(start, cache, segments)
 
     head.run_block = noted  # type: ignore[method-assign]
-    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, drafts=(2,))
+    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, draft_kinds=((3, 2),))
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()

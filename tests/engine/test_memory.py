@@ -39,7 +39,7 @@ def test_the_largest_steps_touch_one_page(
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
     chosen.clear()
-    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, drafts=(2,)))
+    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, draft_kinds=((3, 2),)))
     verified = 3 * min(3, max(1, num_tokens // 3))
     assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, verified]
     assert all(valid.all() for valid in chosen)
@@ -70,7 +70,7 @@ def test_what_counts_as_workspace(
     assert steps.workspace_bytes(graphs) == 5000 + 900 + 3 * GRAPH_BYTES
     assert isinstance(runner.model, DeepseekV4)
     config = runner.model.config
-    drafts = replace(graphs, prefill_graphs=(), drafts=(1,))
+    drafts = replace(graphs, prefill_graphs=(), draft_kinds=((2, 1),))
     row = config.vocab_size * 4 + config.hc_mult * config.hidden_size * 4
     assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 

@@ -18,7 +18,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 
-from ..models.drafts import STORY, Watch, compare, demo_weights, generate  # noqa: TID252
+from ..models.drafts import STORY, RandomDrafts, Watch, compare, demo_weights, generate  # noqa: TID252
 
 PROMPTS = ["Once upon a time", "The whale", "A", "In the morning the baker"] * 2
 FREE: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
@@ -72,6 +72,17 @@ def test_no_token_changes(
     metrics = llm.engine.metrics()
     assert metrics.drafts_accepted[0] > 100
     assert metrics.time_of_verification.count > 0
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+def test_any_numbers_of_drafts_change_no_token(
+    wanted: dict[int, list[list[int]]], enforce_eager: bool
+) -> None:
+    """Steps whose sequences have different numbers of drafts, and steps without the draft head."""
+    llm = load("auto", enforce_eager=enforce_eager)
+    chooser = llm.engine.scheduler.drafting.chooser = RandomDrafts(3, 1)
+    assert tokens(llm, PARAMS) == wanted[len(PARAMS)]
+    assert len(chooser.seen) > 50
 
 
 def test_steps_are_launched_ahead() -> None:

@@ -1,5 +1,6 @@
 """Every draft that a real engine made, beside the logits that it should have been chosen from."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.plan.draft_policy import FILL, PLAIN, DraftChoice, step_kinds
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
@@ -42,6 +44,30 @@ class Proposal:
     key: str
     length: int
     drafts: list[int]
+
+
+class RandomDrafts:
+    """Any kind of step, and any numbers of drafts that fit into it.
+
+    Args:
+        head: run the draft head in every step.
+        block: the head's pass makes all drafts at once. It runs in every step.
+    """
+
+    def __init__(self, most: int, seed: int, *, head: bool = False, block: bool = False) -> None:
+        self.kind = FILL
+        self.kinds = [*step_kinds(most, block=block), *[PLAIN] * (not head and not block)]
+        self.draw = random.Random(seed)
+        self.seen: set[tuple[int, ...]] = set()
+
+    def choose(self, sequences: Sequence[Any], limits: Sequence[int], *, floats: bool) -> Any:
+        self.kind = self.draw.choice(self.kinds)
+        left, counts = len(sequences) * (self.kind.width - 1), []
+        for limit in limits:
+            counts.append(self.draw.randint(0, min(limit, left, self.kind.drafts)))
+            left -= counts[-1]
+        self.seen.add(tuple(counts))
+        return DraftChoice(self.kind, counts)
 
 
 class Watch:

@@ -264,12 +264,15 @@ def test_metrics_of_drafting() -> None:
     torch.set_num_threads(threads)
     assert found == wanted
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    prefix = "finwhale_spec_decode_num"
     proposed, accepted = (
-        [float(values[f'finwhale_drafts_{kind}_total{{position="{i}"}}']) for i in (1, 2, 3)]
-        for kind in ("proposed", "accepted")
+        [float(values[f'{prefix}_{kind}_per_pos_total{{position="{i}"}}']) for i in (0, 1, 2)]
+        for kind in ("draft_tokens", "accepted_tokens")
     )
     assert proposed[0] >= proposed[1] >= accepted[1] and proposed[2] == accepted[2] == 0
-    assert 0 < accepted[0] <= proposed[0] == float(values["finwhale_verifications_total"])
+    assert 0 < accepted[0] <= proposed[0] == float(values[f"{prefix}_drafts_total"])
+    assert sum(proposed) == float(values[f"{prefix}_draft_tokens_total"])
+    assert sum(accepted) == float(values[f"{prefix}_accepted_tokens_total"])
     mean = float(values["finwhale_draft_mean_accepted_length"])
     assert mean == pytest.approx(1 + sum(accepted) / proposed[0])
     assert float(values["finwhale_draft_tokens"]) == 2

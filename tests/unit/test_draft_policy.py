@@ -1,85 +1,250 @@
-"""How many drafts "auto" chooses, over made-up texts and machines."""
+"""The numbers of drafts that "auto" chooses, with synthetic texts and step times."""
 
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from finwhale.engine.plan.draft_policy import DraftPolicy
+from finwhale.engine.plan.draft_estimates import Calibration, DraftEstimates
+from finwhale.engine.plan.draft_policy import (
+    FILL,
+    GRANT_SECONDS,
+    PLAIN,
+    DraftPolicy,
+    StepKind,
+    admit,
+    expected_tokens,
+    step_kinds,
+)
+from finwhale.engine.plan.sequences import Chunk
+from finwhale.engine.plan.sequences import Sequence as RunningSequence
+from finwhale.request import SamplingParams
 
-Seconds = Callable[[int, int], float]
-
-
-def play(
-    policy: DraftPolicy, right: float, seconds: Seconds, batch: int = 4, steps: int = 2000
-) -> list[int]:
-    """What it chose in each step; drafts are right with one probability."""
-    draw = random.Random(f"{right} {batch}")
-    chosen = []
-    before = 0
-    for _ in range(steps):
-        drafts = policy.choose(batch)
-        chosen.append(drafts)
-        verified = min(before, drafts)
-        for _ in range(batch):
-            accepted = 0
-            while accepted < verified and draw.random() < right:
-                accepted += 1
-            policy.verified(verified, accepted)
-        noise = draw.uniform(0.97, 1.03) * (20 if draw.random() < 0.01 else 1)
-        policy.record_time([verified] * batch, drafts, seconds(batch, drafts) * noise)
-        before = drafts
-    return chosen
+Seconds = Callable[[int, StepKind], float]
 
 
-def dear(batch: int, drafts: int) -> float:
-    """Each token costs as much as the first."""
-    return 0.01 * (1 + drafts)
+def new_sequence(name: int) -> RunningSequence:
+    return RunningSequence(str(name), str(name), 0, [1, 2], 1, 10**9, SamplingParams())
 
 
-def cheap(batch: int, drafts: int) -> float:
-    return 0.01 * (1 + 0.02 * drafts)
+class Play:
+    """Steps of a batch in which the draft of each sequence is right with its own probability.
+
+    Attributes:
+        seconds, tokens: of the steps so far.
+        kinds: the kinds of all steps.
+        counts: number of verified drafts by sequence.
+    """
+
+    def __init__(self, policy: DraftPolicy, seconds_of: Seconds, batch: int, seed: int = 0) -> None:
+        self.policy, self.seconds_of = policy, seconds_of
+        self.sequences = [new_sequence(i) for i in range(batch)]
+        self.draw = random.Random(seed)
+        self.seconds = self.tokens = 0.0
+        self.kinds: list[StepKind] = []
+        self.counts = [0] * batch
+        self.drafts = 0
+
+    def run(self, steps: int, right: Sequence[float], noise: float = 0.03) -> "Play":
+        for _ in range(steps):
+            batch = len(self.sequences)
+            choice = self.policy.choose(self.sequences, [self.drafts] * batch, floats=False)
+            for place, count in enumerate(choice.counts):
+                accepted = 0
+                while accepted < count and self.draw.random() < right[place]:
+                    accepted += 1
+                chunk = Chunk(self.sequences[place], 1, 2 + count, (0,) * count)
+                self.policy.verified(chunk, accepted)
+                self.tokens += 1 + accepted
+                self.counts[place] += count
+            seconds = self.seconds_of(batch, choice.kind) * self.draw.uniform(1 - noise, 1 + noise)
+            self.policy.record_time(batch, sum(choice.counts), choice.kind, seconds)
+            self.seconds += seconds
+            self.drafts = choice.kind.drafts
+            self.kinds.append(choice.kind)
+        return self
+
+    def share(self, kind: StepKind, last: int) -> float:
+        return self.kinds[-last:].count(kind) / last
 
 
-def fair(batch: int, drafts: int) -> float:
-    return 0.01 * (1 + 0.25 * drafts)
+def step_seconds(per_token: float, per_draft: float = 0.0, head: float = 0.02) -> Seconds:
+    """A step of the weights' bytes, with a cost for each further token and each draft."""
+
+    def seconds(batch: int, kind: StepKind) -> float:
+        base = 0.01 * (1 + head * kind.head + per_draft * kind.drafts)
+        return base + 0.01 * per_token * (kind.width - 1)
+
+    return seconds
+
+
+CHEAP, FAIR, DEAR = step_seconds(0.02), step_seconds(0.25), step_seconds(1.0, 0.1)
 
 
 @pytest.mark.parametrize(
     "right, seconds, wanted",
     [
-        (0.9, dear, 0),
-        (0.02, fair, 0),
-        (0.0, cheap, 0),
-        (0.9, cheap, 3),
-        (0.45, fair, 1),
-        (1.0, fair, 3),
+        (0.9, DEAR, PLAIN),
+        (0.02, FAIR, PLAIN),
+        (0.0, CHEAP, PLAIN),
+        (0.9, CHEAP, StepKind(4, 3)),
+        (0.6, step_seconds(0.25, 0.2), StepKind(2, 1)),
+        (1.0, FAIR, StepKind(4, 3)),
     ],
 )
-def test_the_policy_finds_the_best_number_of_drafts(
-    right: float, seconds: Seconds, wanted: int
+def test_the_policy_finds_the_best_kind(right: float, seconds: Seconds, wanted: StepKind) -> None:
+    play = Play(DraftPolicy(3), seconds, 4).run(1000, [right] * 4)
+    found = play.kinds[-500:]
+    if wanted == PLAIN:
+        assert [kind.drafts for kind in found].count(0) > 0.98 * len(found)
+        assert found.count(FILL) < 0.35 * len(found)
+    else:
+        assert found.count(wanted) > 0.9 * len(found)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 32])
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("per_token, right", [(1.0, 0.5), (1.0, 0.98), (0.6, 0.5), (0.3, 0.2)])
+def test_auto_is_never_slower_than_plain(
+    batch: int, block: bool, per_token: float, right: float
 ) -> None:
-    chosen = play(DraftPolicy(3), right, seconds)
-    assert chosen[200:].count(wanted) > 0.95 * len(chosen[200:])
+    """By at most 2%, once the grant for the first measurements is spent."""
+    seconds = step_seconds(per_token, 0.08)
+    play = Play(DraftPolicy(5 if block else 3, block=block), seconds, batch)
+    play.run(4000, [right] * batch)
+    plain = seconds(batch, PLAIN if not block else FILL)
+    assert play.tokens / (play.seconds - GRANT_SECONDS) > 0.98 * batch / plain
 
 
-def test_every_batch_size_has_its_own_number_of_drafts() -> None:
-    """A large batch computes, a single one waits for weights."""
+def test_every_batch_size_has_its_own_kind() -> None:
+    """A large batch computes, a single sequence waits for weights."""
 
-    def seconds(batch: int, drafts: int) -> float:
-        return 0.01 + 0.001 * batch * (1 + drafts)
+    def seconds(batch: int, kind: StepKind) -> float:
+        return 0.01 + 0.001 * batch * kind.width
 
     policy = DraftPolicy(3)
-    assert play(policy, 0.5, seconds, batch=1)[-1] > 0
-    assert play(policy, 0.5, seconds, batch=64)[-1] == 0
+    assert Play(policy, seconds, 1).run(500, [0.5]).kinds[-1].drafts
+    assert not Play(policy, seconds, 64).run(500, [0.5] * 64).kinds[-1].drafts
 
 
-def test_the_policy_adapts_to_the_text() -> None:
-    policy = DraftPolicy(3)
-    for right, steps, wanted in ((0.95, 2000, 3), (0.0, 1000, 0), (0.95, 4000, 3)):
-        assert play(policy, right, fair, steps=steps)[-100:].count(wanted) > 70
+def test_the_policy_returns_to_drafting() -> None:
+    """After a text without right drafts it comes back, although it verifies drafts rarely then."""
+    play = Play(DraftPolicy(3), FAIR, 2).run(500, [0.95] * 2)
+    assert play.kinds[-1].drafts
+    play.run(1000, [0.0] * 2)
+    assert play.share(PLAIN, 500) > 0.5
+    play.run(4000, [0.95] * 2)
+    assert play.share(StepKind(4, 3), 500) > 0.8
 
 
-def test_trials_are_a_small_part_of_the_steps() -> None:
-    chosen = play(DraftPolicy(3), 0.9, dear, steps=10_000)
-    assert sum(drafts > 0 for drafts in chosen[200:]) < 0.03 * len(chosen)
+def test_the_head_computes_its_window_before_it_drafts() -> None:
+    """While no step drafts, most leave out the head. Its window is whole before each probe."""
+    play = Play(DraftPolicy(3), FAIR, 4).run(6000, [0.02] * 4)
+    kinds = play.kinds[1000:]
+    assert kinds.count(PLAIN) > 0.6 * len(kinds)
+    runs = [(drafting, list(run)) for drafting, run in itertools.groupby(kinds, lambda k: k.drafts)]
+    probes = 0
+    for (_, before), (drafting, _) in itertools.pairwise(runs):
+        if drafting and PLAIN in before:
+            assert before[-127:] == [FILL] * 127
+            probes += 1
+    assert probes
+
+
+def test_a_block_head_is_never_left_out() -> None:
+    """Its rows are written by the model's own forward."""
+    play = Play(DraftPolicy(5, block=True), DEAR, 4).run(1000, [0.1] * 4)
+    assert PLAIN not in play.kinds and play.share(FILL, 500) > 0.9
+
+
+def test_the_same_inputs_give_the_same_choices() -> None:
+    first, second = (Play(DraftPolicy(3), FAIR, 3).run(1000, [0.9, 0.5, 0.1]) for _ in range(2))
+    assert first.kinds == second.kinds and first.counts == second.counts
+
+
+def test_requests_differ() -> None:
+    """Where two rows a sequence pay, they go to the sequence whose drafts are right."""
+
+    def seconds(batch: int, kind: StepKind) -> float:
+        return 0.01 * (1 + 0.02 * kind.drafts + 0.1 * (kind.width > 1) + 2.0 * (kind.width > 2))
+
+    play = Play(DraftPolicy(3), seconds, 2).run(2000, [0.95, 0.05])
+    assert play.kinds[-1] == StepKind(2, 2)
+    assert play.counts[0] > 10 * play.counts[1] > 0
+
+
+def test_padded_steps_fill_their_rows() -> None:
+    """A batch of 5 is padded to 8: two rows a sequence are 16, one of which is padding."""
+    policy = DraftPolicy(3, sizes=(1, 2, 4, 8))
+    play = Play(policy, CHEAP, 5).run(300, [0.9] * 5)
+    choice = policy.choose(play.sequences, [3] * 5, floats=False)
+    assert choice.kind == StepKind(3, 3) or sum(choice.counts) == 15
+    assert 5 + sum(choice.counts) <= 8 * choice.kind.width - 1
+
+
+def survivals_of(draw: random.Random, batch: int, most: int) -> list[list[float]]:
+    return [
+        list(itertools.accumulate((draw.random() for _ in range(most)), lambda a, b: a * b))
+        for _ in range(batch)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_admission_is_optimal(seed: int) -> None:
+    """No other choice of kind and of each sequence's drafts gives more tokens per second."""
+    draw = random.Random(seed)
+    batch, most = draw.randint(1, 4), 3
+    survivals = survivals_of(draw, batch, most)
+    kinds = step_kinds(most, block=False)
+    seconds = {kind: draw.uniform(1, 2) for kind in kinds}
+    rows = {kind: batch * (kind.width - 1) for kind in kinds}
+    tokens = expected_tokens(survivals, rows)
+    kind = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
+    counts = admit(survivals, [kind.drafts] * batch, rows[kind])
+
+    def rate(kind: StepKind, counts: Sequence[int]) -> float:
+        given = sum(sum(one[:count]) for one, count in zip(survivals, counts, strict=True))
+        return (batch + given) / seconds[kind]
+
+    best = max(
+        rate(kind, each)
+        for kind in kinds
+        for each in itertools.product(range(kind.drafts + 1), repeat=batch)
+        if sum(each) <= rows[kind]
+    )
+    assert rate(kind, counts) == pytest.approx(best)
+    assert rate(kind, counts) == pytest.approx(tokens[kind] / seconds[kind])
+
+
+def test_admission_keeps_limits() -> None:
+    assert admit([[0.9, 0.8], [0.7, 0.6]], [1, 2], 2) == [1, 1]
+    assert admit([[0.5, 0.5], [0.5, 0.5]], [2, 2], 2) == [1, 1]
+    assert admit([[0.9, 0.8], [0.7, 0.6]], [2, 2], 9) == [2, 2]
+
+
+def test_calibration() -> None:
+    """Overconfident by a temperature of 2.5; and confidences that say nothing at all."""
+    draw = random.Random(0)
+    hot, useless = Calibration(), Calibration()
+    for _ in range(4000):
+        x = draw.gauss(0.5, 1)
+        confidence = 1 / (1 + 2.718281828 ** (-2.5 * x))
+        hot.add(confidence, draw.random() < 1 / (1 + 2.718281828**-x))
+        useless.add(confidence, draw.random() < 0.85)
+    assert hot.scale == pytest.approx(0.4, abs=0.06) and abs(hot.shift) < 0.15
+    assert useless(0.1) == pytest.approx(0.85, abs=0.05) == useless(0.99)
+
+
+def test_confidences_of_the_drafts_before_are_calibrated_apart() -> None:
+    """Two steps old, they say less than those of the drafts themselves."""
+    estimates, sequence = DraftEstimates(1), new_sequence(0)
+    draw = random.Random(1)
+    for _ in range(2000):
+        confidence = draw.choice([0.1, 0.9])
+        for old in (False, True):
+            chunk = Chunk(sequence, 1, 3, (0,), confidences=[confidence], old_confidences=old)
+            estimates.verified(chunk, draw.random() < (0.5 if old else confidence))
+    sequence.confidences = [0.9]
+    assert estimates.survivals(sequence, floats=False)[0] == pytest.approx(0.9, abs=0.05)
+    assert estimates.survivals(sequence, floats=True)[0] == pytest.approx(0.5, abs=0.05)

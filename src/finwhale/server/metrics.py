@@ -241,16 +241,19 @@ def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
         "number of drafts that a sequence may have now",
         value=engine.draft_tokens,
     )
+    # vLLM's names and meanings; positions count from 0.
+    drafts, accepted = "finwhale_spec_decode_num_draft_tokens", "drafts that became output"
     for name, text, counts in (
-        ("proposed", "drafts that were verified", engine.drafts_proposed),
-        ("accepted", "drafts that became output", engine.drafts_accepted),
+        (drafts, "drafts that were verified", engine.drafts_proposed),
+        ("finwhale_spec_decode_num_accepted_tokens", accepted, engine.drafts_accepted),
     ):
-        family = CounterMetricFamily(f"finwhale_drafts_{name}", text, labels=["position"])
-        for position, count in enumerate(counts, start=1):
+        yield CounterMetricFamily(name, text, value=sum(counts))
+        family = CounterMetricFamily(f"{name}_per_pos", text, labels=["position"])
+        for position, count in enumerate(counts):
             family.add_metric([str(position)], count)
         yield family
     yield CounterMetricFamily(
-        "finwhale_verifications",
+        "finwhale_spec_decode_num_drafts",
         "verifications, each of one sequence's drafts",
         value=engine.verifications,
     )
@@ -279,7 +282,7 @@ def _times(engine: EngineMetrics) -> Iterable[Metric]:
             "time of forward and sampling in decode steps",
             engine.time_of_verification,
         ),
-        ("time_of_draft", "time of the MTP layer in decode steps", engine.time_of_draft),
+        ("time_of_draft", "time of the draft head in decode steps", engine.time_of_draft),
     ):
         sums = list(accumulate(found.counts))
         bounds = [*map(str, found.bounds), "+Inf"]

@@ -3,8 +3,7 @@
 While every sequence decodes, the loop launches the next step before the host knows this step's
 tokens, as in an engine that does not draft: the device knows the next step's positions and ids
 (rank/draft_decode.py). The loop waits for the tokens if a prompt needs prefill, if a sequence could
-be admitted, if sampling needs the previous tokens (penalties, grammars), or if "auto" changes the
-number of drafts.
+be admitted, or if sampling needs the previous tokens (penalties, grammars).
 """
 
 import time
@@ -12,11 +11,12 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from finwhale.config import DraftTokens
+from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
 from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
 from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.sampled_tokens import TokenReader
 from finwhale.engine.loop.step_loop import Launcher, NewToken
-from finwhale.engine.plan.draft_policy import DraftPolicy
+from finwhale.engine.plan.draft_policy import DraftPolicy, FixedDrafts
 from finwhale.engine.plan.executor import StepResult
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
@@ -33,15 +33,27 @@ class DraftLoop:
         meter: Meter,
         draft_tokens: DraftTokens,
         max_draft_tokens: int,
+        draft_block: bool = False,
     ) -> None:
         self._launcher, self._meter = launcher, meter
         self._reader = TokenReader()
+        self._acceptance = AcceptanceWatch(max_draft_tokens)
         self._policy: DraftPolicy | None = None
+        self._max_draft_tokens, self._draft_block = max_draft_tokens, draft_block
         if draft_tokens == "auto":
-            self._policy = DraftPolicy(max_draft_tokens)
+            self._use_policy()
         else:
-            launcher.scheduler.drafting.draft_tokens = draft_tokens
+            launcher.scheduler.drafting.chooser = FixedDrafts(draft_tokens)
         self._last_collected = 0.0
+
+    def _use_policy(self) -> None:
+        steps = self._launcher.executor.description.device_drafts
+        self._policy = DraftPolicy(
+            self._max_draft_tokens,
+            block=self._draft_block,
+            sizes=() if steps is None else steps.sizes,
+        )
+        self._launcher.scheduler.drafting.chooser = self._policy
 
     def drop_rows(self) -> None:
         pass
@@ -55,8 +67,6 @@ class DraftLoop:
         scheduler = self._launcher.scheduler
         device_drafts = self._launcher.executor.description.device_drafts
         scheduler.drafting.uniform = device_drafts is not None
-        if self._policy is not None:
-            scheduler.drafting.draft_tokens = self._policy.choose(len(scheduler.running))
         if in_flight:
             before = in_flight[-1]
             if not before.on_device or before.followed or before.rows.historic:
@@ -72,11 +82,13 @@ class DraftLoop:
         assert on_device or not in_flight
         complete = chunks if on_device else [c for c in chunks if c.completes]
         rows = Rows([streams[c.sequence.key] for c in complete])
+        assert scheduler.drafting.chooser is not None
         step = InFlightStep(
             rows,
             [],
             planned=chunks,
             chunks=complete,
+            kind=scheduler.drafting.chooser.kind,
             began=time.monotonic(),
             on_device=on_device,
         )
@@ -86,6 +98,8 @@ class DraftLoop:
             next_ids=tuple([0 if c.floats or c.completes else c.next_id for c in chunks]),
             on_device=on_device,
             links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
+            # Prompts always get the rows of the draft head, so that drafting can begin at any time.
+            head=step.kind.head or not all(c.decodes for c in chunks),
         )
         if rows.historic:
             # The host computes the masks while the forward runs.
@@ -107,12 +121,11 @@ class DraftLoop:
 
     def _fit_device(self, chunks: Items[Chunk]) -> bool:
         """Whether the rank's device steps run these chunks."""
-        steps, count = self._launcher.executor.description.device_drafts, len(chunks[0].drafts)
+        steps, count = self._launcher.executor.description.device_drafts, chunks[0].propose
         return (
             steps is not None
-            and len(chunks) <= steps.max_seqs
-            and count in steps.counts
-            and all(c.decodes and len(c.drafts) == c.propose == count for c in chunks)
+            and all(c.decodes and c.propose == count for c in chunks)
+            and steps.width(len(chunks), sum(c.end - c.start for c in chunks), count) is not None
         )
 
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
@@ -126,10 +139,12 @@ class DraftLoop:
         now = self._last_collected = time.monotonic()
         floating = {c.sequence.key: c for flight in later for c in flight.chunks}
         next_drafts = iter(result.drafts or ())
+        confidences = iter(result.confidences or [[]] * len(result.drafts or ()))
         self._meter.steps += 1
         tokens: list[NewToken] = []
         for stream, chunk, run in zip(rows.streams, step.chunks, runs, strict=True):
             drafts_after = next(next_drafts)[: chunk.propose] if chunk.propose else []
+            given = next(confidences)[: chunk.propose] if chunk.propose else []
             if stream.ended:
                 continue
             sequence, place = stream.sequence, chunk.known
@@ -137,15 +152,16 @@ class DraftLoop:
             ids = [token.token_id for token in run if token.error is None]
             num_accepted = min(len(ids), len(run) - 1)
             sequence.token_ids[place:] = ids
-            sequence.drafts = drafts_after
+            sequence.drafts, sequence.confidences = drafts_after, given
             if sequence.key in floating:
                 floating[sequence.key].resolve(num_accepted, drafts_after)
             self._launcher.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
-            num_drafts = len(chunk.drafts) - chunk.num_placeholders
-            self._meter.drafted(num_drafts, min(num_accepted, num_drafts))
+            num_drafts = len(chunk.drafts)
+            self._meter.drafted(num_drafts, num_accepted)
+            self._acceptance.verified(num_drafts, num_accepted, now)
             if self._policy is not None:
-                self._policy.verified(num_drafts, min(num_accepted, num_drafts))
+                self._policy.verified(chunk, num_accepted)
             tokens += [(stream, at, token) for at, token in enumerate(run, start=place)]
         return tokens
 
@@ -156,11 +172,11 @@ class DraftLoop:
         if result.draft_seconds is not None:
             self._meter.time_of_draft.add(result.draft_seconds)
         if self._policy is not None:
-            drafts = [len(chunk.drafts) for chunk in step.chunks]
             # If a step was launched ahead, its time begins when the previous tokens are collected.
             began = max(step.began, self._last_collected)
-            wanted = drafts[0] if step.on_device else self._launcher.scheduler.drafting.draft_tokens
-            self._policy.record_time(drafts, wanted, time.monotonic() - began)
+            num_drafts = sum(len(chunk.drafts) for chunk in step.chunks)
+            seconds = time.monotonic() - began
+            self._policy.record_time(len(step.chunks), num_drafts, step.kind, seconds)
 
 
 def _positions(chunks: Items[Chunk]) -> list[int]:

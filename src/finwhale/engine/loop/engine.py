@@ -103,7 +103,8 @@ class Engine:
         launcher = Launcher(self.executor, self.scheduler, self.model_config.vocab_size)
         if self.executor.description.can_draft:
             most = self.model_config.max_draft_tokens
-            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most)
+            block = self.model_config.draft_block_tokens > 0
+            return DraftLoop(launcher, self._meter, self.config.draft_tokens, most, block)
         return PlainLoop(launcher, self._meter)
 
     @property

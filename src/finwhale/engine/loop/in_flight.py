@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.stop_strings import StopChecker
+from finwhale.engine.plan.draft_policy import PLAIN, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
@@ -110,6 +111,7 @@ class InFlightStep:
         chunks: the rows' chunks, in an engine that drafts.
         histories: the history of each row of logits, in an engine that drafts. Empty if no row
             needs one.
+        kind: the kind of decode step, in an engine that drafts.
         began: time of the launch (time.monotonic()), in an engine that drafts.
         on_device: the next step may continue from this one on the device.
         followed: the engine has tried to launch that next step.
@@ -122,6 +124,7 @@ class InFlightStep:
     scores: Sequence[PromptScores] = ()
     chunks: Sequence[Chunk] = ()
     histories: Sequence[History] = ()
+    kind: StepKind = PLAIN
     began: float = 0.0
     on_device: bool = False
     followed: bool = False

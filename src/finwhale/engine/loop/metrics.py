@@ -97,6 +97,12 @@ class EngineMetrics:
     late_compilations: Mapping[str, int]
 
     @property
+    def acceptance(self) -> tuple[float, ...]:
+        """Share of the verified drafts that were accepted, by position; 0 where none was."""
+        pairs = zip(self.drafts_accepted, self.drafts_proposed, strict=True)
+        return tuple([accepted / proposed if proposed else 0.0 for accepted, proposed in pairs])
+
+    @property
     def mean_accepted_length(self) -> float:
         """Mean number of tokens from a verification of drafts; 0 before the first one."""
         if not self.verifications:

@@ -1,36 +1,119 @@
-"""Chooses the number of drafts from measured acceptance and step times. Pure Python."""
+"""Chooses the number of drafts of each sequence in each step. Pure Python.
+
+The rule is that of the DSpark paper (arXiv 2607.05147): verify the drafts with the highest survival
+(plan/draft_estimates.py) as long as the expected number of tokens per second grows. Step times are
+measured while the engine runs. Everything depends on the measured times, the accepted drafts and
+the confidences only.
+"""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from heapq import nlargest
 from statistics import median
+from typing import NamedTuple, Protocol
 
-# Acceptance is a running mean over about DRAFTS drafts. The time of a step is the median of the
-# last STEPS measurements.
-DRAFTS = 512
-STEPS = 9
-# A trial of a number of drafts ends after SAMPLES timed steps, or after PATIENCE steps in all. (The
-# first step after a change is not timed: its drafts were made for the previous number.)
-SAMPLES = STEPS // 2 + 1
-PATIENCE = 4 * SAMPLES
-# Try another number again after this many steps: the text may have become more predictable.
-RETRY_STEPS = 512
-# A step's time counts if the step had at least this fraction of the wanted drafts.
-MIN_DRAFT_SHARE = 0.75
-# Change to another number only if its token rate is higher by at least this fraction.
-MARGIN = 0.02
+from finwhale.engine.plan.draft_estimates import DraftEstimates
+from finwhale.engine.plan.sequences import Chunk, Sequence
+
+# The time of a kind of step is the median of its last TIMES measurements.
+TIMES = 9
+# A probe of a kind of step ends after SAMPLES measured steps, or after PATIENCE steps in all. (The
+# first step after a change may have fewer drafts than wanted.)
+SAMPLES, PATIENCE = 3, 8
+# Choose the best kind again after this many steps.
+CHOOSE_STEPS = 16
+# A probe may begin this many steps after the last one, and at once if its kind was never measured.
+PROBE_STEPS = 256
+# Change to another kind only if its token rate is higher by at least this fraction.
+MARGIN = 0.01
+# Probes may lose this fraction of all time. The first probes of kinds may lose GRANT_SECONDS more.
+PROBE_SHARE, GRANT_SECONDS = 0.01, 1.0
+# If drafting does not pay, the draft head goes on for HEAD_STEPS steps. It must have computed the
+# last HEAD_STEPS steps before it drafts again: its window is 128 tokens.
+HEAD_STEPS = 128
 
 
-@dataclass(slots=True)
-class _Mean:
-    """A running mean in which the weight of old values decays."""
+class StepKind(NamedTuple):
+    """A kind of decode step.
 
-    value: float = 0.0
-    count: int = 0
+    Attributes:
+        width: the step's tokens for each sequence, on average and rounded up: the known token and
+            the drafts that it verifies.
+        drafts: number of drafts that each sequence gets after the step.
+        head: the draft head computes the step's tokens, so that it can draft later.
+    """
 
-    def add(self, value: float) -> None:
-        self.count += 1
-        self.value += (value - self.value) / min(self.count, DRAFTS)
+    width: int
+    drafts: int
+    head: bool = True
+
+
+PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
+
+
+def step_kinds(most: int, *, block: bool) -> tuple[StepKind, ...]:
+    """The kinds of steps among which "auto" chooses, but PLAIN.
+
+    Args:
+        most: the largest number of drafts.
+        block: the head's pass makes all drafts at once, so that fewer would cost as much.
+    """
+    if block:
+        return (FILL, *[StepKind(width, most) for width in range(2, most + 2)])
+    return (
+        FILL,
+        *[
+            StepKind(width, drafts)
+            for drafts in range(1, most + 1)
+            for width in (drafts, drafts + 1)
+            if width > 1
+        ],
+    )
+
+
+class DraftChoice(NamedTuple):
+    """The drafts of one step.
+
+    Attributes:
+        counts: number of drafts that each sequence verifies.
+    """
+
+    kind: StepKind
+    counts: Items[int]
+
+
+class DraftChooser(Protocol):
+    """Chooses the drafts of a step's decodes."""
+
+    @property
+    def kind(self) -> StepKind:
+        """The kind of the last step."""
+        ...
+
+    def choose(
+        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+    ) -> DraftChoice:
+        """Choose the drafts of a step.
+
+        Args:
+            limits: the most drafts that each sequence can verify.
+            floats: the result of the step before is not known yet.
+        """
+        ...
+
+
+class FixedDrafts:
+    """Always the same number of drafts."""
+
+    def __init__(self, drafts: int) -> None:
+        self.kind = StepKind(1 + drafts, drafts)
+
+    def choose(
+        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+    ) -> DraftChoice:
+        return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
 
 
 @dataclass(slots=True)
@@ -38,109 +121,255 @@ class _Size:
     """Measurements for batches of about one size.
 
     Attributes:
-        seconds: times of the last steps, by number of drafts.
-        chosen: the best number of drafts according to the measurements.
-        trying: the number of drafts on trial; None: no trial is running.
-        tried: steps since the trial began.
-        timed: steps of the trial whose time counts.
-        since: steps since the last trial ended.
-        turn: the number of drafts tried last in the regular rotation.
-        untried: numbers of drafts that have had no trial yet.
+        seconds: times of the last steps.
+        best: the best kind according to the measurements.
+        steps: steps since the last choice of a kind.
+        unprobed: steps since the last probe.
+        turn: index of the kind that was probed last.
     """
 
-    seconds: list[deque[float]]
-    chosen: int = 0
-    trying: int | None = None
-    tried: int = 0
-    timed: int = 0
-    since: int = 0
+    seconds: dict[StepKind, deque[float]] = field(default_factory=dict)
+    best: StepKind = FILL
+    steps: int = CHOOSE_STEPS
+    unprobed: int = PROBE_STEPS
     turn: int = 0
-    untried: list[int] = field(default_factory=list)
+
+    def time(self, kind: StepKind) -> float | None:
+        times = self.seconds.get(kind)
+        return median(times) if times else None
+
+
+@dataclass(slots=True)
+class _Probe:
+    """A kind of step that is tried to measure its time and the acceptance of its drafts."""
+
+    kind: StepKind
+    steps: int = 0
+    timed: int = 0
 
 
 class DraftPolicy:
-    """Chooses the number of drafts that gives the most tokens per second.
-
-    A step with k drafts is expected to give 1 + sum over i <= k of the probability that the first i
-    drafts are accepted. The policy divides this by the measured time of such a step at about the
-    same batch size.
+    """Chooses the drafts that give the most tokens per second.
 
     Args:
         most: the largest number of drafts.
+        block: the head's pass makes all drafts at once.
+        sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        # Probability that draft i is accepted if all drafts before it are.
-        self._acceptance = [_Mean() for _ in range(most)]
-        self._sizes: dict[int, _Size] = {}
+    def __init__(self, most: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
+        self.estimates = DraftEstimates(most)
+        self.kinds = step_kinds(most, block=block)
+        # A block head writes its window during the model's forward.
+        self._can_skip_head = not block
+        self._sizes = tuple(sizes)
+        self._measured: dict[int, _Size] = {}
+        self._probe: _Probe | None = None
+        self._grant, self._credit = GRANT_SECONDS, 0.0
+        # Steps in a row that the head has computed, and steps in a row in which drafting does not
+        # pay.
+        self._filled, self._plain = HEAD_STEPS, 0
+        self.kind = FILL
 
-    def verified(self, num_proposed: int, num_accepted: int) -> None:
-        """Record the verification of a sequence's drafts."""
-        for position in range(min(num_proposed, num_accepted + 1)):
-            self._acceptance[position].add(float(position < num_accepted))
+    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+        """Record how many of a chunk's drafts were accepted."""
+        self.estimates.verified(chunk, num_accepted)
 
-    def record_time(self, drafts: Sequence[int], wanted: int, seconds: float) -> None:
+    def choose(
+        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+    ) -> DraftChoice:
+        """See DraftChooser."""
+        self.estimates.keep(sequences)
+        batch = len(sequences)
+        size = self._size_of(batch)
+        survivals: list[list[float]] | None = None
+        size.steps += 1
+        size.unprobed += 1
+        if self._probe is not None and not self._goes_on(self._probe):
+            self._probe = None
+            size.steps, size.unprobed = CHOOSE_STEPS, 0
+        if self._probe is None and size.steps >= CHOOSE_STEPS:
+            size.steps = 0
+            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
+            self._choose_kind(size, survivals)
+        wanted = size.best if self._probe is None else self._probe.kind
+        self._plain = 0 if size.best.drafts else self._plain + 1
+        kind = self.kind = self._with_head(wanted)
+        rows = self._tokens(batch, kind) - batch
+        if not kind.drafts:
+            return DraftChoice(kind, [0] * batch)
+        most = [min(limit, kind.drafts) for limit in limits]
+        if sum(most) <= rows:
+            return DraftChoice(kind, most)
+        if survivals is None:
+            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
+        return DraftChoice(kind, admit(survivals, most, rows))
+
+    def record_time(self, batch: int, num_drafts: int, proposed: StepKind, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.
 
         Args:
-            drafts: number of drafts of each sequence. It may be less than wanted, for example near
-                the end of a text.
-            wanted: the number that `choose` returned.
-        """
-        if max(drafts) != wanted or sum(drafts) < MIN_DRAFT_SHARE * wanted * len(drafts):
-            return
-        size = self._size_of(len(drafts))
-        size.seconds[wanted].append(seconds)
-        size.timed += wanted == size.trying
-
-    def choose(self, batch: int) -> int:
-        """Choose the number of drafts that each of `batch` sequences verifies and gets in a step.
-
-        A sequence may have fewer.
+            num_drafts: number of drafts that the step verified, of all sequences together.
+            proposed: the kind that `choose` returned for the step.
         """
         size = self._size_of(batch)
-        if size.trying is not None:
-            size.tried += 1
-            if size.tried <= PATIENCE and size.timed < SAMPLES:
-                return size.trying
-            size.trying = None
-            size.since = 0
-            size.chosen = self._best(size)
-        if size.untried:
-            return self._try(size, size.untried.pop(0))
-        size.since += 1
-        if size.since >= RETRY_STEPS:
-            size.turn = (size.turn + 1) % (self.most + 1)
-            return self._try(size, size.turn)
-        if size.since % SAMPLES == 0:
-            size.chosen = self._best(size)
-        return size.chosen
+        self._credit = min(GRANT_SECONDS, self._credit + PROBE_SHARE * seconds)
+        probe = self._probe
+        width = -(-(batch + num_drafts) // self.padded(batch))
+        if width != proposed.width:
+            return
+        size.seconds.setdefault(proposed, deque(maxlen=TIMES)).append(seconds)
+        if probe is not None and probe.kind == proposed:
+            probe.timed += 1
 
-    def _try(self, size: _Size, drafts: int) -> int:
-        size.trying, size.tried, size.timed = drafts, 0, 0
-        return drafts
+    def padded(self, batch: int) -> int:
+        """The number of sequences to which a step of `batch` sequences is padded."""
+        return next((size for size in self._sizes if size >= batch), batch)
+
+    def _tokens(self, batch: int, kind: StepKind) -> int:
+        """The most tokens of a step."""
+        padded = self.padded(batch)
+        # Padding sequences need a padding token.
+        return padded * kind.width - (batch < padded)
 
     def _size_of(self, batch: int) -> _Size:
-        key = batch.bit_length()
-        size = self._sizes.get(key)
+        key = self.padded(batch) if self._sizes else batch.bit_length()
+        size = self._measured.get(key)
         if size is None:
-            size = self._sizes[key] = _Size([deque(maxlen=STEPS) for _ in range(self.most + 1)])
-            size.untried = list(range(self.most, -1, -1))
+            size = self._measured[key] = _Size()
+            nearest = min(
+                (other for other in self._measured if other != key),
+                key=lambda other: abs(other - key),
+                default=None,
+            )
+            if nearest is not None:
+                size.best = self._measured[nearest].best
         return size
 
-    def _best(self, size: _Size) -> int:
-        def rate(drafts: int) -> float:
-            times = size.seconds[drafts]
-            return self.expected_tokens(drafts) / median(times) if times else 0.0
+    def _with_head(self, wanted: StepKind) -> StepKind:
+        """The kind itself, or FILL while the head has to fill its window."""
+        if wanted.drafts and self._filled < HEAD_STEPS:
+            self._filled += 1
+            return FILL
+        if wanted.drafts or not self._can_skip_head:
+            return wanted
+        if self._plain > HEAD_STEPS:
+            self._filled = 0
+            return PLAIN
+        return FILL
 
-        best = max(range(self.most + 1), key=rate)
-        return best if rate(best) > (1 + MARGIN) * rate(size.chosen) else size.chosen
+    def _goes_on(self, probe: _Probe) -> bool:
+        if self.kind == probe.kind:
+            probe.steps += 1
+        return probe.timed < SAMPLES and probe.steps < PATIENCE
 
-    def expected_tokens(self, drafts: int) -> float:
-        """Expected number of tokens that a step with `drafts` drafts gives one sequence."""
-        total = so_far = 1.0
-        for mean in self._acceptance[:drafts]:
-            so_far *= mean.value
-            total += so_far
-        return total
+    def _choose_kind(self, size: _Size, survivals: Items[Items[float]]) -> None:
+        batch = len(survivals)
+        tokens = expected_tokens(
+            survivals, {kind: self._tokens(batch, kind) - batch for kind in self.kinds}
+        )
+        rates: dict[StepKind, float] = {}
+        for kind in self.kinds:
+            time = size.time(kind)
+            if kind == FILL and (plain := size.time(PLAIN)) is not None:
+                time = plain if time is None else min(plain, time)
+            if time is not None:
+                rates[kind] = tokens[kind] / time
+        if not rates:
+            # Nothing is known about this size: measure the kind that is the best for the nearest.
+            return
+        best = max(rates, key=lambda kind: rates[kind])
+        if size.best not in rates or rates[best] > (1 + MARGIN) * rates[size.best]:
+            size.best = best
+        self._begin_probe(size, rates, tokens, batch)
+
+    def _begin_probe(
+        self,
+        size: _Size,
+        rates: Mapping[StepKind, float],
+        tokens: Mapping[StepKind, float],
+        batch: int,
+    ) -> None:
+        """Probe the next kind that could be the best, if what that may lose is not too much."""
+        if size.best not in rates:
+            return
+        rate = rates[size.best]
+        for _ in self.kinds:
+            size.turn = (size.turn + 1) % len(self.kinds)
+            kind = self.kinds[size.turn]
+            if kind == size.best or (size.unprobed < PROBE_STEPS and kind in rates):
+                continue
+            time = self._time_at_most(size, kind)
+            fastest = self._time_at_least(size, kind)
+            # Even if all drafts of its rows were accepted.
+            if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
+                continue
+            lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
+            if self._can_skip_head and self._filled < HEAD_STEPS:
+                fill, plain = size.time(FILL), size.time(PLAIN)
+                if fill is not None and plain is not None:
+                    lost += HEAD_STEPS * max(0.0, fill - plain)
+            if kind not in rates and lost <= self._grant:
+                self._grant -= lost
+            elif lost <= self._credit:
+                self._credit -= lost
+            else:
+                return
+            self._probe = _Probe(kind)
+            return
+
+    def _time_at_most(self, size: _Size, kind: StepKind) -> float:
+        """The measured time, or that of a step with fewer tokens as if all time were theirs."""
+        time = size.time(kind)
+        if time is not None:
+            return time
+        known = [(other.width, size.time(other)) for other in self.kinds if size.time(other)]
+        return max((t * max(1.0, kind.width / width) for width, t in known if t), default=0.0)
+
+    def _time_at_least(self, size: _Size, kind: StepKind) -> float:
+        """The measured time, or the longest of steps with fewer tokens and drafts."""
+        time = size.time(kind)
+        if time is not None:
+            return time
+        less = [
+            size.time(other) or 0.0
+            for other in self.kinds
+            if other.width <= kind.width and other.drafts <= kind.drafts
+        ]
+        return max(less, default=0.0)
+
+
+def expected_tokens(
+    survivals: Items[Items[float]], rows: Mapping[StepKind, int]
+) -> dict[StepKind, float]:
+    """The number of tokens that a step of each kind is expected to give in all.
+
+    Args:
+        survivals: of the drafts of each sequence.
+        rows: the most drafts that a step of each kind verifies.
+    """
+    ordered: dict[int, list[float]] = {}
+    found = {}
+    for kind, most in rows.items():
+        if kind.drafts not in ordered:
+            each = [a for one in survivals for a in one[: kind.drafts]]
+            ordered[kind.drafts] = sorted(each, reverse=True)
+        found[kind] = len(survivals) + sum(ordered[kind.drafts][:most])
+    return found
+
+
+def admit(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
+    """The number of drafts of each sequence if the `rows` drafts of the highest survival get rows.
+
+    Survivals do not increase along a sequence, so its admitted drafts are its first ones. Of equal
+    survivals, earlier drafts and earlier sequences come first.
+    """
+    counts = [0] * len(survivals)
+    candidates = (
+        (one[k], -k, -place)
+        for place, (one, limit) in enumerate(zip(survivals, limits, strict=True))
+        for k in range(limit)
+    )
+    for _, _, place in nlargest(rows, candidates):
+        counts[-place] += 1
+    return counts

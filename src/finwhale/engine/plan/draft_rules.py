@@ -5,6 +5,7 @@ Drafts use free pages only: no sequence is preempted for a draft.
 
 from collections.abc import Sequence as Items
 
+from finwhale.engine.plan.draft_policy import DraftChooser
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sequences import Chunk, Sequence
 
@@ -17,88 +18,93 @@ class DraftRules:
         block_tokens: ModelConfig.draft_block_tokens.
 
     Attributes:
-        draft_tokens: the most drafts of a sequence; 0: no drafting.
-        uniform: give all decodes the same number of drafts, so that a captured step can run them.
-            Placeholder drafts fill up.
+        chooser: chooses the number of drafts; None: no drafting.
+        uniform: let all decodes get the same number of drafts, so that a captured step can run
+            them, even if a sequence ends before it can use all of them.
     """
 
     def __init__(self, pages: PageManager, max_model_len: int, block_tokens: int = 0) -> None:
-        self.draft_tokens = 0
+        self.chooser: DraftChooser | None = None
         self.uniform = False
         self._pages, self._max_model_len, self._block_tokens = pages, max_model_len, block_tokens
 
-    def add_to_decodes(self, chunks: list[Chunk], budget: int) -> None:
+    @property
+    def draft_tokens(self) -> int:
+        """Number of drafts that a sequence gets in a step at present."""
+        return 0 if self.chooser is None else self.chooser.kind.drafts
+
+    def add_to_decodes(self, chunks: Items[Chunk], budget: int) -> None:
         """Let decodes verify drafts: at most `budget` in total."""
-        if self.draft_tokens and not (self.uniform and self._add_uniform(chunks, budget)):
-            self._add_available(chunks, budget)
+        if self.chooser is None:
+            return
+        limits = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            most = min(len(sequence.drafts), budget, sequence.max_len - chunk.end - 1)
+            if most > 0 and not self._has_room(sequence, chunk.start, chunk.end + most):
+                most = 0
+            limits.append(max(0, most))
+            budget -= limits[-1]
+        self._set_drafts(chunks, limits, floats=False)
 
     def add_proposals(self, chunks: Items[Chunk]) -> None:
         """Let chunks that complete their sequences get drafts after the step."""
-        if self.draft_tokens:
-            for chunk in chunks:
-                if chunk.completes and not chunk.propose:
-                    chunk.propose = self._num_proposals(chunk)
+        count = self.draft_tokens
+        if not count:
+            return
+        uniform = self.uniform and all(
+            chunk.decodes
+            and self._has_room(chunk.sequence, chunk.start, self._with_drafts(chunk.end, count))
+            for chunk in chunks
+        )
+        for chunk in chunks:
+            if chunk.completes:
+                chunk.propose = count if uniform else self._num_proposals(chunk)
 
     def schedule_ahead(self, chunks: Items[Chunk]) -> list[Chunk]:
         """Schedule the next step of decodes while the number of their accepted drafts is unknown.
 
         Args:
-            chunks: the decodes of the in-flight step, all with the same number of drafts.
+            chunks: the decodes of the in-flight step.
 
         Returns:
             The next chunks. Empty: the step must wait for the result of the one in flight.
         """
-        count = len(chunks[0].drafts)
-        if count != self.draft_tokens:
-            return []
-        following = []
+        assert self.chooser is not None
+        following, limits = [], []
         for chunk in chunks:
             sequence, start = chunk.sequence, chunk.start + 1
             if len(sequence.token_ids) + 1 >= sequence.max_len:
                 continue  # The in-flight step samples this sequence's last token.
-            # If all drafts are accepted, the chunk begins `count` tokens later. Rows for the next
-            # drafts follow it.
-            end = start + 1 + count
-            if not self._has_room(sequence, start, self._with_drafts(end + count, count)):
+            # If all drafts are accepted, the chunk begins that many tokens later.
+            latest = start + 1 + len(chunk.drafts) + chunk.propose
+            if not self._has_room(sequence, start, latest):
                 return []
-            following.append(Chunk(sequence, start, end, (0,) * count, count, floats=True))
+            following.append(Chunk(sequence, start, start + 1, floats=True))
+            limits.append(chunk.propose)
+        if not following:
+            return []
+        accepted = {chunk.sequence.key: len(chunk.drafts) for chunk in chunks}
+        self._set_drafts(following, limits, floats=True)
+        for chunk in following:
+            # Rows for the next drafts follow the chunk.
+            end = self._with_drafts(chunk.end + accepted[chunk.sequence.key], self.draft_tokens)
+            if not self._has_room(chunk.sequence, chunk.start, end):
+                return []
+            chunk.propose = self.draft_tokens
         return following
 
-    def _add_uniform(self, chunks: list[Chunk], budget: int) -> bool:
-        """Let all decodes verify and get the same number of drafts; False: there is no room.
-
-        A sequence with fewer drafts verifies placeholders too: arbitrary tokens that may be right.
-        """
-        count = self.draft_tokens
-        if count * len(chunks) > budget:
-            return False
-        for chunk in chunks:
-            if not self._has_room(
-                chunk.sequence, chunk.start, self._with_drafts(chunk.end + count, count)
-            ):
-                return False
-        for chunk in chunks:
-            drafts = chunk.sequence.drafts[:count]
-            chunk.num_placeholders = count - len(drafts)
-            chunk.drafts = (*drafts, *[0] * chunk.num_placeholders)
-            chunk.end += count
-            chunk.propose = count
-        return True
-
-    def _add_available(self, chunks: list[Chunk], budget: int) -> None:
-        """Let decodes verify the drafts that they have, as far as budget and pages allow."""
-        taken = 0
-        for chunk in chunks:
-            sequence, start = chunk.sequence, chunk.start
-            count = min(len(sequence.drafts), self.draft_tokens, budget - taken)
-            count = min(count, sequence.max_len - chunk.end - 1)
-            if count < 1:
-                continue
-            end = chunk.end + count
-            if self._has_room(sequence, start, end):
-                chunk.drafts = tuple(sequence.drafts[: end - chunk.end])
-                chunk.end = end
-                taken += len(chunk.drafts)
+    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, floats: bool) -> None:
+        assert self.chooser is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        counts = self.chooser.choose(sequences, limits, floats=floats).counts
+        for chunk, count in zip(chunks, counts, strict=True):
+            if count:
+                drafts = (0,) * count if floats else tuple(chunk.sequence.drafts[:count])
+                chunk.drafts = drafts
+                chunk.end += count
+                chunk.confidences = chunk.sequence.confidences
+                chunk.old_confidences = floats
 
     def _num_proposals(self, chunk: Chunk) -> int:
         """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""

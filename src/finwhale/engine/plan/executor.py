@@ -43,12 +43,30 @@ class DeviceDrafts:
     """Decode steps with drafts that run on the device without the host (rank/draft_decode.py).
 
     Attributes:
-        counts: the numbers of drafts for which such steps exist.
         max_seqs: the most sequences of such a step.
+        sizes: the numbers of sequences to which such steps are padded, ascending; empty: they are
+            not padded.
+        kinds: pairs of a step's tokens for each padded sequence, and the drafts that each sequence
+            gets after the step.
     """
 
-    counts: tuple[int, ...]
     max_seqs: int
+    sizes: tuple[int, ...]
+    kinds: tuple[tuple[int, int], ...]
+
+    def width(self, num_seqs: int, num_tokens: int, drafts: int) -> int | None:
+        """The step's tokens for each padded sequence; None: no such step exists.
+
+        Args:
+            drafts: the number of drafts that each sequence gets after the step.
+        """
+        if num_seqs > self.max_seqs:
+            return None
+        size = next((size for size in self.sizes if size >= num_seqs), num_seqs)
+        # Padding sequences need a padding token.
+        needed = num_tokens + (num_seqs < size)
+        widths = [width for width, count in self.kinds if count == drafts]
+        return next((width for width in sorted(widths) if size * width >= needed), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +143,7 @@ class StepResult(NamedTuple):
         logprobs: log-probabilities; None: no row asked for them.
         drafts: the next drafts of each chunk that proposes. A list may be longer than the chunk's
             `propose`; the drafts beyond it are undefined.
+        confidences: the draft head's confidence in each of them; None: it gives none.
         verify_seconds: duration of forward and sampling; None: not measured.
         draft_seconds: duration of the draft head; None: not measured.
         scored: one entry for each of the plan's `scored`.
@@ -137,6 +156,7 @@ class StepResult(NamedTuple):
     verify_seconds: float | None = None
     draft_seconds: float | None = None
     scored: tuple[PromptScores, ...] = ()
+    confidences: list[list[float]] | None = None
 
 
 class PendingResult(Protocol):

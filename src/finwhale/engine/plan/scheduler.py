@@ -117,10 +117,8 @@ class Scheduler:
                     chunks.append(Chunk(sequence, start, end))
         decodes = bool(chunks)
         if decodes:
-            taken = len(chunks)
-            if self.drafting.draft_tokens:
-                self.drafting.add_to_decodes(chunks, budget - taken)
-                taken = sum(chunk.end - chunk.start for chunk in chunks)
+            self.drafting.add_to_decodes(chunks, budget - len(chunks))
+            taken = sum(chunk.end - chunk.start for chunk in chunks)
             mixed = max(self.mixed_tokens - taken, self.long_tokens)
             budget = min(budget - taken, mixed)
         prefilling = [s for s in prefilling if s.running]

@@ -26,6 +26,8 @@ class Sequence:
         num_computed: number of tokens whose state is in the cache.
         sampled_row: row of its pending token among the ids that the device sampled last.
         drafts: the draft head's drafts after token_ids, not verified yet.
+        confidences: the head's confidences in the last drafts that the host knows (Drafts); empty:
+            it has none.
         num_cached: number of prompt tokens that the prefix cache had at the first admission; None:
             the sequence was never admitted.
         tables: the sequence's pages.
@@ -57,6 +59,7 @@ class Sequence:
     num_computed: int = 0
     sampled_row: int = 0
     drafts: list[int] = field(default_factory=list)
+    confidences: Items[float] = ()
     num_cached: int | None = None
     tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
@@ -84,10 +87,10 @@ class Chunk:
     Attributes:
         drafts: the chunk's last tokens, which come after token_ids and which the step verifies.
         propose: number of drafts that the draft head makes after the step; they have pages.
-        num_placeholders: how many of the drafts are arbitrary ids, which give all chunks the same
-            length.
         floats: the result of the previous step is not known yet. The chunk begins at `start` plus
             the number of drafts that the previous step accepts, and its drafts are on the device.
+        confidences: the confidences from which the number of drafts was chosen.
+        old_confidences: they are those of the drafts before the chunk's.
     """
 
     sequence: Sequence
@@ -95,15 +98,16 @@ class Chunk:
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
-    num_placeholders: int = 0
     floats: bool = False
+    confidences: Items[float] = ()
+    old_confidences: bool = False
 
     def resolve(self, num_accepted: int, drafts: Items[int]) -> None:
         """Set the start and the drafts of a floating chunk once the host knows them."""
-        assert self.floats and len(drafts) == len(self.drafts)
+        assert self.floats and len(drafts) >= len(self.drafts)
         self.start += num_accepted
         self.end += num_accepted
-        self.drafts = tuple(drafts)
+        self.drafts = tuple(drafts[: len(self.drafts)])
         self.floats = False
 
     @property

@@ -123,11 +123,12 @@ class DraftPlan(NamedTuple):
         propose: number of drafts to make after the step.
         next_ids: the token after the chunk, if the chunk ends before the sequence's last known
             token; otherwise 0.
-        on_device: all chunks are decodes with the same number of drafts, which run on the device
+        on_device: all chunks are decodes that get the same number of drafts. They run on the device
             without the host (rank/draft_decode.py).
         links: None: the plan has all tokens. Otherwise the result of the previous step is not known
             yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
             later as that row has accepted drafts, and its token and drafts are on the device.
+        head: the draft head computes the step's tokens; if not, no chunk gets drafts.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -135,6 +136,7 @@ class DraftPlan(NamedTuple):
     next_ids: tuple[int, ...]
     on_device: bool = False
     links: tuple[int, ...] | None = None
+    head: bool = True
 
 
 class ScoredTokens(NamedTuple):

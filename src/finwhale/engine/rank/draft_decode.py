@@ -1,12 +1,13 @@
 """Decode steps that verify and draft, each of which takes its input from the one before it.
 
-In a step the model processes a token and K drafts of every sequence (`verify`), and the sampler
+In a step the model processes a token and some drafts of every sequence (`verify`), and the sampler
 chooses a token after each of them. The draft head then processes the same tokens and makes K more
 drafts after the last accepted draft (`draft`). The tokens and positions of the next step stay on
-the device, so the host can launch that step before it knows them. On a GPU, each half is one
-captured graph for a batch size and a K.
+the device, so the host can launch that step before it knows them. Sequences may have different
+numbers of drafts. The step is padded to a captured number of sequences and of tokens: on a GPU,
+each half is one captured graph for a batch size, a width and a K.
 
-Legend: B sequences of a step (padded to a captured size), W = 1 + K, N = B * W tokens, H residual
+Legend: B sequences of a step (padded to a captured size), W the width, N = B * W tokens, H residual
 streams, D hidden, X tokens of this rank's part of the vocabulary.
 """
 
@@ -14,11 +15,13 @@ import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
 from finwhale.engine.rank.draft_noise import StaticDraftNoise
 from finwhale.engine.rank.graphs import WARM_UP_STEPS, GraphMemory, Recorder
@@ -48,34 +51,36 @@ def verification_sizes(max_num_seqs: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The graphs of a batch size and a K, with the tensors that they read and write.
+    """The graphs of a batch size and a width, with the tensors that they read and write.
 
     Attributes:
         inputs: inputs of the model's forward.
-        verifying, drafting: the two graphs; None: nothing is captured.
+        verifying: the first half's graph; None: nothing is captured.
+        drafting: the graphs of the second half, by K; empty: nothing is captured.
         logits: [N,X] float32.
         streams: residual streams [N,H,D].
     """
 
     inputs: StepInputs
     verifying: torch.cuda.CUDAGraph | None
-    drafting: torch.cuda.CUDAGraph | None
+    drafting: Mapping[int, torch.cuda.CUDAGraph | None]
     logits: Tensor
     streams: Tensor
 
 
 class Verifications:
-    """Runs steps in which every sequence verifies K drafts and gets K new ones.
+    """Runs steps in which every sequence verifies its drafts and gets K new ones.
 
     Args:
-        drafts: the values of K.
+        kinds: pairs of a width and a K.
         sizes: batch sizes, ascending; the last is the largest batch.
         max_len: the longest sequence, drafts included.
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
         ids: [B,W] int64: the known token and the drafts of the last step; None: the last step did
-            not run here.
+            not run here, or its sequences had different numbers of drafts.
+        confidences: of the last call of `draft`: [count,K] float32; empty: the head gives none.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Verifications:
         groups: Items[CacheGroup],
         tables: SlotTables,
         *,
-        drafts: Items[int],
+        kinds: Items[tuple[int, int]],
         sizes: Items[int],
         max_len: int,
         device: torch.device,
@@ -94,35 +99,54 @@ class Verifications:
         assert model.draft_head is not None
         self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
-        self.sizes, self.drafts = list(sizes), sorted(drafts)
-        rows, width = self.sizes[-1], 1 + self.drafts[-1]
-        self._no_row = rows
-        self._static = StaticInputs(max(rows * width, ROOM), rows, groups, tables, max_len, device)
+        self.sizes = list(sizes)
+        self.description = DeviceDrafts(
+            sizes=() if memory is None else tuple(sizes), max_seqs=sizes[-1], kinds=tuple(kinds)
+        )
+        # The most tokens of a sequence, and of the largest step.
+        rows, longest = self.sizes[-1], 1 + max(drafts for _, drafts in kinds)
+        tokens = rows * max(width for width, _ in kinds)
+        self._no_row, self._longest = rows, longest
+        self._static = StaticInputs(max(tokens, ROOM), rows, groups, tables, max_len, device)
 
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
         # For each row of the last step: its next tokens, and by how many tokens it is ahead of what
-        # the host knew. The last row belongs to no sequence: a row linked to it carries nothing
-        # over.
-        self._carried, self._advanced = integers(rows + 1, width), integers(rows + 1)
-        self._links = integers(rows).fill_(rows)
-        self._sent_links: list[int] = []
-        self._positions, self._chosen = integers(rows * width), integers(rows * width)
-        self._noise = StaticDraftNoise(rows, width - 1, device)
+        # the host knew, repeated. The last row belongs to no sequence: nothing is carried over.
+        self._carried = integers(rows + 1, longest)
+        self._advanced = integers(rows + 1, longest)
+        self._confidences = torch.zeros(rows, longest - 1, dtype=torch.float32, device=device)
+        self._gives_confidences = False
+        # For each token, the element of _carried that is its id if it is not in _carried's last
+        # row. For each sequence, its first token, and the tokens that have a draft after them;
+        # where there is none, the element of _right that is never set.
+        self._sources = integers(tokens).fill_(rows * longest)
+        self._first = integers(rows)
+        self._places = integers(rows, longest - 1).fill_(tokens)
+        self._right = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
+        self._sent_layout: tuple[object, ...] = ()
+        self._positions, self._chosen = integers(tokens), integers(tokens)
+        self._noise = StaticDraftNoise(rows, longest - 1, device)
         self._ordinal = torch.arange(rows + 1, dtype=torch.int32, device=device)
         self._captured: dict[tuple[int, int], _Step] = {}
         self._step: _Step | None = None
-        self._count = 0
+        self._lengths: tuple[int, ...] = ()
         if memory is not None:
             self._capture_all(memory)
 
     @property
     def ids(self) -> Tensor | None:
-        if self._step is None:
+        if self._step is None or len(set(self._lengths)) > 1:
             return None
-        ids = self._step.inputs.token_ids
-        return ids.view(-1, self._step.inputs.tokens.max_query)[: self._count]
+        ids = self._step.inputs.token_ids[: sum(self._lengths)]
+        return ids.view(len(self._lengths), -1)
+
+    @property
+    def confidences(self) -> list[Tensor]:
+        if not self._gives_confidences:
+            return []
+        return [self._confidences[: len(self._lengths), : self._num_drafts].clone()]
 
     def forget(self) -> None:
         """The next step does not continue the last one."""
@@ -136,70 +160,96 @@ class Verifications:
             settings: of the plan's slots.
         """
         assert plan.draft is not None
-        count, width = len(plan.slots), plan.lengths[0]
-        self._count = count
+        count, self._lengths = len(plan.slots), plan.lengths
+        num_tokens = sum(plan.lengths)
+        size, width = count, self.description.width(count, num_tokens, plan.draft.propose[0])
+        assert width is not None
         if self._memory is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, count)]
-        else:
-            size = count
+            num_tokens = size * width
         self._static.fill(plan, decode=False)
-        self._link(plan.draft, size)
+        self._send_layout(plan.lengths, plan.draft, size, num_tokens)
         self._noise.fill(plan.slots, settings)
         if self._memory is None:
             self._step = None  # free its logits
-            further = 0 if plan.draft.links is None else width - 1
+            further = 0 if plan.draft.links is None else self._longest - 1
             max_len = min(self._max_len, further + max(plan.ends))
-            inputs = self._inputs(size, width, max_len)
-            self._step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
+            inputs = self._inputs(size, num_tokens, max_len)
+            self._step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
         else:
             self._step = self._captured[size, width]
             assert self._step.verifying is not None
             self._step.verifying.replay()
-        return self._step.logits[: count * width]
+        return self._step.logits[: sum(plan.lengths)]
 
     @torch.inference_mode()
     def further(self) -> Tensor:
-        """[count] int64: number of tokens by which each sequence is ahead of its chunk."""
-        return self._advanced.index_select(0, self._links[: self._count])
+        """Number of tokens by which each row of the logits is ahead of its chunk: int64."""
+        return self._advanced.view(-1).index_select(0, self._sources[: sum(self._lengths)])
 
     @torch.inference_mode()
-    def draft(self, chosen: Tensor) -> Tensor:
+    def draft(self, chosen: Tensor, plan: DraftPlan) -> Tensor:
         """Count the accepted drafts, and make the next ones.
 
         Args:
-            chosen: [count * W] int64: the tokens sampled from the logits.
+            chosen: int64: the tokens sampled from the logits.
 
         Returns:
             [count, K] int64: a copy of the new drafts.
         """
-        step = self._step
+        step, count = self._step, len(self._lengths)
         assert step is not None
-        width = step.inputs.tokens.max_query
-        self._chosen[: len(chosen)].copy_(chosen)
-        if step.drafting is None:
-            self._draft(step, Inline())
+        num_drafts = self._num_drafts = plan.propose[0]
+        if not plan.head:
+            # Every sequence has one token.
+            self._advanced[:count].zero_()
+            self._carried[:count, 0].copy_(chosen)
         else:
-            step.drafting.replay()
-        return self._carried[: self._count, 1:width].clone()
+            self._chosen[: len(chosen)].copy_(chosen)
+            graph = step.drafting.get(num_drafts)
+            if graph is None:
+                self._draft(step, num_drafts, Inline())
+            else:
+                graph.replay()
+        return self._carried[:count, 1 : 1 + num_drafts].clone()
 
-    def _link(self, draft: DraftPlan, size: int) -> None:
-        links = list(draft.links or ())
-        links += [self._no_row] * (size - len(links))
-        if links != self._sent_links:
-            (sent,) = send(self._device, np.array(links, np.int64))
-            self._links[:size].copy_(sent)
-            self._sent_links = links
+    def _send_layout(
+        self, lengths: Items[int], draft: DraftPlan, size: int, num_tokens: int
+    ) -> None:
+        """Send where the step's tokens and drafts are, if the last step's were elsewhere."""
+        layout = (lengths, draft.links, size, num_tokens)
+        if layout == self._sent_layout:
+            return
+        most = self._longest
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        sources = np.full(num_tokens, self._no_row * most, np.int64)
+        # A padding sequence begins at the last token, which is padding too.
+        first = np.full(size, num_tokens - 1, np.int64)
+        first[: len(lengths)] = starts[:-1]
+        places = first[:, None] + np.arange(most - 1)
+        missing = np.ones(places.shape, bool)
+        missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
+        places[missing] = len(self._right) - 1
+        if draft.links is not None:
+            rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
+            offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+            sources[: starts[-1]] = rows + offsets
+        sent = send(self._device, sources, first, places)
+        parts = self._sources[:num_tokens], self._first[:size], self._places[:size]
+        for part, values in zip(parts, sent, strict=True):
+            part.copy_(values)
+        self._sent_layout = layout
 
-    def _inputs(self, size: int, width: int, max_len: int) -> StepInputs:
-        given = self._static.inputs(size * width, decode=False)
+    def _inputs(self, size: int, num_tokens: int, max_len: int) -> StepInputs:
+        given = self._static.inputs(num_tokens, decode=False)
         return StepInputs(
             token_ids=given.token_ids,
             tokens=Tokens(
-                positions=self._positions[: size * width],
+                positions=self._positions[:num_tokens],
                 sequence=given.tokens.sequence,
                 query_start=given.tokens.query_start[: size + 1],
                 max_len=max_len,
-                max_query=width,
+                max_query=1 if num_tokens == size else self._longest,
             ),
             tables={name: _first_rows(table, size) for name, table in given.tables.items()},
         )
@@ -212,27 +262,32 @@ class Verifications:
 
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
-        width = inputs.tokens.max_query
-        ids = inputs.token_ids.view(-1, width)
-        links = self._links[: len(ids)]
-        self._static.gather_ids(len(inputs.token_ids))
-        carried = self._carried.index_select(0, links)[:, :width]
-        ids.copy_(torch.where((links == self._no_row)[:, None], ids, carried))
-        given = self._static.inputs(len(inputs.token_ids), decode=False).tokens.positions
-        further = self._advanced.index_select(0, links)[:, None]
-        torch.add(given.view(-1, width), further, out=inputs.tokens.positions.view(-1, width))
+        ids, positions = inputs.token_ids, inputs.tokens.positions
+        sources = self._sources[: len(ids)]
+        self._static.gather_ids(len(ids))
+        carried = self._carried.view(-1).index_select(0, sources)
+        ids.copy_(torch.where(sources >= self._no_row * self._longest, ids, carried))
+        given = self._static.inputs(len(ids), decode=False).tokens.positions
+        further = self._advanced.view(-1).index_select(0, sources)
+        torch.add(given, further, out=positions)
 
-    def _draft(self, step: _Step, segments: Segments) -> None:
-        inputs, width = step.inputs, step.inputs.tokens.max_query
-        size = len(inputs.token_ids) // width
-        chosen = self._chosen[: size * width]
+    def _draft(self, step: _Step, num_drafts: int, segments: Segments) -> None:
+        inputs, size = step.inputs, len(step.inputs.tokens.query_start) - 1
+        num_tokens = len(inputs.token_ids)
+        chosen = self._chosen[:num_tokens]
         hidden = self._head(inputs, step.streams, chosen, self._cache, segments)
-        right = chosen.view(size, width)[:, :-1] == inputs.token_ids.view(size, width)[:, 1:]
-        accepted = right.cumprod(1).sum(1)
-        last = self._ordinal[:size] * width + accepted
-        self._advanced[:size].copy_(accepted)
+        last = self._first[:size]
+        if inputs.tokens.max_query == 1:
+            self._advanced[:size].zero_()
+        else:
+            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._right[: num_tokens - 1])
+            places = self._places[:size]
+            right = self._right.index_select(0, places.view(-1)).view(places.shape)
+            accepted = right.cumprod(1).sum(1)
+            last = last + accepted
+            self._advanced[:size].copy_(accepted[:, None])
         self._carried[:size, 0].copy_(chosen.index_select(0, last))
-        if width == 1:
+        if not num_drafts:
             return
         start = DraftStart(
             hidden=hidden.index_select(0, last),
@@ -247,38 +302,49 @@ class Verifications:
             tables=inputs.tables,
         )
         choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
-        drafts = self._head.draft(start, width - 1, self._cache, segments, choose)
+        drafts = self._head.draft(start, num_drafts, self._cache, segments, choose)
         for place, ids in enumerate(drafts.ids, start=1):
             self._carried[:size, place].copy_(ids)
+        if drafts.confidences is not None:
+            self._gives_confidences = True
+            for place, values in enumerate(drafts.confidences):
+                self._confidences[:size, place].copy_(values)
 
     def _capture_all(self, memory: GraphMemory) -> None:
         # The largest first: the smaller graphs then fit into the memory that it leaves in the pool.
+        widths = sorted({width for width, _ in self.description.kinds}, reverse=True)
         for size in reversed(self.sizes):
-            for count in reversed(self.drafts):
-                inputs = self._inputs(size, 1 + count, self._max_len)
+            for width in widths:
+                inputs = self._inputs(size, size * width, self._max_len)
                 torch.cuda.synchronize(self._device)
                 with torch.cuda.stream(memory.stream):
-                    self._captured[size, 1 + count] = self._capture(inputs, memory)
+                    self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
         self._advanced.zero_()
 
     @torch.inference_mode()
-    def _capture(self, inputs: StepInputs, memory: GraphMemory) -> _Step:
+    def _capture(self, inputs: StepInputs, width: int, memory: GraphMemory) -> _Step:
+        numbers = [drafts for other, drafts in self.description.kinds if other == width]
         for _ in range(WARM_UP_STEPS):
-            step = _Step(inputs, None, None, *self._verify(inputs, Inline()))
-            self._draft(step, Inline())
+            step = _Step(inputs, None, {}, *self._verify(inputs, Inline()))
+            for drafts in numbers:
+                self._draft(step, drafts, Inline())
         del step
         torch.cuda.synchronize(self._device)
         if not self._captured:
             # A capture cannot use memory that torch cached during the warm-up.
             torch.cuda.empty_cache()
-        verifying, drafting = Recorder(False, memory.pool), Recorder(False, memory.pool)
+        verifying = Recorder(False, memory.pool)
         logits, streams = verifying.record(self._verify, inputs)
-        step = _Step(inputs, None, None, logits, streams)
-        drafting.record(self._draft, step)
-        return replace(step, verifying=verifying.whole, drafting=drafting.whole)
+        step = _Step(inputs, None, {}, logits, streams)
+        graphs = {}
+        for drafts in numbers:
+            recorder = Recorder(False, memory.pool)
+            recorder.record(partial(self._draft, step), drafts)
+            graphs[drafts] = recorder.whole
+        return replace(step, verifying=verifying.whole, drafting=graphs)
 
 
 def _first_rows(table: PageTable, size: int) -> PageTable:

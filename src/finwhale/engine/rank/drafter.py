@@ -60,6 +60,10 @@ class Drafter:
 
     Args:
         sample: samples from the model's logits (Model.sample).
+
+    Attributes:
+        confidences: of the last call of `propose`: [K,B] float32, laid out as the drafts; empty:
+            the head gives none.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Drafter:
     ) -> None:
         self._head, self._sample, self._cache, self._device = head, sample, cache, device
         self._segments = Inline()
+        self.confidences: list[Tensor] = []
 
     @torch.inference_mode()
     def propose(
@@ -101,6 +106,7 @@ class Drafter:
         counts = [propose[place] for place in places]
         max_len = max(ends[place] + propose[place] for place in places)
         out = chosen_M.new_zeros(max(counts), len(counts))
+        self.confidences = []
         # One call of the head makes equally many drafts for all its chunks. Most steps need one.
         for count in sorted(set(counts)):
             group = [i for i, other in enumerate(counts) if other == count]
@@ -123,6 +129,11 @@ class Drafter:
             drafts = self._head.draft(start, count, self._cache, self._segments, choose)
             for row, ids in zip(out, drafts.ids, strict=False):
                 row.index_copy_(0, group_G, ids)
+            if drafts.confidences is not None:
+                if not self.confidences:
+                    self.confidences = [torch.zeros_like(out, dtype=torch.float32)]
+                for row, values in zip(self.confidences[0], drafts.confidences, strict=False):
+                    row.index_copy_(0, group_G, values)
         return out
 
     def _last_rows(self, plan: StepPlan, chosen_M: Tensor) -> Tensor:

@@ -115,19 +115,30 @@ class LocalExecutor:
         drafts = self._draft(step, None if sampled is None else sampled.ids_S)
         assert step.began is not None
         instants = (step.began, chosen, Instant(self.runner.device))
-        proposed = None if drafts is None else self.receiver.begin([drafts])
+        proposed = None if drafts is None else self.receiver.begin(drafts)
         self._open = None
         return LocalResult(arrival, proposed, instants, scores)
 
-    def _draft(self, step: _OpenStep, ids: Tensor | None) -> Tensor | None:
-        """The next drafts [B,K] of the chunks that get drafts; None: no chunk gets any."""
+    def _draft(self, step: _OpenStep, ids: Tensor | None) -> list[Tensor] | None:
+        """The next drafts [B,K] of the chunks that get drafts, and the confidences in them if the
+        head gives any; None: no chunk gets drafts.
+        """
+        assert step.plan.draft is not None
         if step.forward is None:
-            assert self.runner.verifications is not None and ids is not None
-            drafts = self.runner.verifications.draft(ids)
-            return drafts if drafts.shape[1] else None
-        assert self.runner.drafter is not None
-        found = self.runner.drafter.propose(step.forward, step.plan, ids, self.sampler.settings)
-        return None if found is None else found.T
+            steps = self.runner.verifications
+            assert steps is not None and ids is not None
+            drafts = steps.draft(ids, step.plan.draft)
+            if not drafts.shape[1]:
+                return None
+            return [drafts, *steps.confidences]
+        if not step.plan.draft.head:
+            return None
+        drafter = self.runner.drafter
+        assert drafter is not None
+        found = drafter.propose(step.forward, step.plan, ids, self.sampler.settings)
+        if found is None:
+            return None
+        return [found.T, *[confidences.T for confidences in drafter.confidences]]
 
     def check(self) -> None:
         self.collectives.check()
@@ -151,7 +162,7 @@ class LocalResult:
 
     Args:
         tokens: ids, validity and log-probabilities.
-        proposed: drafts [B,K].
+        proposed: drafts [B,K], and the confidences in them if the head gives any.
         instants: the instants before the forward, after sampling and after drafting.
         scores: log-probabilities of prompt tokens.
     """
@@ -173,9 +184,10 @@ class LocalResult:
 
     def wait(self) -> StepResult:
         parts = self._tokens.wait()
-        drafts = verify_seconds = draft_seconds = None
+        drafts = verify_seconds = draft_seconds = confidences = None
         if self._proposed is not None:
-            drafts = self._proposed.wait()[0].tolist()
+            drafts, *given = [part.tolist() for part in self._proposed.wait()]
+            confidences = given[0] if given else None
         if self._instants:
             begin, chosen, drafted = self._instants
             verify_seconds = begin.seconds_to(chosen)
@@ -194,6 +206,7 @@ class LocalResult:
             verify_seconds=verify_seconds,
             draft_seconds=draft_seconds,
             scored=() if self._scores is None else self._scores.wait(),
+            confidences=confidences,
         )
 
 
@@ -212,7 +225,7 @@ def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
     """Describe the drafting decodes that the rank runs on the device; None: it runs none."""
     if steps is None:
         return None
-    return DeviceDrafts(counts=tuple(steps.drafts), max_seqs=steps.sizes[-1])
+    return steps.description
 
 
 def local_executor(executor: Executor) -> LocalExecutor:

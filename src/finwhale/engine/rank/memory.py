@@ -49,8 +49,8 @@ class Largest:
         num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
         decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
-        drafts: numbers of drafts that a decode may verify. The draft head never runs if this is
-            (0,).
+        draft_kinds: the kinds of decodes with drafts (DeviceDrafts.kinds). The draft head never
+            runs if this is ((1, 0),).
     """
 
     num_tokens: int
@@ -58,7 +58,12 @@ class Largest:
     max_len: int
     decode_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
-    drafts: tuple[int, ...] = (0,)
+    draft_kinds: tuple[tuple[int, int], ...] = ((1, 0),)
+
+    @property
+    def drafts(self) -> tuple[int, ...]:
+        """Numbers of drafts that a decode may verify for each sequence."""
+        return tuple(sorted({width - 1 for width, _ in self.draft_kinds}))
 
     @property
     def draft_tokens(self) -> int:
@@ -108,12 +113,13 @@ class LargestSteps:
             )
             num_graphs = len(graphs)
             if largest.draft_tokens:
-                # Each pair has a verify graph and a draft graph; the draft graph reads the residual
-                # streams.
+                # Each width has a verify graph, and each kind a draft graph, which reads the
+                # residual streams.
                 rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
                 streams = math.prod(self.model.residual_shape) * self.model.dtype.itemsize
                 workspace += rows * (len(self.model.vocab_part) * 4 + streams)
-                num_graphs += (2 * len(largest.drafts) - 1) * len(largest.decode_graphs)
+                graphs_a_size = len(largest.drafts) + len(largest.draft_kinds)
+                num_graphs += (graphs_a_size - 1) * len(largest.decode_graphs)
             workspace += num_graphs * GRAPH_BYTES
         return workspace
 

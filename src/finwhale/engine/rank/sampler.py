@@ -81,17 +81,17 @@ class Sampler:
             self._fixed = _Fixed()
 
     def sample(
-        self, plan: SamplingPlan, logits_SX: Tensor, further_B: Tensor | None = None
+        self, plan: SamplingPlan, logits_SX: Tensor, further_S: Tensor | None = None
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
         Args:
             logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
-            further_B: int64 on the device: for each sequence, a number to add to the positions in
-                the plan. Each sequence has the same number of consecutive rows.
+            further_S: int64 on the device: for each row, a number to add to the position in the
+                plan.
         """
         assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
-        return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_B))
+        return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_S))
 
     def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:
         """Find the log-probabilities of given tokens, one for each row.
@@ -114,14 +114,14 @@ class Sampler:
         return self._sample(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
 
     def _batch(
-        self, plan: SamplingPlan, device: torch.device, further_B: Tensor | None
+        self, plan: SamplingPlan, device: torch.device, further_S: Tensor | None
     ) -> SamplingBatch:
         fixed = self._fixed
         if fixed.slots != plan.slots:
             fixed = self._fixed = self._fix(plan.slots, device)
         positions_R = None
         if fixed.filters is not None:
-            positions_R = _positions(fixed.drawing, plan, further_B, device)
+            positions_R = _positions(fixed.drawing, plan, further_S, device)
         return SamplingBatch(
             filters=fixed.filters,
             positions_R=positions_R,
@@ -181,15 +181,14 @@ class Sampler:
 
 
 def _positions(
-    drawing: Sequence[int], plan: SamplingPlan, further_B: Tensor | None, device: torch.device
+    drawing: Sequence[int], plan: SamplingPlan, further_S: Tensor | None, device: torch.device
 ) -> Tensor:
     """The positions of the rows that draw: the plan's, or as many later as the device says."""
     planned = np.array(plan.positions, np.int64)
-    if further_B is None:
+    if further_S is None:
         return send(device, planned)[0]
-    width = len(plan.slots) // len(further_B)
-    planned_R, sequences_R = send(device, planned, np.array(drawing, np.int64) // width)
-    return planned_R + further_B.index_select(0, sequences_R)
+    planned_R, rows_R = send(device, planned, np.array(drawing, np.int64))
+    return planned_R + further_S.index_select(0, rows_R)
 
 
 def draw_arrays(

@@ -15,6 +15,7 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
+from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -291,6 +292,11 @@ class _Start:
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed)
+        if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
+            # "auto" leaves out the MTP layer where drafting does not pay. A later draft then reads
+            # rows that were perhaps never written, which must be finite. (The model's own forward
+            # writes the window of a head that drafts in blocks.)
+            cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
             device=self.device,
@@ -398,7 +404,7 @@ def new_verifications(
         runner.cache,
         runner.groups,
         runner.tables,
-        drafts=numbers_of_drafts(config, model_config),
+        kinds=largest.draft_kinds,
         sizes=largest.decode_graphs or (config.max_num_seqs,),
         max_len=runner.max_model_len,
         device=runner.device,
@@ -421,6 +427,7 @@ def largest_steps(
     decodes: tuple[int, ...] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
+    kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
         sizes = verification_sizes if config.draft_tokens else decode_sizes
         decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
@@ -432,7 +439,7 @@ def largest_steps(
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
         prefill_graphs=prefills,
-        drafts=numbers_of_drafts(config, model_config),
+        draft_kinds=kinds,
     )
 
 
@@ -451,11 +458,12 @@ def launches(
     }
 
 
-def numbers_of_drafts(config: EngineConfig, model_config: ModelConfig) -> tuple[int, ...]:
-    """The numbers of drafts that a decode may have."""
+def draft_kinds(config: EngineConfig, model_config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """The kinds of decodes: tokens for each sequence, and drafts that it gets after the step."""
     if config.draft_tokens == "auto":
-        return tuple(range(model_config.max_draft_tokens + 1))
-    return (config.draft_tokens,)
+        most, block = model_config.max_draft_tokens, model_config.draft_block_tokens > 0
+        return tuple([(kind.width, kind.drafts) for kind in step_kinds(most, block=block)])
+    return ((1 + config.draft_tokens, config.draft_tokens),)
 
 
 def _table_serves(

@@ -1,0 +1,147 @@
+"""Estimates how many drafts of a sequence the model will accept. Pure Python.
+
+A draft's survival is the probability that it and all drafts before it are accepted. It is the
+product of the probabilities that each of them is accepted if those before it are. A draft head may
+estimate these itself (confidences); otherwise they are counted.
+"""
+
+from collections.abc import Sequence as Items
+from math import exp, log
+
+from finwhale.engine.plan.sequences import Chunk, Sequence
+
+# At first, so many drafts of each position count as verified, with this share accepted. It is high,
+# so that drafting is not given up after a few wrong drafts.
+FIRST_DRAFTS, FIRST_SHARE = 16, 0.7
+# The mean over all sequences has a memory of about DRAFTS drafts, that of one sequence of OWN.
+DRAFTS, OWN = 256, 64
+# The mean over all sequences counts in a sequence's own estimate as this many of its drafts.
+PRIOR = 8.0
+# Calibration has a memory of about this many drafts of a position.
+CALIBRATION_DRAFTS = 2048
+# It starts as if it were known to this precision (drafts) that confidences are right.
+CALIBRATION_PRIOR = 16.0
+LARGEST_LOGIT = 8.0
+
+
+class Calibration:
+    """Corrects the confidences of one position: sigmoid(scale * logit(confidence) + shift).
+
+    The scale is the inverse of a temperature. The shift matters for confidences of earlier drafts,
+    which say little about the next ones: a small scale alone would make all of them 1/2. Both are
+    fitted by Newton steps on the log loss of each draft (logistic regression, one sample at a
+    time).
+    """
+
+    def __init__(self) -> None:
+        self.scale, self.shift = 1.0, 0.0
+        self._hessian = (CALIBRATION_PRIOR, 0.0, CALIBRATION_PRIOR)
+
+    def __call__(self, confidence: float) -> float:
+        return _sigmoid(self.scale * _logit(confidence) + self.shift)
+
+    def add(self, confidence: float, accepted: bool) -> None:
+        x = _logit(confidence)
+        p = _sigmoid(self.scale * x + self.shift)
+        weight, keep = p * (1 - p), 1 - 1 / CALIBRATION_DRAFTS
+        a, b, d = self._hessian
+        a, b, d = keep * a + weight * x * x, keep * b + weight * x, keep * d + weight
+        # The prior does not fade, so that the matrix stays regular.
+        a, d = max(a, 1.0), max(d, 1.0)
+        self._hessian = (a, b, d)
+        error = p - accepted
+        determinant = max(a * d - b * b, 1e-3 * a * d)
+        self.scale -= error * (d * x - b) / determinant
+        self.shift -= error * (a - b * x) / determinant
+
+
+class OwnAcceptance:
+    """Accepted and verified drafts of one sequence, by position; old ones count less."""
+
+    __slots__ = ("accepted", "verified")
+
+    def __init__(self, most: int) -> None:
+        self.accepted, self.verified = [0.0] * most, [0.0] * most
+
+    def add(self, position: int, accepted: bool) -> None:
+        keep = 1 - 1 / OWN
+        self.accepted[position] = keep * self.accepted[position] + accepted
+        self.verified[position] = keep * self.verified[position] + 1
+
+
+class DraftEstimates:
+    """Estimates the survival of every sequence's next drafts.
+
+    Args:
+        most: the largest number of drafts.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._means, self._counts = [FIRST_SHARE] * most, [FIRST_DRAFTS] * most
+        # Of the drafts' own confidences, and of those of the drafts before them.
+        self._calibrations = [[Calibration() for _ in range(most)] for _ in range(2)]
+        self._own: dict[str, OwnAcceptance] = {}
+
+    def survivals(self, sequence: Sequence, *, floats: bool) -> list[float]:
+        """The survival of each of a sequence's next drafts.
+
+        Args:
+            floats: the sequence has the confidences of drafts before these (Chunk.floats).
+        """
+        found, survival = [], 1.0
+        if sequence.confidences:
+            pairs = zip(self._calibrations[floats], sequence.confidences, strict=False)
+            chances = [calibration(confidence) for calibration, confidence in pairs]
+            # Fewer drafts were made than could be.
+            chances += self._means[len(chances) :]
+        else:
+            chances = self._chances(self._own.get(sequence.key))
+        for chance in chances:
+            survival *= chance
+            found.append(survival)
+        return found
+
+    def _chances(self, own: OwnAcceptance | None) -> list[float]:
+        if own is None:
+            return self._means
+        return [
+            (PRIOR * mean + accepted) / (PRIOR + verified)
+            for mean, accepted, verified in zip(
+                self._means, own.accepted, own.verified, strict=True
+            )
+        ]
+
+    def verified(self, chunk: Chunk, num_accepted: int) -> None:
+        """Record how many of a chunk's drafts were accepted."""
+        num_drafts = len(chunk.drafts)
+        if not num_drafts:
+            return
+        own = self._own.get(chunk.sequence.key)
+        if own is None:
+            own = self._own[chunk.sequence.key] = OwnAcceptance(self.most)
+        for position in range(min(num_drafts, num_accepted + 1)):
+            accepted = position < num_accepted
+            own.add(position, accepted)
+            self._counts[position] += 1
+            mean = self._means[position]
+            self._means[position] += (accepted - mean) / min(self._counts[position], DRAFTS)
+            if position < len(chunk.confidences):
+                calibration = self._calibrations[chunk.old_confidences][position]
+                calibration.add(chunk.confidences[position], accepted)
+
+    def keep(self, sequences: Items[Sequence]) -> None:
+        """Forget all other sequences."""
+        if len(self._own) > 2 * len(sequences) + 16:
+            living = {sequence.key for sequence in sequences}
+            self._own = {key: own for key, own in self._own.items() if key in living}
+
+
+def _logit(p: float) -> float:
+    edge = 1 / (1 + exp(LARGEST_LOGIT))
+    p = min(max(edge, p), 1 - edge)  # a NaN counts as the smallest
+    return log(p / (1 - p))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + exp(-min(max(x, -30.0), 30.0)))
