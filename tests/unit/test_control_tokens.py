@@ -147,7 +147,7 @@ def test_no_field_makes_control_tokens(
     assert len(added) == 1283
 
     def prompt(text: str) -> tuple[str, Counter[str]]:
-        found = template.encode(convert(protocol, body(text), default_thinking=True).request)
+        found = template.encode(convert(protocol, body(text), default_thinking=True))
         assert tokenizer.decode(found.token_ids, skip_special=False) == found.text
         return found.text, Counter(added[i] for i in found.token_ids if i in added)
 
