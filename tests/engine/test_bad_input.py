@@ -411,9 +411,13 @@ ABSURD: dict[str, list[Any]] = {
     "frequency_penalty": [math.nan, -math.inf, -1000, "0", None],
     "stop": ["", [""], [None], 5, math.nan],
     "stop_token_ids": [[-1], ["5"], [math.nan], [1.5], 5],
+    "min_tokens": [-1, math.nan, math.inf, "1", 2.5, None],
     "ignore_eos": ["yes", 1, None],
+    "include_stop_str_in_output": ["yes", 1, None],
+    "skip_special_tokens": ["no", 0, None],
     "seed": [math.nan, math.inf, "7", 1.5],
     "logprobs": [-1, 10**6, math.nan, "5", True],
+    "prompt_logprobs": [-1, 10**6, math.nan, "5", True],
     "logit_bias": [5, [1], {"1": 1}, {-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {1: None}],
     "guide": ["a+", {}, 1],
 }
