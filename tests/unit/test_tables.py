@@ -100,6 +100,7 @@ def test_batch_invariance_is_refused_where_nothing_promises_it(platform: Platfor
 def warnings(platform: Platform, caplog: pytest.LogCaptureFixture, reference: bool = False) -> str:
     """What choosing a platform's table logs, twice: its number of multiprocessors is a new one."""
     platform = replace(platform, num_multiprocessors=next(NUMBERS))
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "finwhale.ops"):
         assert load_ops(platform, reference) is load_ops(platform, reference)
     return "\n".join(record.getMessage() for record in caplog.records)
