@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from finwhale.async_llm import AsyncLLM
     from finwhale.errors import (
         CheckpointError,
         EngineDeadError,
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "EngineDeadError",
@@ -40,5 +42,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'finwhale' has no attribute {name!r}")
     if name == "LLM":
         return import_module("finwhale.llm").LLM
+    if name == "AsyncLLM":
+        return import_module("finwhale.async_llm").AsyncLLM
     home = "errors" if name.endswith("Error") else "request"
     return getattr(import_module(f"finwhale.{home}"), name)

@@ -3,7 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from finwhale.config import (
 from finwhale.distributed.hosts import Place
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.loop.request_checks import new_matcher
+from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of, parse_config
@@ -41,24 +43,27 @@ Progress = Callable[[int, int], None]
 logger = logging.getLogger(__name__)
 
 
-class LLM:
-    """A model and an engine in this process; threads may share it, forked processes may not.
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A prompt that is ready for the engine.
 
-    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/cpu_math.py says why).
-
-    Args:
-        path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
-            is downloaded unless the cache has it; None: the embedded demo model.
-        revision: branch, tag or commit of the repository; None: its main branch.
-        progress: called with (bytes read, bytes in all) while weights load.
-
-    The other arguments are the options of the engine; docs/options.md describes them.
-
-    Raises:
-        CheckpointError: the checkpoint is missing, broken or of another model.
-        ResourceError: the device is missing or too small.
-        FinwhaleError: an option is out of range.
+    Attributes:
+        text: the prompt's text; None if the caller gave token ids.
+        matcher: the compiled guide; None: any text.
+        stop_after: look for stop strings only after this token, the end of the reasoning.
+        answer_to: the conversation's prompt, if the output is the answer of a chat.
     """
+
+    token_ids: Sequence[int]
+    params: SamplingParams
+    text: str | None
+    matcher: TokenMatcher | None
+    stop_after: int | None = None
+    answer_to: ChatPrompt | None = None
+
+
+class LoadedModel:
+    """What `LLM` and `AsyncLLM` share: an engine in this process, its tokenizer and chat format."""
 
     def __init__(
         self,
@@ -97,6 +102,149 @@ class LLM:
         self.tokenizer = self.engine.tokenizer
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
+        self.on_open()
+
+    def on_open(self) -> None:
+        """Called once the engine is open."""
+
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
+        if self._template is None:
+            dialect = architecture_of(self.engine.model_config).chat_dialect(self._directory)
+            self._template = ChatTemplate(self.tokenizer, dialect)
+        return self._template
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text prompt, which begin with the beginning-of-sequence token."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "a text prompt needs a tokenizer, and this checkpoint has no tokenizer.json: give "
+                "token ids"
+            )
+        if not text:
+            raise RequestError("the prompt is empty: give at least one character")
+        return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
+
+    def prepared(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> Iterator[Job | RequestOutput]:
+        """Prepare the prompts of `generate`, each when it is asked for; a prompt that cannot be
+        served gives its finished result.
+        """
+        listed = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(listed))
+        return (self._prepare(prompt, one) for prompt, one in zip(listed, params, strict=True))
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Job | RequestOutput:
+        try:
+            return self.job(prompt, params)
+        except RequestError as error:
+            text, token_ids = (prompt, []) if isinstance(prompt, str) else (None, list(prompt))
+            return self._error_result(error, text, token_ids)
+
+    def job(self, prompt: Prompt, params: SamplingParams) -> Job:
+        """Prepare one prompt. Raises RequestError."""
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
+        return Job(token_ids, params, text, new_matcher(params, self.tokenizer))
+
+    def prepared_chats(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        thinking: bool,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> Iterator[Job | RequestOutput]:
+        """Prepare the conversations of `chat`, as `prepared` prepares prompts."""
+        several = _as_conversations(messages)
+        params = _as_params(sampling_params, len(several))
+        for one in params:
+            check_stop_of_answers(one, tuple(one.stop))
+        template = self.chat_template()
+        options = ChatOptions(thinking=thinking, tools=tools)
+        return (
+            self._prepare_chat(template, conversation, one, options)
+            for conversation, one in zip(several, params, strict=True)
+        )
+
+    def _prepare_chat(
+        self,
+        template: ChatTemplate,
+        conversation: Messages,
+        params: SamplingParams,
+        options: ChatOptions,
+    ) -> Job | RequestOutput:
+        prompt: ChatPrompt | None = None
+        try:
+            prompt = template.render(conversation, options)
+            matcher = new_matcher(params, self.tokenizer)
+        except RequestError as error:
+            if prompt is None:
+                return self._error_result(error, None, [])
+            return self._error_result(error, prompt.text, list(prompt.token_ids))
+        stop_after = template.end_of_thinking if options.thinking else None
+        return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt)
+
+    def parse_answer(self, job: Job, result: RequestOutput) -> None:
+        """Fill `message` of the outputs, if the job is of a chat."""
+        if job.answer_to is None:
+            return
+        template = self.chat_template()
+        for output in result.outputs:
+            if output.finish_reason == "error":
+                continue
+            # A stop token is no part of the answer. The parser finds a stop string itself.
+            stopped = isinstance(output.stop_reason, int)
+            parser = template.parser(job.answer_to, stop=tuple(job.params.stop))
+            parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
+            parser.finish("length" if output.finish_reason == "length" else "stop")
+            output.message = parser.message()
+
+    def refused(self, error: RequestError, job: Job) -> RequestOutput:
+        """The finished result of a prompt that the engine refuses."""
+        return self._error_result(error, job.text, list(job.token_ids))
+
+    def _error_result(
+        self, error: RequestError, text: str | None, token_ids: list[int]
+    ) -> RequestOutput:
+        logger.warning("%s", error)
+        output = CompletionOutput(0, finish_reason="error")
+        return RequestOutput(self.new_id(), text, token_ids, [output], True, str(error))
+
+    def new_id(self) -> str:
+        """A request id that this model has not used before."""
+        return str(next(self._ids))
+
+
+def add_job(engine: Engine, request_id: str, job: Job) -> RequestOutput:
+    """Begin a job on an engine. Raises RequestError, EngineDeadError."""
+    return engine.add_request(
+        request_id, job.token_ids, job.params, job.text, job.stop_after, matcher=job.matcher
+    )
+
+
+class LLM(LoadedModel):
+    """A model and an engine in this process; threads may share it, forked processes may not.
+
+    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/cpu_math.py says why).
+
+    Args:
+        path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
+            is downloaded unless the cache has it; None: the embedded demo model.
+        revision: branch, tag or commit of the repository; None: its main branch.
+        progress: called with (bytes read, bytes in all) while weights load.
+
+    The other arguments are the options of the engine; docs/options.md describes them.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, broken or of another model.
+        ResourceError: the device is missing or too small.
+        FinwhaleError: an option is out of range.
+    """
 
     def generate(
         self,
@@ -116,11 +264,7 @@ class LLM:
         Raises:
             RequestError: the number of sampling_params is not the number of prompts.
         """
-        listed = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(listed))
-        return self._run(
-            self._try_begin(prompt, one) for prompt, one in zip(listed, params, strict=True)
-        )
+        return self._run(self.prepared(prompts, sampling_params))
 
     def chat(
         self,
@@ -146,46 +290,7 @@ class LLM:
             RequestError: `messages` has neither form, the checkpoint has no tokenizer, or stop
                 strings come with options that answers do not support.
         """
-        several = _as_conversations(messages)
-        params = _as_params(sampling_params, len(several))
-        for one in params:
-            check_stop_of_answers(one, tuple(one.stop))
-        template = self.chat_template()
-        options = ChatOptions(thinking=thinking, tools=tools)
-        stop_after = template.end_of_thinking if thinking else None
-        prompts: list[ChatPrompt | None] = []
-
-        def begin() -> Iterator[RequestOutput]:
-            for conversation, one in zip(several, params, strict=True):
-                prompts.append(None)
-                try:
-                    prompts[-1] = prompt = template.render(conversation, options)
-                except RequestError as error:
-                    yield self._refused(error, None, [])
-                    continue
-                yield self._try_begin(prompt.token_ids, one, prompt.text, stop_after)
-
-        results = self._run(begin())
-        for prompt, one, result in zip(prompts, params, results, strict=True):
-            for output in result.outputs:
-                if prompt is None or output.finish_reason == "error":
-                    continue
-                # A stop token is no part of the answer. The parser finds a stop string itself.
-                stopped = isinstance(output.stop_reason, int)
-                parser = template.parser(prompt, stop=tuple(one.stop))
-                parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
-                parser.finish("length" if output.finish_reason == "length" else "stop")
-                output.message = parser.message()
-        return results
-
-    def chat_template(self) -> ChatTemplate:
-        """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
-        if self.tokenizer is None:
-            raise RequestError("chat needs a tokenizer, and this checkpoint has no tokenizer.json")
-        if self._template is None:
-            dialect = architecture_of(self.engine.model_config).chat_dialect(self._directory)
-            self._template = ChatTemplate(self.tokenizer, dialect)
-        return self._template
+        return self._run(self.prepared_chats(messages, sampling_params, thinking, tools))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -195,8 +300,8 @@ class LLM:
         Raises:
             RequestError: the prompt cannot be served.
         """
-        text = prompt if isinstance(prompt, str) else None
-        result = self._begin(prompt, sampling_params or SamplingParams(), text)
+        job = self.job(prompt, sampling_params or SamplingParams())
+        result = add_job(self.engine, self.new_id(), job)
         shown, finished = 0, False
         try:
             while not finished:
@@ -210,60 +315,27 @@ class LLM:
         finally:
             self.engine.abort(result.request_id)
 
-    def encode(self, text: str) -> list[int]:
-        """The token ids of a text prompt, which begin with the beginning-of-sequence token."""
-        if self.tokenizer is None:
-            raise RequestError(
-                "a text prompt needs a tokenizer, and this checkpoint has no tokenizer.json: give "
-                "token ids"
-            )
-        if not text:
-            raise RequestError("the prompt is empty: give at least one character")
-        return [self.engine.model_config.bos_token_id, *self.tokenizer.encode(text)]
-
-    def _begin(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        text: str | None,
-        stop_after: int | None = None,
-    ) -> RequestOutput:
-        """Adds a prompt to the engine. Raises RequestError."""
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else prompt
-        return self.engine.add_request(str(next(self._ids)), token_ids, params, text, stop_after)
-
-    def _try_begin(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        text: str | None = None,
-        stop_after: int | None = None,
-    ) -> RequestOutput:
-        """`_begin`, but a prompt that cannot be served gives a finished result with an error."""
-        text = prompt if isinstance(prompt, str) else text
-        try:
-            return self._begin(prompt, params, text, stop_after)
-        except RequestError as error:
-            return self._refused(error, text, [] if isinstance(prompt, str) else list(prompt))
-
-    def _refused(
-        self, error: RequestError, text: str | None, token_ids: list[int]
-    ) -> RequestOutput:
-        logger.warning("%s", error)
-        output = CompletionOutput(0, finish_reason="error")
-        return RequestOutput(str(next(self._ids)), text, token_ids, [output], True, str(error))
-
-    def _run(self, beginning: Iterable[RequestOutput]) -> list[RequestOutput]:
+    def _run(self, jobs: Iterable[Job | RequestOutput]) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
-        results: list[RequestOutput] = []
+        begun: list[tuple[Job | None, RequestOutput]] = []
         try:
-            results.extend(beginning)
-            while not all(result.finished for result in results):
+            for job in jobs:
+                begun.append((None, job) if isinstance(job, RequestOutput) else self._begin(job))
+            while not all(result.finished for _, result in begun):
                 self.engine.step()
         finally:
-            for result in results:
+            for _, result in begun:
                 self.engine.abort(result.request_id)
-        return results
+        for accepted, result in begun:
+            if accepted is not None:
+                self.parse_answer(accepted, result)
+        return [result for _, result in begun]
+
+    def _begin(self, job: Job) -> tuple[Job | None, RequestOutput]:
+        try:
+            return job, add_job(self.engine, self.new_id(), job)
+        except RequestError as error:
+            return None, self.refused(error, job)
 
 
 def open_engine(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import finwhale
-from finwhale import LLM
+from finwhale import LLM, AsyncLLM
 from finwhale.cli import serve as serve_command
 from finwhale.cli.main import main
 from finwhale.cli.options_page import options_page
@@ -130,6 +130,7 @@ def test_the_signature_of_llm() -> None:
     wanted = typing.get_type_hints(EngineConfig) | {"cache_dir": str | Path | None}
     found = typing.get_type_hints(LLM.__init__)
     assert {name: found[name] for name in given} == wanted
+    assert inspect.signature(AsyncLLM) == inspect.signature(LLM)
 
 
 def test_no_command_takes_an_abbreviation() -> None:
