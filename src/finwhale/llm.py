@@ -2,10 +2,16 @@
 
 import itertools
 import logging
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
 
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
@@ -41,6 +47,8 @@ Messages = Sequence[Mapping[str, Any]]
 Progress = Callable[[int, int], None]
 
 logger = logging.getLogger(__name__)
+
+BAR_INTERVAL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,15 @@ class LoadedModel:
 
     def on_open(self) -> None:
         """Called once the engine is open."""
+
+    def __repr__(self) -> str:
+        rank = self.engine.executor.description
+        ranks = f"{rank.num_ranks} ranks, " if rank.num_ranks > 1 else ""
+        return (
+            f"<{type(self).__name__} {str(self._directory)!r}: {ranks}{rank.device}, "
+            f"context of {self.engine.max_model_len} tokens, "
+            f"up to {self.engine.config.max_num_seqs} sequences at once>"
+        )
 
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
@@ -250,6 +267,8 @@ class LLM(LoadedModel):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Continues each prompt. Returns one result for each prompt, in order.
 
@@ -257,6 +276,7 @@ class LLM(LoadedModel):
             prompts: texts or lists of token ids; a single prompt needs no list around it. The
                 model's beginning-of-sequence token is put before a text, but not before token ids.
             sampling_params: one for all prompts, or a list with one for each.
+            show_progress: show a progress bar, if standard error is a terminal.
 
         If a prompt cannot be served (it is empty, too long, or has an id outside the vocabulary),
         its result has an `error` and the finish reason "error". The other prompts are served.
@@ -264,7 +284,7 @@ class LLM(LoadedModel):
         Raises:
             RequestError: the number of sampling_params is not the number of prompts.
         """
-        return self._run(self.prepared(prompts, sampling_params))
+        return self._run(self.prepared(prompts, sampling_params), show_progress)
 
     def chat(
         self,
@@ -273,6 +293,7 @@ class LLM(LoadedModel):
         *,
         thinking: bool = False,
         tools: Sequence[Mapping[str, Any]] = (),
+        show_progress: bool = True,
     ) -> list[RequestOutput]:
         """Answers each conversation. Returns one result for each conversation, in order.
 
@@ -281,6 +302,7 @@ class LLM(LoadedModel):
             sampling_params: one for all conversations, or a list with one for each.
             thinking: let the model think before it answers.
             tools: function tools as in OpenAI's Chat Completions.
+            show_progress: show a progress bar, if standard error is a terminal.
 
         Each output's `message` is the answer, parsed into content, reasoning_content and
         tool_calls. Stop strings end the answer, not the reasoning. If a conversation is malformed
@@ -290,7 +312,8 @@ class LLM(LoadedModel):
             RequestError: `messages` has neither form, the checkpoint has no tokenizer, or stop
                 strings come with options that answers do not support.
         """
-        return self._run(self.prepared_chats(messages, sampling_params, thinking, tools))
+        jobs = self.prepared_chats(messages, sampling_params, thinking, tools)
+        return self._run(jobs, show_progress)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -315,14 +338,16 @@ class LLM(LoadedModel):
         finally:
             self.engine.abort(result.request_id)
 
-    def _run(self, jobs: Iterable[Job | RequestOutput]) -> list[RequestOutput]:
+    def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""
         begun: list[tuple[Job | None, RequestOutput]] = []
         try:
             for job in jobs:
                 begun.append((None, job) if isinstance(job, RequestOutput) else self._begin(job))
-            while not all(result.finished for _, result in begun):
-                self.engine.step()
+            with _Bar(show_progress, [result for _, result in begun]) as bar:
+                while not all(result.finished for _, result in begun):
+                    self.engine.step()
+                    bar.update()
         finally:
             for _, result in begun:
                 self.engine.abort(result.request_id)
@@ -336,6 +361,46 @@ class LLM(LoadedModel):
             return job, add_job(self.engine, self.new_id(), job)
         except RequestError as error:
             return None, self.refused(error, job)
+
+
+class _Bar:
+    """A progress bar on standard error: finished prompts, and tokens per second."""
+
+    def __init__(self, show: bool, results: Sequence[RequestOutput]) -> None:
+        self._results = results
+        self._bar: RichProgress | None = None
+        if show and results and sys.stderr.isatty():
+            self._bar = RichProgress(
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("prompts, {task.fields[rate]:.0f} tokens/s"),
+                TimeElapsedColumn(),
+                console=Console(stderr=True),
+            )
+        self._began = self._shown = time.monotonic()
+
+    def __enter__(self) -> "_Bar":
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=len(self._results), rate=0.0)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._show(self._bar)
+            self._bar.stop()
+
+    def update(self) -> None:
+        """Show what has been done, some times a second."""
+        if self._bar is not None and time.monotonic() - self._shown > BAR_INTERVAL_S:
+            self._show(self._bar)
+
+    def _show(self, bar: RichProgress) -> None:
+        self._shown = time.monotonic()
+        finished = sum(result.finished for result in self._results)
+        made = sum(len(output.token_ids) for one in self._results for output in one.outputs)
+        rate = made / max(self._shown - self._began, 1e-9)
+        bar.update(self._task, completed=finished, rate=rate)
 
 
 def open_engine(

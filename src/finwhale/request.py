@@ -1,8 +1,9 @@
 """A request's parameters and its results. Plain data: no torch."""
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from finwhale.errors import RequestError
@@ -146,6 +147,15 @@ class SamplingParams:
             raise RequestError(f"guide must be a Guide, got {self.guide!r}")
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults."""
+        given = [
+            f"{one.name}={_SHORT.repr(value)}"
+            for one in fields(self)
+            if (value := getattr(self, one.name)) != one.default
+        ]
+        return f"SamplingParams({', '.join(given)})"
+
 
 def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     if bias is None:
@@ -230,6 +240,18 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     message: dict[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        """A short form, which counts the tokens."""
+        shown = f"text={_SHORT.repr(self.text)}, token_ids=<{len(self.token_ids)}>"
+        shown += f", finish_reason={self.finish_reason!r}"
+        if self.stop_reason is not None:
+            shown += f", stop_reason={_SHORT.repr(self.stop_reason)}"
+        if self.logprobs is not None:
+            shown += f", logprobs=<{len(self.logprobs)}>"
+        if self.message is not None:
+            shown += f", message={_SHORT.repr(self.message)}"
+        return f"CompletionOutput(index={self.index}, {shown})"
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -256,3 +278,21 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    def __repr__(self) -> str:
+        """A short form, which counts the tokens and shows few of the outputs."""
+        shown = (
+            f"prompt={_SHORT.repr(self.prompt)}, prompt_token_ids=<{len(self.prompt_token_ids)}>"
+        )
+        outputs = [repr(output) for output in self.outputs[:_SHOWN_OUTPUTS]]
+        if len(self.outputs) > _SHOWN_OUTPUTS:
+            outputs.append(f"... {len(self.outputs)} in all")
+        shown += f", outputs=[{', '.join(outputs)}], finished={self.finished}"
+        if self.error is not None:
+            shown += f", error={_SHORT.repr(self.error)}"
+        return f"RequestOutput(request_id={self.request_id!r}, {shown})"
+
+
+_SHOWN_OUTPUTS = 3
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80

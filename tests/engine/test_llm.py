@@ -1,5 +1,6 @@
 """LLM: prompts of every form, when generation ends, log-probabilities, streams, chats."""
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -435,3 +436,41 @@ def test_chat_needs_a_tokenizer(new_llm: Callable[..., LLM], no_tokenizer_path: 
     assert len(tokens(ids)) == 3 and ids.outputs[0].text == ""
     assert text.error is not None and "give token ids" in text.error
     assert stops.error is not None and "tokenizer" in stops.error
+
+
+# --- What a person sees ---------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_progress_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(stderr: io.StringIO, **options: bool) -> str:
+        monkeypatch.setattr("sys.stderr", stderr)
+        monkeypatch.setenv("TERM", "xterm")
+        llm.generate([TEXT, "a", ""], greedy(3), **options)
+        llm.chat([HELLO], greedy(3), **options)
+        return stderr.getvalue()
+
+    text = shown(Terminal())
+    assert "3/3" in text and "1/1" in text and "tokens/s" in text
+    assert shown(Terminal(), show_progress=False) == shown(io.StringIO()) == ""
+
+
+def test_reprs_are_short(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, n=9, max_tokens=100, stop_token_ids=range(1000), ignore_eos=True
+    )
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(greedy(3)) == "SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)"
+    assert len(repr(params)) < 200
+    (result,) = llm.generate([[5] * 300], greedy(100, n=9, logprobs=3))
+    assert len(repr(result)) < 1500
+    assert "prompt_token_ids=<300>" in repr(result) and "9 in all" in repr(result)
+    (bad,) = llm.generate("")
+    assert "error='the prompt is empty" in repr(bad)
+    (answer,) = llm.chat(HELLO, greedy(100))
+    assert "role" in repr(answer) and len(repr(answer)) < 600
+    assert "cpu" in repr(llm) and "512 tokens" in repr(llm)

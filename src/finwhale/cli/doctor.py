@@ -239,7 +239,9 @@ def _demo() -> Iterator[Finding]:
     """Run the demo model on the CPU."""
     try:
         llm = finwhale.LLM(device="cpu", max_num_seqs=1, max_model_len=64)
-        (result,) = llm.generate(PROMPT, SamplingParams(max_tokens=8, temperature=0))
+        (result,) = llm.generate(
+            PROMPT, SamplingParams(max_tokens=8, temperature=0), show_progress=False
+        )
     except FinwhaleError as error:
         yield Finding("demo model", str(error), "failed")
         return

@@ -81,7 +81,7 @@ def _ask(
     llm: LLM, questions: Sequence[str], params: SamplingParams, **options: Any
 ) -> list[CompletionOutput]:
     conversations = [[{"role": "user", "content": question}] for question in questions]
-    results = llm.chat(conversations, params, **options)
+    results = llm.chat(conversations, params, show_progress=False, **options)
     for result in results:
         if result.error is not None:
             raise RequestError(result.error)

@@ -18,7 +18,8 @@ def check_drafts(llm: LLM, expectations: Expectations) -> list[Check]:
     """Let the model write with drafts. Raises RequestError if a request fails."""
     before = llm.engine.metrics()
     conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    for result in llm.chat(conversations, SamplingParams(temperature=0, max_tokens=96)):
+    params = SamplingParams(temperature=0, max_tokens=96)
+    for result in llm.chat(conversations, params, show_progress=False):
         if result.error is not None:
             raise RequestError(result.error)
     after = llm.engine.metrics()
