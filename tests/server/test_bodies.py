@@ -70,7 +70,8 @@ def test_large_bodies_share_a_budget(start: Callable[..., RunningServer]) -> Non
         assert request(server, "POST", "/v1/completions", small)[0] == 200
     wait_until(lambda: server.state.budget.bytes == 0)
     assert request(server, "POST", "/v1/completions", large)[0] == 200
-    assert server.state.budget.bytes == 0
+    # The server drops the body after it has sent the answer.
+    wait_until(lambda: server.state.budget.bytes == 0)
 
 
 def test_text_beyond_the_context_is_not_encoded(
