@@ -78,14 +78,14 @@ def dspark_json(base: dict[str, Any]) -> dict[str, Any]:
 
 
 class Features(NamedTuple):
-    """What the frozen model knows about a text."""
+    """The frozen model's features and logits of a text."""
 
     main: Tensor  # [N, layers * D] concatenated features of the target layers
     hidden: Tensor  # [N, D] after the last norm, input of the LM head
 
 
 class Anchors(NamedTuple):
-    """Where blocks begin. An anchor is the newest token: the block predicts those after it."""
+    """The newest token of each block, which predicts the tokens after it."""
 
     at: Tensor  # [J] index into the N tokens
     context: Tensor  # [J, S] indices of the S tokens before the anchor, oldest first

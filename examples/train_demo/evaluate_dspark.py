@@ -54,7 +54,7 @@ class Text:
 
 @dataclass
 class Trial:
-    """What the head did at every anchor of one text."""
+    """The head's drafts at every anchor of one text."""
 
     text: Text
     shared: np.ndarray  # [J] accepted drafts with the model's own noise

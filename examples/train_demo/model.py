@@ -281,7 +281,7 @@ class Compressor(nn.Module):
 
 
 class Projected(NamedTuple):
-    """What one attention block computes before it looks at compressed entries."""
+    """The values that an attention block computes before it looks at compressed entries."""
 
     q: Tensor  # [N, A, K]
     top: Tensor  # [N, A, 1] largest logit of the window and the sink, detached

@@ -64,7 +64,7 @@ class Losses(NamedTuple):
 
 @dataclass
 class Judged:
-    """What the frozen model says about the drafts of J blocks of G."""
+    """The frozen model's distributions for the drafts of J blocks of G."""
 
     logits: Tensor  # [J, G, V] the head's
     target: Tensor  # [J, G, V] the model's

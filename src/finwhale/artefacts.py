@@ -82,7 +82,7 @@ def write_whole(path: Path, data: bytes) -> None:
 def open_private(root: Path, *folders: str) -> None:
     """Creates folders of code below `root`, for this user alone, unless they exist.
 
-    A folder that another program creates inside may have any mode: nobody else can enter it.
+    Folders inside them may have any mode, because no other user can reach those.
 
     Raises:
         OSError: a folder cannot be created.

@@ -159,7 +159,7 @@ class _Running:
         self._sent = [(0, 0)] * len(result.outputs)  # tokens and characters of each continuation
 
     def update(self) -> RequestOutput | None:
-        """What the coroutine must learn after a step; None: nothing.
+        """Make the message that tells the coroutine about a step; None if nothing is new.
 
         The engine changes a result while it runs, so nothing of one that runs is shared.
         """
@@ -300,7 +300,7 @@ def _send(updates: Sequence[_Update]) -> list[_Request]:
     """Gives updates to their event loops, each of which wakes once.
 
     Returns:
-        The requests whose loops are closed, so that nobody waits for them.
+        The requests whose event loops are closed: no coroutine waits for them any more.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[_Update]] = {}
     for update in updates:

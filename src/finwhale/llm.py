@@ -71,7 +71,7 @@ class Job:
 
 
 class LoadedModel:
-    """What `LLM` and `AsyncLLM` share: an engine in this process, its tokenizer and chat format."""
+    """The base of LLM and AsyncLLM: an engine in this process, its tokenizer and chat format."""
 
     def __init__(
         self,

@@ -234,7 +234,7 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
 
 
 def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:
-    """What measures memory and what builds kernels ahead also run the block of every size."""
+    """Measuring memory and building kernels ahead run blocks of every size too."""
     engine = new_llm(model[0], **OPTIONS, draft_tokens=2).engine
     runner = local_executor(engine.executor).runner
     head = runner.model.draft_head

@@ -265,7 +265,7 @@ ATTACKS: dict[str, Attack] = {
 
 @dataclass
 class Honest:
-    """What an honest client has seen.
+    """The errors and delays that an honest client has seen.
 
     Attributes:
         longest_s: the longest time of a request, and which.

@@ -1,4 +1,4 @@
-"""What a person in a terminal sees of a start: text, and commands that work as they stand."""
+"""The text that `finwhale serve` prints in a terminal, and the commands in it, which must work."""
 
 import json
 import logging

@@ -32,7 +32,7 @@ GOOD: dict[str, dict[str, Any]] = {
         "messages": [
             {"role": "system", "content": "Be short."},
             {"role": "user", "content": [TEXT], "name": "ann"},
-            # What the openai package's message.model_dump() gives.
+            # The fields of the openai package's message.model_dump().
             {
                 "role": "assistant", "content": None, "refusal": None, "audio": None,
                 "annotations": [], "function_call": None, "reasoning": None,

@@ -1,4 +1,4 @@
-"""What keeps users apart and strangers out: keys, cached prefixes, hosts, TLS, and the log."""
+"""Keys, separate prefixes of users, allowed hosts, TLS, and a log without secrets."""
 
 import http.client
 import json

@@ -72,7 +72,7 @@ def test_concurrent_requests() -> None:
         }
         with bob.request(7), bob.request(7):
             pass
-        # What runs counts when the keys are read again.
+        # Running requests still count after the keys are read again.
         keys.replace(["ann:another-key-of-ann concurrent=1"])
         again = keys.find("another-key-of-ann")
         assert again is not None and keys.find("secret-of-ann") is None

@@ -1,4 +1,4 @@
-"""What `finwhale doctor` says of a machine."""
+"""`finwhale doctor` on machines that lack something."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

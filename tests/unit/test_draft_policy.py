@@ -29,7 +29,7 @@ def new_sequence(name: int) -> RunningSequence:
 
 
 class Play:
-    """Steps of a batch in which the draft of each sequence is right with its own probability.
+    """Run steps of a batch; the draft of each sequence is right with its own probability.
 
     Attributes:
         seconds, tokens: of the steps so far.

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from finwhale.errors import CheckpointError, ResourceError
 
-# Everything that loading, chatting and `finwhale inspect` read.
+# The files that loading, chatting and `finwhale inspect` read.
 PATTERNS = ["*.json", "*.safetensors", "encoding/*"]
 
 
@@ -57,7 +57,7 @@ def download(repository: str, revision: str | None) -> Path:
             f"the cache {constants.HF_HUB_CACHE} has not all of {name}, which cannot be "
             f"downloaded: {reason}"
         ) from error
-    except Exception as error:  # Those of HTTP and of its storage have no common base class.
+    except Exception as error:  # The package's HTTP and storage errors have no common base class.
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise ResourceError(f"no space is left in {constants.HF_HUB_CACHE}") from error
         raise ResourceError(f"cannot download {name}: {_reason(error)}") from error

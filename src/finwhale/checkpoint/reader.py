@@ -35,7 +35,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-# What the parser of a header raises for JSON of a wrong form; OverflowError: an infinite size.
+# The header's parser raises these for JSON of a wrong form (OverflowError: an infinite size).
 _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, OverflowError)
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 

@@ -27,7 +27,7 @@ from finwhale.request import SamplingParams
 Verdict = Literal["ok", "missing", "failed"]
 STYLES = {"ok": "green", "missing": "yellow", "failed": "bold red"}
 GIB = 2**30
-# What each extra adds, and the modules by which it is recognised.
+# For each extra: what it adds, and the modules that show that it is installed.
 EXTRAS = {
     "server": ("finwhale serve", ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client")),
     "hub": ("downloading checkpoints by name", ("huggingface_hub",)),

@@ -76,7 +76,7 @@ def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
 def _allowed_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, ...]:
     """The hosts that requests may name; empty: any.
 
-    A server that listens on a loopback address and needs no key trusts everything on this machine.
+    A server that listens on a loopback address and needs no key trusts every local program.
     Web pages in a browser here are not to be trusted.
     """
     if args.allowed_hosts:

@@ -53,7 +53,7 @@ class CompiledMode:
     def compile_layers(self, model: Model, cache: PagedCache, directory: Path) -> int:
         """Replace the decoder layers of a model and of its MTP layer by compiled ones.
 
-        The stages of DSpark see other rows than a window; they are not compiled.
+        DSpark's stages are not compiled, because their tokens see rows beyond their window.
 
         Args:
             directory: holds the graphs; created if missing.

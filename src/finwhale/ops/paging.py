@@ -125,7 +125,7 @@ class IndexStep:
 
 @dataclass(slots=True, eq=False)
 class StepCache:
-    """What the first layer of a step computes from its tokens, for the other layers to reuse.
+    """Results that the first layer of a step computes from its tokens and the other layers reuse.
 
     Each dictionary has a key for every variant that a step needs; layers of one kind share it.
 

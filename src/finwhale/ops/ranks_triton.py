@@ -1,4 +1,4 @@
-"""How Triton kernels on several ranks exchange words: by pushing them into the others' memory.
+"""Exchange of words between Triton kernels on several ranks: each pushes into the others' memory.
 
 A word is 4 bytes: a float32 or two bfloat16. Each word is sent with a flag in one 8-byte store
 (NCCL's "LL" protocol): the receiver polls the words themselves, so that neither a barrier nor a

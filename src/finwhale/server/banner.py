@@ -1,4 +1,4 @@
-"""What `finwhale serve` tells a person in a terminal once the model is ready."""
+"""The banner that `finwhale serve` prints in a terminal once the model is ready."""
 
 import json
 import shlex

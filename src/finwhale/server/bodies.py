@@ -48,10 +48,10 @@ def max_items(max_model_len: int) -> int:
 class Budget:
     """The bytes of all bodies that the server holds now.
 
-    The first SMALL_BYTES of each body are free, so that large bodies cannot keep out small ones.
+    The first SMALL_BYTES of a body do not count, so large bodies cannot keep out small ones.
 
     Attributes:
-        bytes: bytes that count.
+        bytes: the bytes in use.
     """
 
     def __init__(self, max_bytes: int, retry_after_s: int) -> None:

@@ -130,7 +130,7 @@ def _numbered(choice: dict[str, Any], index: int) -> dict[str, Any]:
 
 
 class _Reasoning:
-    """Puts the reasoning of one choice where the request wants it.
+    """Moves the reasoning of one choice into the field that the request asks for.
 
     The reasoning precedes everything else. In the content, its end is marked as in the prompt.
     """
@@ -278,7 +278,7 @@ class AnswerStream:
                 events += self._count(1)
                 continue
             if token_id in self._dropped:
-                # As text, so that the parser takes it for no markup.
+                # As text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
                 events += self._push(recipe.InferenceChunk.text(text, token_count=1))
                 continue

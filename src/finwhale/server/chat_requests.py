@@ -78,7 +78,7 @@ _OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
-    """What an answer contains besides the message.
+    """Options that say what an answer contains besides the message.
 
     Attributes:
         include_usage: whether a stream of chat completions ends with a chunk of usage.

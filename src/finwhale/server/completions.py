@@ -255,7 +255,7 @@ class _Choice:
         self._reason = delta.finish_reason
 
     def new(self) -> dict[str, Any]:
-        """What has been added since the last call."""
+        """The choice with the output that has been added since the last call."""
         body = self._job.body
         found: dict[str, Any] = {
             "text": self._text,

@@ -1,4 +1,4 @@
-"""The server's connections: time limits for slow clients, and a limit of their number.
+"""The server's connections: time limits for slow clients, and a limit on the number of connections.
 
 A connection waits for the client (for a request's head, its body, or the next request) or the
 client waits for the server. While it waits for the client it has a deadline, and it may be closed
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 # A body may take its time-out and this long beyond it: a slow line is no attack.
 MIN_BYTES_PER_S = 64 << 10
-# Descriptors for files, the engine, the process that tries grammars, and the health port.
+# Descriptors kept for files, the engine, the process that tries grammars, and the health port.
 RESERVED_FILES = 128
 LOG_INTERVAL_S = 60.0
-# If no descriptor is left, so many waiting connections are closed at once.
+# If no descriptor is left, this many waiting connections are closed at once.
 MADE_ROOM = 16
 
 Phase = Literal["idle", "head", "body", "busy"]
 
 
 class Connections:
-    """What the connections of one server share.
+    """The state that all connections of one server share.
 
     Attributes:
         max_connections: number of connections; one more is refused, or replaces a waiting one.
@@ -102,7 +102,7 @@ class Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
         self._stalled: asyncio.TimerHandle | None = None
 
-    # uvicorn calls these.
+    # uvicorn calls the following methods.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -139,7 +139,7 @@ class Connection(H11Protocol):
         super().resume_writing()
         self._cancel_stalled()
 
-    # Ours.
+    # uvicorn does not know the following methods.
 
     def refuse(self, status: int, message: str) -> None:
         """Closes the connection, with an answer unless one has begun."""

@@ -1,4 +1,4 @@
-"""Health checks, and a port of their own for them that a busy event loop cannot block."""
+"""Health checks, and a separate port for them that a busy event loop cannot block."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ TIMEOUT_S = 5.0
 
 
 def live(state: ServerState) -> Health:
-    """Whether the process should go on: nothing has died or stopped for good."""
+    """Whether the process should go on running: no part of it has died or hangs for good."""
     failure, config = state.client.failure, state.config
     heartbeat = state.client.heartbeat
     if failure is None and state.client.ready is not None and heartbeat is not None:
@@ -36,7 +36,7 @@ def live(state: ServerState) -> Health:
 
 
 def ready(state: ServerState) -> Health:
-    """Whether requests should come here: the model is loaded, and the server runs on."""
+    """Whether clients should send requests: the model is loaded, and the server is not stopping."""
     reason = live(state).reason
     heartbeat = state.client.heartbeat
     if reason is None and state.draining:
@@ -51,7 +51,7 @@ def ready(state: ServerState) -> Health:
 
 
 async def pulse(state: ServerState) -> None:
-    """Notes again and again that the event loop runs."""
+    """Repeatedly records that the event loop runs."""
     while True:
         state.loop_seen = time.monotonic()
         await asyncio.sleep(PULSE_S)

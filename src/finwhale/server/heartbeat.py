@@ -1,4 +1,4 @@
-"""Whether the engine's process runs and its steps end, seen from the server without the pipe.
+"""Shows the server whether the engine's process runs and its steps end, without using the pipe.
 
 Two numbers in shared memory, both of the machine's monotonic clock. A thread of the engine's
 process writes the first one twice a second: it stops if the process is stopped, swapped out or
@@ -18,7 +18,7 @@ INTERVAL_S = 0.5
 
 
 class Heartbeat:
-    """Made by the server, and sent to the engine's process when that starts."""
+    """The two times. The server creates it and passes it to the engine's process at its start."""
 
     def __init__(self, context: BaseContext) -> None:
         # Written and read without a lock: the machine writes an aligned double as a whole.

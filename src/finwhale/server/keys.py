@@ -1,4 +1,4 @@
-"""API keys: their names, and limits of what each may use.
+"""API keys: their names and their limits.
 
 A line of a key file is KEY, or NAME:KEY, and limits, for example:
 
@@ -25,7 +25,7 @@ _MIN_KEY = 8
 
 
 class Use:
-    """What the keys of one name use now.
+    """The present use of all keys with one name.
 
     Attributes:
         in_flight: number of requests.
@@ -124,7 +124,7 @@ class Keys:
         return len(self._keys)
 
     def replace(self, lines: Sequence[str]) -> None:
-        """Accepts these keys only. Requests that run go on, and count for the keys of their name.
+        """Accepts only these keys from now on. Running requests go on and count for their names.
 
         Raises:
             FinwhaleError: a line is wrong; the keys stay as they are.
@@ -143,7 +143,7 @@ def parse_keys(lines: Sequence[str], uses: dict[str, Use] | None = None) -> list
     """The keys that lines of key files describe.
 
     Args:
-        uses: what identities use already.
+        uses: the present use of each identity.
 
     Raises:
         FinwhaleError: a line is wrong. The error does not contain the line, which is a secret.

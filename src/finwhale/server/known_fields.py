@@ -1,4 +1,4 @@
-"""The fields that requests may have, at every depth. Nothing else is dropped silently.
+"""The fields that requests may have, at every depth. No other field is dropped silently.
 
 `deepseek-recipe` ignores fields that it does not know, and replaces images by a note. So
 `check_fields` walks a body beside a description of what this server knows. The first level of a
@@ -235,7 +235,7 @@ _BLOCKS: Shape = [
     )
 ]
 _MESSAGES: Shape = [_fields("role", content=_BLOCKS)]
-# no effect: all but type, name, description, input_schema and strict
+# no effect: all fields but type, name, description, input_schema and strict
 _MESSAGES_TOOL = _fields("type", "name", "description", "input_schema", "strict") | _fields(
     "cache_control", "defer_loading", "eager_input_streaming", "input_examples", "allowed_callers"
 )
@@ -301,7 +301,7 @@ def check_fields(shape: Shape, body: object, *, lenient: bool = False) -> list[s
         lenient: remove unknown fields from `body` instead of refusing them.
 
     Returns:
-        The paths of what has no effect: at most MAX_NAMED, and "..." if there is more.
+        The paths of fields without effect: at most MAX_NAMED, and "..." if there are more.
 
     Raises:
         ApiError: a field is unknown, or a part of a message or a tool has a type that is not

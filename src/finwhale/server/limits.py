@@ -157,7 +157,7 @@ class _LimitedBody:
     """Passes a request's body on, until it has too many bytes or the server holds too many.
 
     Attributes:
-        refused: why the rest of the body is not passed on; None: it is.
+        refused: the error for which the rest of the body is dropped; None: there is none.
     """
 
     def __init__(self, receive: Receive, max_bytes: int, budget: Budget) -> None:
@@ -184,7 +184,7 @@ class _LimitedBody:
         return message
 
     def release(self) -> None:
-        """Counts the body no longer. A request's text lives as long as the request."""
+        """Stops counting the body. A request's text lives as long as the request."""
         self._budget.resize(self._seen, 0)
         self._seen = 0
 

@@ -1,4 +1,4 @@
-"""Where a server listens: TCP or a Unix socket, with or without TLS; and which hosts it answers."""
+"""The server's sockets (TCP or Unix, with or without TLS), and the check of the Host header."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
 
 _BACKLOG = 2048
-# What --allowed-hosts may contain beside names: any IP address, and any host.
+# Values of --allowed-hosts beside names: every IP address, and every host.
 ADDRESSES, ANY = "addresses", "*"
 LOCAL_HOSTS = ("localhost", ADDRESSES)
 
@@ -71,7 +71,7 @@ def _listen_unix(path: Path, mode: int) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes the socket of a server that has ended. Raises OSError if the path is in use."""
+    """Removes the socket that an ended server has left. Raises OSError if the path is in use."""
     try:
         found = path.lstat()
     except FileNotFoundError:

@@ -59,7 +59,7 @@ def _log_tenths() -> Progress:
 
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
-    """A bar for the weights, then a line for what comes after them."""
+    """Shows a progress bar for the weights, then a line for the phases after them."""
     console = Console(file=sys.stderr)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=console, transient=True) as bar:

@@ -73,7 +73,7 @@ def printable(text: str, limit: int) -> str:
 
 
 def note_refusal(scope: Mapping[str, Any], error: ApiError, with_text: bool) -> None:
-    """Notes for the log line of a request why it is refused, and its wrong parameter.
+    """Adds the reason of a refusal and the wrong parameter to the request's log line.
 
     Args:
         with_text: whether the log may contain text from requests. Without it, the reason ends

@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
             # descriptor is left, and complains each time. `startup` sets the real backlog.
             backlog=1,
             timeout_keep_alive=state.config.idle_timeout_s,  # type: ignore[arg-type]
-            # `_serve` ends the requests after --drain-timeout; this is for their last words.
+            # `_serve` ends requests after --drain-timeout; this time is for their errors.
             timeout_graceful_shutdown=int(state.config.drain_timeout_s) + LAST_WORDS_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,

@@ -23,7 +23,7 @@ Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
 # Of the fields that vllm-router and sglang-router add to a request.
 _ROUTERS = "routers add this value, which has no effect; no other value is supported"
-# Where an extension comes from, for the API description.
+# The API description says which engine or client an extension comes from.
 _VLLM, _SGLANG = "extension, as in vLLM", "extension, as in SGLang"
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
@@ -55,7 +55,7 @@ class StreamOptions(Body):
 
 
 class UsageStreamOptions(StreamOptions):
-    """Those of chat completions and completions."""
+    """The stream options of chat completions and completions."""
 
     continuous_usage_stats: bool = Field(
         default=False, description=f"{_VLLM}: with include_usage, every chunk has the usage so far"

@@ -51,7 +51,7 @@ class ServerState:
         self.started = int(time.time())
         self.draining = False
         self.keys = Keys(config.api_keys)
-        # When the event loop was last seen to run (`health.pulse`); 0: it does not run yet.
+        # The time at which the event loop last ran (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
         client.observer = self.metrics
 
@@ -61,7 +61,7 @@ class ServerState:
 
     @property
     def loop_silent_s(self) -> float:
-        """The seconds since the event loop was last seen to run."""
+        """The seconds since the event loop last ran."""
         return time.monotonic() - self.loop_seen if self.loop_seen else 0.0
 
     @property

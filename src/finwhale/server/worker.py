@@ -68,7 +68,7 @@ class EngineLoop:
         phases: Mapping[str, float] | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        # Each step begins and ends in it.
+        # The step loop marks the begin and the end of each step in it.
         self._in_step = nullcontext if heartbeat is None else heartbeat.step
         self._engine = engine
         self._phases = phases or {}

@@ -5,7 +5,7 @@ import logging
 # Compare windows of this many drafts. If half of them are accepted, the standard deviation of a
 # window's share is about 1%, so a fall to half is no coincidence.
 WINDOW_DRAFTS = 4096
-# The running mean of a position is over about this many windows.
+# The running mean of a position covers about this many windows.
 WINDOWS = 16
 FELL_TO = 0.5
 # Log at most one line in this many seconds.

@@ -10,7 +10,7 @@ from math import exp, log
 
 from finwhale.engine.plan.sequences import Chunk, Sequence
 
-# At first, so many drafts of each position count as verified, with this share accepted. It is high,
+# The counts of each position begin with this many verified drafts and this acceptance. It is high,
 # so that drafting is not given up after a few wrong drafts.
 FIRST_DRAFTS, FIRST_SHARE = 16, 0.7
 # The mean over all sequences has a memory of about DRAFTS drafts, that of one sequence of OWN.
@@ -79,7 +79,7 @@ class DraftEstimates:
     def __init__(self, most: int) -> None:
         self.most = most
         self._means, self._counts = [FIRST_SHARE] * most, [FIRST_DRAFTS] * most
-        # Of the drafts' own confidences, and of those of the drafts before them.
+        # Calibrations of drafts' own confidences, and of the confidences of the drafts before.
         self._calibrations = [[Calibration() for _ in range(most)] for _ in range(2)]
         self._own: dict[str, OwnAcceptance] = {}
 

@@ -76,7 +76,7 @@ class DraftRules:
             sequence, start = chunk.sequence, chunk.start + 1
             if len(sequence.token_ids) + 1 >= sequence.max_len:
                 continue  # The in-flight step samples this sequence's last token.
-            # If all drafts are accepted, the chunk begins that many tokens later.
+            # If all drafts are accepted, the chunk begins later by their number.
             latest = start + 1 + len(chunk.drafts) + chunk.propose
             if not self._has_room(sequence, start, latest):
                 return []

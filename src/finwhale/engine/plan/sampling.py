@@ -108,7 +108,7 @@ class History:
             for token_id in self.withheld:
                 bits[token_id // 32] &= ~np.uint32(1 << token_id % 32)
             if not words.any():
-                words[:] = of_grammar  # the grammar allows nothing but the end
+                words[:] = of_grammar  # the grammar allows only the end of sequence
 
     def accept(self, token_id: int) -> None:
         """Add a token to the output."""

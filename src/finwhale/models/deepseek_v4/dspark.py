@@ -185,8 +185,9 @@ class DsparkHead:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Does nothing: the model's forward has written the context, which is all that a draft
-        reads. Returns the residual streams.
+        """Returns the residual streams unchanged.
+
+        A draft reads only the context, which the model's forward has written.
         """
         return streams_NHD
 

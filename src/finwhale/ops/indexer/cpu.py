@@ -90,7 +90,7 @@ def rotate_to_fp4(x_NIC: F32) -> F32:
 
 @lru_cache(maxsize=8)
 def _signs(width: int) -> F32:
-    """The Hadamard matrix of `width` without its factor: its values are 1 and -1."""
+    """The Hadamard matrix of `width` without its scale factor: all values are 1 or -1."""
     signs: F32 = np.rint(hadamard(torch.eye(width)).numpy() * width**0.5)
     signs.flags.writeable = False
     return signs

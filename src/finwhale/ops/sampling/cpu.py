@@ -10,7 +10,7 @@ from finwhale.ops.sampling.noise_cpu import gumbel
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
-    """Choose the token of each row in numpy.
+    """Choose a token for each row, in numpy.
 
     torch would divide the maximum of a row among threads, which is slower here.
     """
