@@ -33,6 +33,7 @@ from export import export, started
 from long_rows import LongRows, position_rows
 from model import Batch, DemoConfig, DemoModel, Output, Parts, Switches
 from optimizer import Optimizer
+from resuming import add_run_options, begin, save_state
 from torch import Tensor
 
 MTP_WEIGHTS = (0.3, 0.15)  # of the MTP layer's first step, and of the second on its own streams
@@ -312,8 +313,7 @@ class Trainer:
             "elapsed": self.clock.elapsed(),
             "progress": self.clock.scheduled(),
         }
-        torch.save(values, state / "state.pt.new")
-        (state / "state.pt.new").replace(state / "state.pt")
+        save_state(values, state)
 
     def resume(self, values: dict[str, Any]) -> None:
         self.model.load_state_dict(values["model"])
@@ -366,31 +366,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", type=Path, required=True, help="the folder with corpus.xz")
-    parser.add_argument("--out", type=Path, required=True, help="for the checkpoint and the log")
-    parser.add_argument("--state", type=Path, default=Path("/tmp/train_demo_state"))
+    add_run_options(parser, Path("/tmp/train_demo_state"), 65_536)
     parser.add_argument("--config", type=Path, default=Path(__file__).parent / "config.json")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for everything")
-    parser.add_argument("--max-steps", type=int, default=0, help="end after so many; 0: no limit")
-    parser.add_argument("--save-seconds", type=float, default=90.0)
     parser.add_argument("--start", type=Path, help="a checkpoint whose fitting weights begin")
-    parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--long-tokens", type=int, default=32_768)
     parser.add_argument("--position-rows", type=int, default=16)
-    parser.add_argument("--log-steps", type=int, default=25)
-    parser.add_argument("--muon-rate", type=float, default=4e-3)
-    parser.add_argument("--adam-rate", type=float, default=2e-3)
-    parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.state.mkdir(parents=True, exist_ok=True)
-    resumed: dict[str, Any] = {}
-    if (args.state / "state.pt").exists():
-        resumed = torch.load(args.state / "state.pt", map_location=args.device)
+    resumed = begin(args)
     clock = Clock(args.seconds, resumed.get("elapsed", 0.0))
     corpus = Corpus.load(args.data / "corpus.xz")
     config = DemoConfig.load(args.config)

@@ -43,6 +43,7 @@ from export_dspark import export_head
 from long_rows import PROSE
 from model import Batch, DemoModel, Parts, Switches
 from optimizer import Optimizer
+from resuming import add_run_options, begin, save_state
 from torch import Tensor
 from train import BIAS_RATE, Clock, cut, labels_of, log, short_batches
 
@@ -305,8 +306,7 @@ class Trainer:
             "elapsed": self.clock.elapsed(),
             "progress": self.clock.scheduled(),
         }
-        torch.save(values, state / "state.pt.new")
-        (state / "state.pt.new").replace(state / "state.pt")
+        save_state(values, state)
 
     def resume(self, values: dict[str, Any]) -> None:
         self.head.load_state_dict(values["head"])
@@ -318,30 +318,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_run_options(parser, Path("/tmp/train_dspark_state"), 32_768)
     parser.add_argument("--base", type=Path, required=True, help="checkpoint of the frozen model")
-    parser.add_argument("--data", type=Path, required=True, help="the folder with corpus.xz")
-    parser.add_argument("--out", type=Path, required=True, help="for the checkpoint and the log")
-    parser.add_argument("--state", type=Path, default=Path("/tmp/train_dspark_state"))
-    parser.add_argument("--seconds", type=float, default=480.0, help="for everything")
-    parser.add_argument("--max-steps", type=int, default=0, help="end after so many; 0: no limit")
-    parser.add_argument("--save-seconds", type=float, default=90.0)
-    parser.add_argument("--batch-tokens", type=int, default=32_768)
-    parser.add_argument("--row-tokens", type=int, default=2048)
     parser.add_argument("--row-anchors", type=int, default=256, help="blocks of a row")
-    parser.add_argument("--log-steps", type=int, default=25)
     parser.add_argument("--measure-steps", type=int, default=250)
-    parser.add_argument("--muon-rate", type=float, default=4e-3)
-    parser.add_argument("--adam-rate", type=float, default=2e-3)
-    parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
-    torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")
-    args.out.mkdir(parents=True, exist_ok=True)
-    args.state.mkdir(parents=True, exist_ok=True)
-    resumed: dict[str, Any] = {}
-    if (args.state / "state.pt").exists():
-        resumed = torch.load(args.state / "state.pt", map_location=args.device)
+    resumed = begin(args)
     clock = Clock(args.seconds, resumed.get("elapsed", 0.0))
     corpus = Corpus.load(args.data / "corpus.xz")
     dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
