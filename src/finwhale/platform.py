@@ -51,3 +51,8 @@ def available_memory() -> int | None:
         return None
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     return sizes[0] if sizes else None
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder itself or its nearest parent that exists: their disk and access rights apply."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())

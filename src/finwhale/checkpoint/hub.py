@@ -14,6 +14,7 @@ from huggingface_hub import constants, errors
 from tqdm import tqdm
 
 from finwhale.errors import CheckpointError, ResourceError
+from finwhale.platform import existing_folder
 
 # The files that loading, chatting and `finwhale inspect` read.
 PATTERNS = ["*.json", "*.safetensors", "encoding/*"]
@@ -77,8 +78,7 @@ def _check_space(repository: str, revision: str | None) -> None:
         return  # The repository cannot be reached. The cache may have it.
     needed = sum(file.file_size or 0 for file in files if file.will_download)
     cache = Path(constants.HF_HUB_CACHE).absolute()
-    exists = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    free = shutil.disk_usage(exists).free
+    free = shutil.disk_usage(existing_folder(cache)).free
     if needed > free:
         raise ResourceError(
             f"{repository} needs {needed / 1e9:,.1f} GB in {cache}, which has {free / 1e9:,.1f} GB "

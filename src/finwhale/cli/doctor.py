@@ -21,7 +21,7 @@ from finwhale.artefacts import default_directory
 from finwhale.errors import FinwhaleError
 from finwhale.ops import table_name
 from finwhale.ops.tables.optional import why_no_deepgemm
-from finwhale.platform import Platform, available_memory
+from finwhale.platform import Platform, available_memory, existing_folder
 from finwhale.request import SamplingParams
 
 Verdict = Literal["ok", "missing", "failed"]
@@ -205,7 +205,7 @@ def _peers() -> Iterator[Finding]:
 
 def _disk() -> Iterator[Finding]:
     cache = default_directory(os.environ.get("XDG_CACHE_HOME"))
-    exists = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    exists = existing_folder(cache)
     free = shutil.disk_usage(exists).free
     found = f"{cache}, {free / GIB:,.1f} GiB free"
     if not os.access(exists, os.W_OK):

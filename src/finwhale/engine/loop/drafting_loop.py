@@ -39,21 +39,14 @@ class DraftLoop:
         self._reader = TokenReader()
         self._acceptance = AcceptanceWatch(max_draft_tokens)
         self._policy: DraftPolicy | None = None
-        self._max_draft_tokens, self._draft_block = max_draft_tokens, draft_block
         if draft_tokens == "auto":
-            self._use_policy()
+            steps = launcher.executor.description.device_drafts
+            sizes = () if steps is None else steps.sizes
+            self._policy = DraftPolicy(max_draft_tokens, block=draft_block, sizes=sizes)
+            launcher.scheduler.drafting.chooser = self._policy
         else:
             launcher.scheduler.drafting.chooser = FixedDrafts(draft_tokens)
         self._last_collected = 0.0
-
-    def _use_policy(self) -> None:
-        steps = self._launcher.executor.description.device_drafts
-        self._policy = DraftPolicy(
-            self._max_draft_tokens,
-            block=self._draft_block,
-            sizes=() if steps is None else steps.sizes,
-        )
-        self._launcher.scheduler.drafting.chooser = self._policy
 
     def drop_rows(self) -> None:
         pass
