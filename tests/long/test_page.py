@@ -63,7 +63,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def page(browser: Browser, url: str) -> Iterator[Page]:
     """The page in a new profile; afterwards it must have asked no other host, without errors."""
-    page = browser.new_page(viewport={"width": 1280, "height": 860})
+    page = browser.new_context(viewport={"width": 1280, "height": 860}).new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda told: wrong.append(told.text) if told.type == "error" else None)
@@ -214,6 +214,36 @@ def test_conversations_are_kept(page: Page, url: str) -> None:
     expect(entries).to_have_text(["second question"])
     visit(page, url)
     expect(entries).to_have_text(["second question"])
+
+
+def test_two_tabs_share_a_conversation(page: Page, url: str) -> None:
+    Model(page, chunks("answer 1"), chunks("answer 2"), chunks("answer 4"))
+    ask(page, "one")
+    other = page.context.new_page()
+    Model(other, chunks("answer 3"))
+    visit(other, url)
+    other.locator("button.conversation").click()
+    turns = ".turn .content"
+    expect(other.locator(turns)).to_have_text(["one", "answer 1"])
+    ask(page, "two", 2)
+    expect(other.locator(turns)).to_have_text(["one", "answer 1", "two", "answer 2"])
+    ask(other, "three", 3)
+    expect(page.locator(turns).last).to_have_text("answer 3")
+    # A tab that shows another conversation writes nothing over it.
+    page.click("#new")
+    ask(page, "four")
+    both = page.locator("button.conversation")
+    expect(both).to_have_text(["four", "one"])
+    expect(other.locator("button.conversation")).to_have_text(["four", "one"])
+    visit(page, url)
+    both.last.click()
+    expect(page.locator(turns)).to_have_text(
+        ["one", "answer 1", "two", "answer 2", "three", "answer 3"]
+    )
+    page.click("#menu-button")
+    page.click("#delete")
+    expect(other.locator(turns)).to_have_count(0)
+    expect(other.locator("button.conversation")).to_have_text(["four"])
 
 
 def test_edit_regenerate_and_branches(page: Page, url: str) -> None:

@@ -37,6 +37,11 @@ export class Chat {
     $("talk").scrollTop = $("talk").scrollHeight;
   }
 
+  /* Draws a conversation that has changed, unless somebody edits a message of it. */
+  refresh(conversation) {
+    if (this.conversation === conversation && !$("talk").querySelector(".edit-form, :focus")) this.#draw();
+  }
+
   stop(conversation = this.conversation) {
     this.runs.get(conversation.id)?.controller.abort();
   }
@@ -84,7 +89,10 @@ export class Chat {
     return {
       regenerate: () => { if (!this.#run) this.#answer(node.parent); },
       continue: () => { if (!this.#run) this.#answer(node.id); },
-      changed: () => this.save(this.conversation),
+      changed: () => {
+        this.conversation.written.add(node.id);
+        this.save(this.conversation);
+      },
     };
   }
 

@@ -1,7 +1,7 @@
 /* A conversation is a tree of messages: an edited question or another answer is a new branch.
 
    A record is plain data, which the browser keeps:
-     {id, title, created, updated, nodes: {id: node}, chosen: {parent id: child id}}
+     {id, title, renamed, created, updated, nodes: {id: node}, chosen: {parent id: child id}}
    A node is {id, parent, role, content}; the first nodes have the parent "". An assistant's node also
    has reasoning, calls [{id, name, arguments, result}], usage, finish, seconds, first (seconds to the
    first token), stopped and error. */
@@ -9,12 +9,12 @@
 export class Conversation {
   constructor(record) {
     this.record = record;
+    this.written = new Set(); // the nodes that this tab has written
   }
 
   static blank() {
     const now = Date.now();
-    const id = crypto.getRandomValues(new Uint32Array(3)).join("-");
-    return new Conversation({id, title: "", created: now, updated: now, nodes: {}, chosen: {}});
+    return new Conversation({id: newId(), title: "", created: now, updated: now, nodes: {}, chosen: {}});
   }
 
   get id() { return this.record.id; }
@@ -23,10 +23,10 @@ export class Conversation {
 
   /* Adds a message below `parent`, and shows its branch. */
   add(parent, role, content) {
-    const id = String(Object.keys(this.record.nodes).length + 1);
-    const node = {id, parent, role, content};
-    this.record.nodes[id] = node;
-    this.record.chosen[parent] = id;
+    const node = {id: newId(), parent, role, content};
+    this.record.nodes[node.id] = node;
+    this.record.chosen[parent] = node.id;
+    this.written.add(node.id);
     this.record.updated = Date.now();
     if (!this.record.title && role === "user")
       this.record.title = content.trim().replace(/\s+/g, " ").slice(0, 60);
@@ -36,6 +36,21 @@ export class Conversation {
   /* The messages with the same parent, oldest first. */
   siblings(node) {
     return Object.values(this.record.nodes).filter(other => other.parent === node.parent);
+  }
+
+  rename(title) {
+    Object.assign(this.record, {title, renamed: Date.now()});
+  }
+
+  /* Takes over what other tabs have written: the browser's record of this conversation. */
+  merge(kept) {
+    const {record} = this;
+    for (const node of Object.values(kept.nodes))
+      if (!this.written.has(node.id)) record.nodes[node.id] = Object.assign(record.nodes[node.id] || {}, node);
+    record.chosen = {...kept.chosen, ...record.chosen};
+    record.updated = Math.max(record.updated, kept.updated);
+    if (!record.title || (kept.renamed || 0) > (record.renamed || 0))
+      Object.assign(record, {title: kept.title, renamed: kept.renamed});
   }
 
   choose(node) {
@@ -74,6 +89,11 @@ export class Conversation {
     const text = [this.record.title, ...contents].join("\n").toLowerCase();
     return words.every(word => text.includes(word));
   }
+}
+
+/* The dashes keep the order of an object's keys: that in which they were added. */
+function newId() {
+  return crypto.getRandomValues(new Uint32Array(3)).join("-");
 }
 
 function toMessages(node) {

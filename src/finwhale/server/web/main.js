@@ -40,7 +40,7 @@ const settings = new Settings();
 const store = await Store.open();
 const chat = new Chat(settings, modelName, conversation => sidebar.save(conversation));
 const sidebar = new Sidebar(store, conversation => { chat.show(conversation); showView("chat"); },
-  conversation => chat.stop(conversation));
+  conversation => chat.stop(conversation), conversation => chat.refresh(conversation));
 const engine = new EngineView();
 
 $("chat-tab").addEventListener("click", () => showView("chat"));

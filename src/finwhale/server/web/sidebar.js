@@ -5,11 +5,14 @@ import {Conversation} from "./conversation.js";
 import {surplus} from "./store.js";
 
 export class Sidebar {
-  /* `open(conversation)` shows it; `closed(conversation)` is called before it is deleted. */
-  constructor(store, open, closed) {
+  /* `open(conversation)` shows it; `closed(conversation)` is called before it is deleted;
+     `changed(conversation)` after another tab has written in it. */
+  constructor(store, open, closed, changed) {
     this.store = store;
     this.open = open;
     this.closed = closed;
+    this.changed = changed;
+    store.changed = (id, record) => this.#fromOtherTab(id, record);
     this.list = [];
     $("new").addEventListener("click", () => { this.select(Conversation.blank()); $("text").focus(); });
     $("search").addEventListener("input", () => this.draw(true));
@@ -22,7 +25,7 @@ export class Sidebar {
     $("export-all").addEventListener("click", () => download("finwhale-conversations.json", "application/json",
       JSON.stringify(this.list.map(one => one.record), null, 1)));
     $("rename-form").addEventListener("submit", () => {
-      this.current.record.title = $("rename-text").value.trim().slice(0, 200);
+      this.current.rename($("rename-text").value.trim().slice(0, 200));
       this.save(this.current);
     });
     $("rename-cancel").addEventListener("click", () => $("rename-dialog").close());
@@ -50,7 +53,7 @@ export class Sidebar {
     if (!this.list.includes(conversation)) this.list.unshift(conversation);
     this.draw();
     try {
-      await this.store.save(conversation.record);
+      await this.store.save(conversation);
       conversation.size = undefined;
       const old = surplus(this.list);
       for (const one of old) await this.store.remove(one.id);
@@ -88,11 +91,29 @@ export class Sidebar {
     $("menu").hidePopover();
     const {current} = this;
     if (!confirm(`Delete "${current.title}"? This cannot be undone.`)) return;
-    this.closed(current);
-    current.deleted = true;
-    this.list = this.list.filter(one => one !== current);
-    this.select(Conversation.blank());
+    this.#forget(current);
     try { await this.store.remove(current.id); } catch (error) { this.#problem(error); }
+  }
+
+  #forget(conversation) {
+    this.closed(conversation);
+    conversation.deleted = true;
+    this.list = this.list.filter(one => one !== conversation);
+    if (conversation === this.current) this.select(Conversation.blank());
+    else this.draw();
+  }
+
+  #fromOtherTab(id, record) {
+    const known = this.list.find(one => one.id === id);
+    if (!record) return known && this.#forget(known);
+    if (known) {
+      known.merge(record);
+      known.size = undefined;
+      this.changed(known);
+    } else {
+      this.list.push(new Conversation(record));
+    }
+    this.draw();
   }
 
   #problem(error) {

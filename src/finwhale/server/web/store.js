@@ -1,4 +1,4 @@
-/* Conversations in the browser's IndexedDB. */
+/* Conversations in the browser's IndexedDB, which all tabs share. */
 
 // The browser keeps this much; beyond it the oldest conversations go.
 const MAX_CONVERSATIONS = 300;
@@ -12,6 +12,9 @@ function result(request) {
 }
 
 export class Store {
+  /* `changed(id, record)` is called when another tab has saved a record, or removed it (null). */
+  changed = () => {};
+
   /* Opens the store. Without IndexedDB (some private windows), conversations last as long as the page. */
   static async open() {
     const store = new Store();
@@ -19,6 +22,9 @@ export class Store {
       const opening = indexedDB.open("finwhale", 1);
       opening.onupgradeneeded = () => opening.result.createObjectStore("conversations", {keyPath: "id"});
       store.database = await result(opening);
+      store.tabs = new BroadcastChannel("finwhale-conversations");
+      store.tabs.onmessage = async ({data: id}) =>
+        store.changed(id, await result(store.#table("readonly").get(id)) || null);
     } catch (error) {
       store.problem = error;
     }
@@ -35,12 +41,20 @@ export class Store {
     return found.sort((a, b) => b.updated - a.updated);
   }
 
-  async save(record) {
-    if (this.database) await result(this.#table("readwrite").put(record));
+  /* Saves a conversation together with what other tabs have written in it. */
+  async save(conversation) {
+    if (!this.database) return;
+    const table = this.#table("readwrite");
+    const kept = await result(table.get(conversation.id));
+    if (kept) conversation.merge(kept);
+    await result(table.put(conversation.record));
+    this.tabs.postMessage(conversation.id);
   }
 
   async remove(id) {
-    if (this.database) await result(this.#table("readwrite").delete(id));
+    if (!this.database) return;
+    await result(this.#table("readwrite").delete(id));
+    this.tabs.postMessage(id);
   }
 }
 
