@@ -254,6 +254,23 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class RequestTimes:
+    """When the engine worked on a request: times of this machine's clock `time.monotonic()`.
+
+    Attributes:
+        arrival: the engine received the request.
+        admission: continuation 0 got its cache pages. Its prefill began.
+        first_token: continuation 0 got its first token.
+        last_token: the last token of the continuations that have ended.
+    """
+
+    arrival: float
+    admission: float
+    first_token: float
+    last_token: float
+
+
+@dataclass(slots=True)
 class RequestOutput:
     """The result of one prompt.
 
@@ -268,6 +285,7 @@ class RequestOutput:
         prompt_logprobs: for each prompt token, a dict from token id to Logprob: its own and the
             most likely ones; None for the first token. None unless the request asked for them.
             Complete once the first token is generated.
+        times: when the engine worked on the request; None before its first token.
     """
 
     request_id: str
@@ -278,6 +296,7 @@ class RequestOutput:
     error: str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    times: RequestTimes | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """A short form, which counts the tokens and shows few of the outputs."""

@@ -1,8 +1,10 @@
 """LLM: prompts of every form, when generation ends, log-probabilities, streams, chats."""
 
+import dataclasses
 import io
 import json
 import math
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -188,6 +190,21 @@ def test_without_a_seed_draws_differ(llm: LLM) -> None:
     params = SamplingParams(temperature=2.0, max_tokens=15, ignore_eos=True)
     first, second = llm.generate([TEXT, TEXT], params)
     assert tokens(first) != tokens(second)
+
+
+def test_times(new_llm: Callable[..., LLM]) -> None:
+    llm = new_llm(max_num_seqs=1)
+    begin = time.monotonic()
+    params = SamplingParams(n=2, max_tokens=4, ignore_eos=True)
+    first, second = llm.generate(["The fin whale", "sings"], params)
+    end = time.monotonic()
+    assert first.times is not None and second.times is not None
+    for times in (first.times, second.times):
+        edges = [begin, *dataclasses.astuple(times), end]
+        assert edges == sorted(edges) and len(set(edges)) == len(edges)
+    # The second request waits for both continuations of the first one.
+    assert second.times.arrival < first.times.first_token
+    assert second.times.admission > first.times.last_token
 
 
 def test_more_continuations_than_run_at_once(new_llm: Callable[..., LLM]) -> None:

@@ -12,7 +12,7 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.listening import listen, tls_context, url_of
-from finwhale.server.run import Server
+from finwhale.server.run import Server, open_traces
 from finwhale.server.state import ServerState
 from finwhale.server.worker import EngineLoop
 
@@ -31,6 +31,7 @@ class RunningServer:
         self._engine_thread.start()
         self.client = EngineClient(ours)
         self.state = ServerState(config, self.client, engine.tokenizer, "april")
+        self.state.traces = open_traces(config)
         self._listener = listen(config)
         self.url = url_of(self._listener, config)
         self.tls = tls_context(config)
@@ -58,6 +59,8 @@ class RunningServer:
         self._thread.join(20)
         self._engine_thread.join(20)
         assert not self._thread.is_alive() and not self._engine_thread.is_alive()
+        if self.state.traces is not None:
+            self.state.traces.close()
 
     def openai(self, **options: Any) -> openai.OpenAI:
         return openai.OpenAI(

@@ -233,3 +233,44 @@ def test_hosts_that_a_server_answers(arguments: list[str], allowed: tuple[str, .
     if allowed == LOCAL_HOSTS:
         keys = {serve_command.KEYS_VARIABLE: "a-key-of-ours"}
         assert serve_command._server_config(args, keys).allowed_hosts == ()
+
+
+VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "url"),
+    [
+        ([], {}, None),
+        ([], {VARIABLE: "http://collector:4318/"}, "http://collector:4318/v1/traces"),
+        (
+            [],
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://a/b", VARIABLE: "http://c"},
+            "https://a/b",
+        ),
+        (
+            ["--otlp-traces-endpoint", "http://d/v1/traces"],
+            {VARIABLE: "http://c"},
+            "http://d/v1/traces",
+        ),
+        (["--otlp-traces-endpoint", "http://d/"], {"OTEL_SDK_DISABLED": "true"}, None),
+        ([], {VARIABLE: "http://c", "OTEL_TRACES_EXPORTER": "none"}, None),
+    ],
+)
+def test_where_traces_go(words: list[str], environment: dict[str, str], url: str | None) -> None:
+    args = serve_command._parser().parse_args(words)
+    assert serve_command._server_config(args, environment).otlp_traces_endpoint == url
+
+
+@pytest.mark.parametrize(
+    ("url", "environment", "wanted"),
+    [
+        ("collector:4318", {}, "must be an http or https URL"),
+        ("http://c", {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "is grpc; Finwhale sends traces"),
+        ("http://c", {"OTEL_TRACES_EXPORTER": "zipkin"}, "is zipkin; Finwhale sends traces"),
+    ],
+)
+def test_wrong_settings_of_traces(url: str, environment: dict[str, str], wanted: str) -> None:
+    args = serve_command._parser().parse_args(["--otlp-traces-endpoint", url])
+    with pytest.raises(FinwhaleError, match=wanted):
+        serve_command._server_config(args, environment)

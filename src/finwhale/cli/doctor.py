@@ -30,6 +30,7 @@ GIB = 2**30
 # For each extra: what it adds, and the modules that show that it is installed.
 EXTRAS = {
     "server": ("finwhale serve", ("fastapi", "fastapi_offline", "uvicorn", "prometheus_client")),
+    "trace": ("OpenTelemetry traces", ("opentelemetry.sdk", "opentelemetry.exporter.otlp")),
     "hub": ("downloading checkpoints by name", ("huggingface_hub",)),
     "bench": ("finwhale bench serving", ("aiohttp", "matplotlib")),
     "ray": ("ranks on a Ray cluster", ("ray",)),
@@ -219,13 +220,20 @@ def _disk() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     for extra, (purpose, modules) in EXTRAS.items():
-        absent = [name for name in modules if importlib.util.find_spec(name) is None]
+        absent = [name for name in modules if not _is_installed(name)]
         if absent:
             advice = f"for {purpose}: pip install 'finwhale[{extra}]'"
             yield Finding(f"extra {extra}", f"no {', '.join(absent)}", "missing", advice)
         else:
             version = _version(modules[0])
             yield Finding(f"extra {extra}", f"{modules[0]} {version}".strip())
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # its parent package is missing
+        return False
 
 
 def _version(module: str) -> str:

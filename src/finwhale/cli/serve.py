@@ -68,6 +68,7 @@ def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> 
         ServerConfig,
         model_names=tuple(args.model_names or [name]),
         allowed_hosts=_allowed_hosts(args, environment),
+        otlp_traces_endpoint=_traces_endpoint(args, environment),
         default_thinking=not demo if args.default_thinking is None else args.default_thinking,
         api_keys=_api_keys(args.api_keys or [], _given_keys(args, environment)),
     )
@@ -84,6 +85,29 @@ def _allowed_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> 
     local = args.uds is None and (args.host == "localhost" or is_loopback(args.host))
     has_keys = args.api_keys or args.api_key or environment.get(KEYS_VARIABLE)
     return LOCAL_HOSTS if local and not has_keys else ()
+
+
+def _traces_endpoint(args: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """The URL for traces, by the option or by OpenTelemetry's variables. Raises FinwhaleError."""
+    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    url: str | None = (
+        args.otlp_traces_endpoint
+        or environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+        or (f"{base.rstrip('/')}/v1/traces" if base else None)
+    )
+    exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp")
+    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true" or exporter == "none":
+        return None
+    protocol = environment.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environment.get(
+        "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
+    )
+    for name, value, wanted in (
+        ("OTEL_TRACES_EXPORTER", exporter, "otlp"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", protocol, "http/protobuf"),
+    ):
+        if url is not None and value != wanted:
+            raise FinwhaleError(f"{name} is {value}; Finwhale sends traces with {wanted} only")
+    return url
 
 
 def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> list[str]:

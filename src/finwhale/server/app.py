@@ -220,6 +220,7 @@ def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
         key.check(getattr(body, "priority", None))
     log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
     log.cache_salt = getattr(body, "cache_salt", None)
+    log.model = str(getattr(body, "model", None) or "")
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log
     return log
@@ -292,6 +293,7 @@ def _add_error_handlers(app: FastAPI, state: ServerState) -> None:
         return _refused(request, state, told)
 
     async def gone(request: Request, error: Exception) -> Response:
+        request.scope["state"]["client_gone"] = True
         return Response(status_code=499)  # only for the log: the client has gone
 
     app.add_exception_handler(FinwhaleError, known)

@@ -183,6 +183,14 @@ class ServerConfig:
         "auto", "form of the log: text to read, or JSON lines; auto: text if stderr is a terminal"
     )
     log_prompts: bool = option(False, "write the bodies of requests to the log")
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "URL to which to send OpenTelemetry traces of requests, over OTLP's HTTP with protobuf, "
+        "such as http://127.0.0.1:4318/v1/traces; needs the extra trace. OpenTelemetry's "
+        "environment variables apply, too",
+        unset="what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say; none",
+        metavar="URL",
+    )
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -193,6 +201,9 @@ class ServerConfig:
                 raise FinwhaleError(f"{name} must be 0 to 65535, got {getattr(self, name)}")
         if self.drain_delay_s < 0:
             raise FinwhaleError(f"drain_delay_s must be at least 0, got {self.drain_delay_s}")
+        url = self.otlp_traces_endpoint
+        if url is not None and not re.match("https?://[^/]", url):
+            raise FinwhaleError(f"otlp_traces_endpoint must be an http or https URL, got {url!r}")
         parse_keys(self.api_keys)
         if not re.fullmatch("[0-7]{3,4}", self.uds_mode):
             raise FinwhaleError(f"uds_mode must be an octal number, got {self.uds_mode!r}")

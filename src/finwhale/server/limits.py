@@ -29,6 +29,7 @@ _ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "
 
 # Probes may call these paths by any host name.
 _HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
+_FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
 MAX_LOGGED_PATH = 200
 
 
@@ -100,8 +101,7 @@ class Gate:
                 code="host_not_allowed",
             )
         preflight = scope["method"] == "OPTIONS" and config.cors_origins
-        is_file = path.startswith((f"{STATIC_PATH}/", f"{PAGE_PATH}/"))
-        open_to_all = path in _OPEN or is_file or preflight
+        open_to_all = path in _OPEN or path.startswith(_FILES) or preflight
         key = None
         if self._state.keys.required and not open_to_all:
             key = self._state.keys.find(_given_key(headers))
@@ -133,6 +133,11 @@ class Gate:
         log = scope["state"].get("log")
         key = scope["state"].get("key")
         fields = {} if log is None else log.fields()
+        traces = self._state.traces
+        if traces is not None and endpoint not in _ALWAYS and not scope["path"].startswith(_FILES):
+            trace_id = traces.add(scope, status, begin, log)
+            if trace_id is not None:
+                fields["trace_id"] = trace_id
         if key is not None:
             fields["key"] = key.name
         fields |= scope["state"].get("refusal", {})

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finwhale.request import RequestTimes, SamplingParams
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import ApiKey
 
@@ -100,6 +101,10 @@ class RequestLog:
         key: the request's API key; None: the server needs none.
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
+        model: the name by which the request calls the model.
+        params: of a request that was sent to the engine; None: it was refused before.
+        num_sequences: number of continuations of all its prompts.
+        times: when the engine worked on each prompt that has a token, by the engine's request ids.
     """
 
     request_id: str
@@ -115,6 +120,10 @@ class RequestLog:
     last_token: float | None = None
     finish: list[str] = field(default_factory=list)
     stream: bool = False
+    model: str = ""
+    params: SamplingParams | None = None
+    num_sequences: int = 0
+    times: dict[str, RequestTimes] = field(default_factory=dict)
 
     def fields(self) -> dict[str, object]:
         found: dict[str, object] = {

@@ -124,6 +124,8 @@ class Metrics:
             log.output_tokens += len(delta.token_ids)
             if log.key is not None:
                 log.key.use.spend(len(delta.token_ids))
+        if delta.milestone is not None and delta.milestone.times is not None:
+            log.times[delta.request_id] = delta.milestone.times
         if delta.finish_reason is not None:
             log.finish.append(delta.finish_reason)
 

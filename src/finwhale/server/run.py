@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
@@ -9,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -24,6 +26,9 @@ from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
 from finwhale.server.listening import close, listen, load_certificate, tls_context, url_of
 from finwhale.server.state import ServerState
+
+if TYPE_CHECKING:
+    from finwhale.server.tracing import Traces
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +57,7 @@ def serve(
         FinwhaleError: the server cannot listen on the address, or the model does not load.
     """
     tls = tls_context(config)
+    traces = open_traces(config)
     connections = Connections(config)
     listener = listen(config)
     port = None
@@ -62,6 +68,7 @@ def serve(
         # Build these while the engine loads, so that the first request does not wait for them.
         _ = tokenizer.guidance, tokenizer.recipe
     state = ServerState(config, client, tokenizer, ladder)
+    state.traces = traces
     if port is not None:
         port.start(state)
         logger.info("health port", extra={"port": port.port})
@@ -72,6 +79,32 @@ def serve(
         if port is not None:
             port.close()
         close(listener, config)
+        if traces is not None:
+            traces.close()
+
+
+def open_traces(config: ServerConfig) -> "Traces | None":
+    """Where the server sends traces; None: nowhere.
+
+    Raises:
+        FinwhaleError: the extra `trace` is missing, or a setting of OpenTelemetry is wrong.
+    """
+    if config.otlp_traces_endpoint is None:
+        return None
+    try:
+        tracing = importlib.import_module("finwhale.server.tracing")
+    except ModuleNotFoundError as error:
+        if not (error.name or "").startswith("opentelemetry"):
+            raise
+        raise FinwhaleError(
+            f"traces need {error.name}: install finwhale with the trace extra, "
+            "pip install 'finwhale[trace]'"
+        ) from error
+    try:
+        traces: Traces = tracing.Traces(config.otlp_traces_endpoint)
+    except ValueError as error:
+        raise FinwhaleError(f"a setting of OpenTelemetry is wrong: {error}") from error
+    return traces
 
 
 async def _serve(

@@ -31,7 +31,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
         try:
-            await _or_disconnect(sending, receive)
+            if not await _or_disconnect(sending, receive):
+                scope["state"]["client_gone"] = True
         finally:
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.template import ChatTemplate
@@ -21,6 +21,9 @@ from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
 from finwhale.server.wire import Ready
+
+if TYPE_CHECKING:
+    from finwhale.server.tracing import Traces  # its packages are an extra
 
 T = TypeVar("T")
 
@@ -53,6 +56,7 @@ class ServerState:
         self.keys = Keys(config.api_keys)
         # The time at which the event loop last ran (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
+        self.traces: Traces | None = None
         client.observer = self.metrics
 
     @property
@@ -187,7 +191,9 @@ class ServerState:
             RequestError, ApiError, QueueFullError, EngineDeadError: the request is not accepted.
             TimeoutError: the request takes longer than the server allows.
         """
-        self.check_room(len(prompts) * params.n)
+        log.num_sequences = len(prompts) * params.n
+        self.check_room(log.num_sequences)
+        log.params = params
         log.prompt_tokens = sum(map(len, prompts))
         if log.key is not None:
             log.key.use.spend(log.prompt_tokens)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from finwhale.engine.loop.metrics import EngineMetrics
-from finwhale.request import FinishReason, Logprob, SamplingParams
+from finwhale.request import FinishReason, Logprob, RequestTimes, SamplingParams
 
 # --- Server to engine -----------------------------------------------------------------------------
 
@@ -74,6 +74,21 @@ class Refused:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """What a continuation's first and last delta say about its request.
+
+    Attributes:
+        cached_tokens: number of the prompt's tokens that were found in the prefix cache.
+        times: as in RequestOutput, so far.
+        prompt_logprobs: as in RequestOutput, in the first delta of continuation 0.
+    """
+
+    cached_tokens: int
+    times: RequestTimes | None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+
+
 @dataclass(slots=True)
 class Delta:
     """What one step added to one continuation.
@@ -82,9 +97,8 @@ class Delta:
         index: the index of the continuation in its request.
         token_ids, text, logprobs: what is new; logprobs is None unless the request asked for it.
         finish_reason, stop_reason: as in CompletionOutput.
-        cached_tokens: number of the prompt's tokens that were found in the prefix cache.
         error: why the request failed; None if it did not.
-        prompt_logprobs: as in RequestOutput, in the first delta of continuation 0.
+        milestone: None, except in the first and the last delta of the continuation.
     """
 
     request_id: str
@@ -94,9 +108,16 @@ class Delta:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    cached_tokens: int = 0
     error: str | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    milestone: Milestone | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return 0 if self.milestone is None else self.milestone.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        return None if self.milestone is None else self.milestone.prompt_logprobs
 
 
 @dataclass(frozen=True, slots=True)

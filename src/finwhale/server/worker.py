@@ -25,6 +25,7 @@ from finwhale.server.wire import (
     Command,
     Delta,
     Failed,
+    Milestone,
     Ready,
     Refused,
     Report,
@@ -227,6 +228,10 @@ class _Sent:
         output = self._output
         if self._done or (len(output.token_ids) == self._tokens and output.finish_reason is None):
             return None
+        milestone = None
+        if not self._tokens or output.finish_reason is not None:
+            scores = None if self._tokens or output.index else request.prompt_logprobs
+            milestone = Milestone(request.num_cached_tokens, request.times, scores)
         delta = Delta(
             request.request_id,
             output.index,
@@ -235,9 +240,8 @@ class _Sent:
             None if output.logprobs is None else output.logprobs[self._tokens :],
             output.finish_reason,
             output.stop_reason,
-            request.num_cached_tokens,
             request.error,
-            request.prompt_logprobs if not (self._tokens or output.index) else None,
+            milestone,
         )
         self._tokens, self._text = len(output.token_ids), len(output.text)
         self._done = output.finish_reason is not None

@@ -44,6 +44,7 @@ from finwhale.request import (
     FinishReason,
     Logprob,
     RequestOutput,
+    RequestTimes,
     SamplingParams,
 )
 
@@ -362,7 +363,11 @@ class Engine:
     def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
-            stream.request.output.num_cached_tokens = sequence.num_cached or 0
+            clock, request = stream.clock, stream.request.output
+            request.num_cached_tokens = sequence.num_cached or 0
+            if clock.first:
+                times = (clock.began, sequence.admitted, clock.first, clock.last)
+                request.times = RequestTimes(*times)
         if token.error is not None:
             stream.request.output.error = token.error
             self._finish(stream, "error", None)
@@ -408,6 +413,9 @@ class Engine:
     def _retire(self, stream: Stream, how: Ending) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
+        times = stream.request.output.times
+        if times is not None:
+            times.last_token = max(times.last_token, stream.clock.last)
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)

@@ -8,6 +8,7 @@ the prefix cache often still has its blocks.
 """
 
 import sys
+import time
 from bisect import insort
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ class Scheduler:
             sequence.num_computed = resumable * size
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_computed
+            sequence.admitted = time.monotonic()
             self.counts.prompt_tokens += sequence.num_prompt
             self.counts.cached_tokens += sequence.num_cached
         insort(self.running, sequence, key=in_order)

@@ -30,6 +30,7 @@ class Sequence:
             it has none.
         num_cached: number of prompt tokens that the prefix cache had at the first admission; None:
             the sequence was never admitted.
+        admitted: time of the first admission (time.monotonic()).
         tables: the sequence's pages.
         running: whether the sequence has pages.
         arrival: position in the order of arrival.
@@ -61,6 +62,7 @@ class Sequence:
     drafts: list[int] = field(default_factory=list)
     confidences: Items[float] = ()
     num_cached: int | None = None
+    admitted: float = 0.0
     tables: BlockTables = field(default_factory=BlockTables)
     running: bool = False
     arrival: int = -1
