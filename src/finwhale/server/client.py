@@ -44,9 +44,11 @@ class QueueFullError(FinwhaleError):
 
 
 class Observer(Protocol):
-    """Is called for each step (the metrics are an observer)."""
+    """Is called for each step and each compiled grammar (the metrics are an observer)."""
 
     def step(self, deltas: Sequence[Delta]) -> None: ...
+
+    def grammar_compiled(self, seconds: float) -> None: ...
 
 
 class Generation:
@@ -170,6 +172,11 @@ class EngineClient:
     @property
     def alive(self) -> bool:
         return self.ready is not None and self.failure is None and not self._closing
+
+    @property
+    def engine_pid(self) -> int | None:
+        """The id of the engine's process; None: the engine is a thread of this one."""
+        return None if self._process is None else self._process.pid
 
     @property
     def num_sequences(self) -> int:
@@ -297,6 +304,8 @@ class EngineClient:
             if self.observer is not None:
                 self.observer.step(report.deltas)
         elif isinstance(report, Accepted):
+            if report.compile_seconds is not None and self.observer is not None:
+                self.observer.grammar_compiled(report.compile_seconds)
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(report)
         elif isinstance(report, Refused):

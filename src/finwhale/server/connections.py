@@ -33,6 +33,7 @@ LOG_INTERVAL_S = 60.0
 MADE_ROOM = 16
 
 Phase = Literal["idle", "head", "body", "busy"]
+ConnectionRefusal = Literal["slow_client", "too_many_connections"]
 
 
 class Connections:
@@ -41,12 +42,14 @@ class Connections:
     Attributes:
         max_connections: number of connections; one more is refused, or replaces a waiting one.
         waiting: the connections that wait for their clients, the longest wait first.
+        on_refusal: is called for each connection that is closed for a reason.
     """
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.max_connections = min(config.max_connections, max_files() - RESERVED_FILES)
         self.waiting: dict[Connection, None] = {}
+        self.on_refusal: Callable[[ConnectionRefusal], None] = lambda reason: None
         self._logged: dict[str, tuple[float, int]] = {}
 
     def protocol(self) -> Callable[..., "Connection"]:
@@ -146,6 +149,7 @@ class Connection(H11Protocol):
         self._leave()
         if self.transport.is_closing():
             return
+        self._shared.on_refusal("slow_client" if status == 408 else "too_many_connections")
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = json.dumps({"error": {"message": message, "type": "server_error"}})
             head = (

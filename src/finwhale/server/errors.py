@@ -2,11 +2,42 @@
 
 import json
 from collections.abc import Mapping
+from typing import Literal
 
 from starlette.responses import Response
 
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.server.client import QueueFullError, StoppingError
+
+ErrorCode = Literal[
+    "body_too_large",
+    "engine_dead",
+    "generation_failed",
+    "grammar_check_failed",
+    "host_not_allowed",
+    "internal_error",
+    "invalid_api_key",
+    "invalid_json",
+    "invalid_request",
+    "invalid_unicode",
+    "invalid_value",
+    "key_concurrency",
+    "key_tokens",
+    "loading",
+    "model_not_found",
+    "overloaded",
+    "priority_not_allowed",
+    "queue_full",
+    "server_stopping",
+    "timeout",
+    "too_complex",
+    "too_deep",
+    "too_many_choices",
+    "too_many_requests",
+    "unknown_parameter",
+    "unsupported_type",
+    "unsupported_value",
+]
 
 _OPENAI_TYPES = {
     400: "invalid_request_error",
@@ -46,7 +77,7 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        code: str | None = None,
+        code: ErrorCode | None = None,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:

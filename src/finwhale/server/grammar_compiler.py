@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -11,8 +12,9 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.server.grammar_trial import STACK_BYTES
 from finwhale.server.wire import Add
 
-# A request, and its matcher or the exception of its compilation; None: the request was dropped.
-Compiled = tuple[Add, Matcher | BaseException | None]
+# A request, its matcher or the exception of its compilation (None: it was dropped), and the seconds
+# that the compilation took.
+Compiled = tuple[Add, Matcher | BaseException | None, float]
 
 
 class GrammarCompiler:
@@ -54,16 +56,17 @@ class GrammarCompiler:
         """Drops a request. If its grammar is being compiled, the result is discarded."""
         self._wanted.discard(request_id)
 
-    def take(self) -> list[tuple[Add, Matcher | BaseException]]:
-        """Returns the requests whose grammars are compiled, each with its matcher or exception."""
+    def take(self) -> list[tuple[Add, Matcher | BaseException, float]]:
+        """Returns the requests whose grammars are compiled, each with its matcher or exception and
+        the seconds that this took."""
         found = []
         while not self._compiled.empty():
-            command, result = self._compiled.get()
+            command, result, seconds = self._compiled.get()
             self.done.recv_bytes()
             self._outstanding -= 1
             if command.request_id in self._wanted and result is not None:
                 self._wanted.remove(command.request_id)
-                found.append((command, result))
+                found.append((command, result, seconds))
         return found
 
     def close(self) -> None:
@@ -75,12 +78,13 @@ class GrammarCompiler:
         while (command := self._todo.get()) is not None:
             assert command.params.guide is not None
             result: Matcher | BaseException | None = None
+            began = time.monotonic()
             try:
                 if command.request_id in self._wanted:
                     result = Matcher(self._tokenizer, command.params.guide)
             except BaseException as error:  # raised again in the engine's loop
                 result = error
-            self._compiled.put((command, result))
+            self._compiled.put((command, result, time.monotonic() - began))
             self._bell.send_bytes(b"1")
 
 

@@ -16,7 +16,7 @@ from finwhale.server.state import ServerState
 logger = logging.getLogger(__name__)
 
 READY_S = 3.0  # the server is not ready if the engine or the event loop is silent for longer
-PULSE_S = 0.5
+PULSE_S = 0.1
 MAX_CONNECTIONS = 16
 TIMEOUT_S = 5.0
 
@@ -51,10 +51,11 @@ def ready(state: ServerState) -> Health:
 
 
 async def pulse(state: ServerState) -> None:
-    """Repeatedly records that the event loop runs."""
+    """Repeatedly records that the event loop runs, and how late."""
     while True:
         state.loop_seen = time.monotonic()
         await asyncio.sleep(PULSE_S)
+        state.metrics.loop_delay(time.monotonic() - state.loop_seen - PULSE_S)
 
 
 class HealthPort:

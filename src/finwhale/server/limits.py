@@ -140,7 +140,10 @@ class Gate:
                 fields["trace_id"] = trace_id
         if key is not None:
             fields["key"] = key.name
-        fields |= scope["state"].get("refusal", {})
+        refusal = scope["state"].get("refusal")
+        if refusal is not None:
+            fields |= refusal
+            self._state.metrics.refused(refusal.get("code") or f"status_{status}")
         if status == 404:
             fields["path"] = printable(scope["path"], MAX_LOGGED_PATH)
         level = logging.DEBUG if endpoint in _ALWAYS else logging.INFO

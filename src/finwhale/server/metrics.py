@@ -1,9 +1,12 @@
 """Metrics of the server and its engine, for Prometheus and for the page."""
 
+import resource
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from pathlib import Path
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import (
@@ -15,7 +18,10 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.server.bodies import Budget
 from finwhale.server.client import EngineClient
+from finwhale.server.connections import ConnectionRefusal
+from finwhale.server.errors import ErrorCode
 from finwhale.server.logs import RequestLog
 from finwhale.server.wire import Delta
 
@@ -45,10 +51,11 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 class Metrics:
     """The metrics of one server, in their own registry."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, budget: Budget) -> None:
         self._client = client
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(client))
+        self.registry.register(_ServerCollector(client, budget))
         registry = self.registry
         self._requests = Counter(
             "finwhale_requests",
@@ -91,6 +98,26 @@ class Metrics:
         self._grammar_seconds = Histogram(
             "finwhale_grammar_trial_seconds",
             "CPU time of a grammar's trial",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._compile_seconds = Histogram(
+            "finwhale_grammar_compile_seconds",
+            "time in which the engine's process compiled a request's grammar",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self._refusals = Counter(
+            "finwhale_refusals",
+            "requests that were refused or failed, by the error's code; closed connections",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in (*get_args(ErrorCode), *get_args(ConnectionRefusal)):
+            self._refusals.labels(reason)
+        self._loop_delay = Histogram(
+            "finwhale_event_loop_delay_seconds",
+            "time by which the server's event loop wakes up too late, ten times a second",
             buckets=SECONDS,
             registry=registry,
         )
@@ -144,6 +171,18 @@ class Metrics:
         """Counts a trial of a grammar, and its CPU time."""
         self._grammar_seconds.observe(seconds)
 
+    def grammar_compiled(self, seconds: float) -> None:
+        """Counts a grammar that the engine has compiled."""
+        self._compile_seconds.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """Counts a refusal. `reason`: an ErrorCode, a ConnectionRefusal, or "status_N"."""
+        self._refusals.labels(reason).inc()
+
+    def loop_delay(self, seconds: float) -> None:
+        """Counts a wake-up of the event loop."""
+        self._loop_delay.observe(max(0.0, seconds))
+
     def text(self) -> bytes:
         """The answer of /metrics."""
         return generate_latest(self.registry)
@@ -196,6 +235,37 @@ class _EngineCollector(Collector):
             yield from engine_families(engine)
 
 
+class _ServerCollector(Collector):
+    """The memory of the processes, and of request bodies."""
+
+    def __init__(self, client: EngineClient, budget: Budget) -> None:
+        self._client, self._budget = client, budget
+
+    def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily(
+            "finwhale_buffered_body_bytes",
+            "bytes of all request bodies that count towards --max-buffered-bytes",
+            value=self._budget.bytes,
+        )
+        memory = GaugeMetricFamily(
+            "finwhale_resident_memory_bytes", "resident memory of a process", labels=["process"]
+        )
+        for name, pid in (("server", "self"), ("engine", self._client.engine_pid)):
+            found = None if pid is None else resident_bytes(pid)
+            if found is not None:
+                memory.add_metric([name], found)
+        yield memory
+
+
+def resident_bytes(pid: int | str) -> int | None:
+    """The resident memory of a process; None: it has ended, or the system has no /proc."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return None
+    return pages * resource.getpagesize()
+
+
 def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
     """The engine's metrics as Prometheus' metric families."""
     yield from _counts(engine)
@@ -217,12 +287,20 @@ def _counts(engine: EngineMetrics) -> Iterable[Metric]:
         pages.add_metric([kind, "free"], use.total - use.used)
     yield pages
     for name, text, value in (
-        ("steps", "forward passes", engine.steps),
-        ("prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
-        ("prefix_hit_tokens", "prompt tokens found in the prefix cache", engine.cached_tokens),
-        ("preemptions", "sequences preempted to free their pages", engine.preemptions),
+        ("finwhale_steps", "forward passes", engine.steps),
+        ("finwhale_prefill_tokens", "tokens of admitted prompts", engine.prompt_tokens),
+        (
+            "finwhale_prefix_hit_tokens",
+            "prompt tokens found in the prefix cache",
+            engine.cached_tokens,
+        ),
+        (
+            "finwhale_preemptions",
+            "sequences preempted to free their pages",
+            engine.preemptions,
+        ),
     ):
-        yield CounterMetricFamily(f"finwhale_{name}", text, value=value)
+        yield CounterMetricFamily(name, text, value=value)
     late = CounterMetricFamily(
         "finwhale_late_compilations",
         "kernels and graphs compiled or loaded since the engine was ready",
@@ -244,13 +322,22 @@ def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
         value=engine.draft_tokens,
     )
     # vLLM's names and meanings; positions count from 0.
-    drafts, accepted = "finwhale_spec_decode_num_draft_tokens", "drafts that became output"
-    for name, text, counts in (
-        (drafts, "drafts that were verified", engine.drafts_proposed),
-        ("finwhale_spec_decode_num_accepted_tokens", accepted, engine.drafts_accepted),
+    for name, by_position, text, counts in (
+        (
+            "finwhale_spec_decode_num_draft_tokens",
+            "finwhale_spec_decode_num_draft_tokens_per_pos",
+            "drafts that were verified",
+            engine.drafts_proposed,
+        ),
+        (
+            "finwhale_spec_decode_num_accepted_tokens",
+            "finwhale_spec_decode_num_accepted_tokens_per_pos",
+            "drafts that became output",
+            engine.drafts_accepted,
+        ),
     ):
         yield CounterMetricFamily(name, text, value=sum(counts))
-        family = CounterMetricFamily(f"{name}_per_pos", text, labels=["position"])
+        family = CounterMetricFamily(by_position, text, labels=["position"])
         for position, count in enumerate(counts):
             family.add_metric([str(position)], count)
         yield family
@@ -269,27 +356,35 @@ def _drafts(engine: EngineMetrics) -> Iterable[Metric]:
 def _times(engine: EngineMetrics) -> Iterable[Metric]:
     for name, text, found in (
         (
-            "time_to_first_token",
+            "finwhale_engine_time_to_first_token_seconds",
             "time from the engine's receipt of a request",
             engine.time_to_first_token,
         ),
-        ("time_between_tokens", "time between tokens of one sequence", engine.time_between_tokens),
         (
-            "time_per_output_token",
+            "finwhale_engine_time_between_tokens_seconds",
+            "time between tokens of one sequence",
+            engine.time_between_tokens,
+        ),
+        (
+            "finwhale_engine_time_per_output_token_seconds",
             "mean time between tokens of one sequence",
             engine.time_per_output_token,
         ),
         (
-            "time_of_verification",
+            "finwhale_engine_time_of_verification_seconds",
             "time of forward and sampling in decode steps",
             engine.time_of_verification,
         ),
-        ("time_of_draft", "time of the draft head in decode steps", engine.time_of_draft),
+        (
+            "finwhale_engine_time_of_draft_seconds",
+            "time of the draft head in decode steps",
+            engine.time_of_draft,
+        ),
     ):
         sums = list(accumulate(found.counts))
         bounds = [*map(str, found.bounds), "+Inf"]
         yield HistogramMetricFamily(
-            f"finwhale_engine_{name}_seconds",
+            name,
             text,
             buckets=list(zip(bounds, sums, strict=True)),
             sum_value=found.total,

@@ -211,6 +211,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self.tls = tls
         self.connections = connections or Connections(state.config)
+        self.connections.on_refusal = state.metrics.refused
         config = uvicorn.Config(
             create_app(state),
             log_config=None,

@@ -44,11 +44,11 @@ class ServerState:
         self.client = client
         self.tokenizer = tokenizer
         self.template = None if tokenizer is None else ChatTemplate(tokenizer, ladder)
-        self.metrics = Metrics(client)
+        self.budget = Budget(config.max_buffered_bytes, config.retry_after_s)
+        self.metrics = Metrics(client, self.budget)
         self.grammars = GrammarChecker(
             None if tokenizer is None else tokenizer.path.parent, self.metrics
         )
-        self.budget = Budget(config.max_buffered_bytes, config.retry_after_s)
         self._large = ThreadPoolExecutor(NUM_LARGE, "large-request")
         self._longest_token = 0 if tokenizer is None else tokenizer.longest_token
         self.started = int(time.time())

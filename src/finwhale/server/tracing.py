@@ -4,7 +4,8 @@ A request's spans are made after its answer, from times that the log and the eng
 thread of OpenTelemetry's SDK sends them. If the collector is slow or gone, the SDK's queue drops
 spans; requests never wait.
 
-OpenTelemetry's HTTP and GenAI conventions name the attributes.
+OpenTelemetry's HTTP and GenAI conventions name the attributes. The SDK itself reads its environment
+variables, such as OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS and OTEL_TRACES_SAMPLER.
 """
 
 import logging

@@ -61,9 +61,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The engine has accepted a request."""
+    """The engine has accepted a request.
+
+    Attributes:
+        compile_seconds: time that its grammar took to compile; None: it has no grammar.
+    """
 
     request_id: str
+    compile_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

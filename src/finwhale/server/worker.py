@@ -141,9 +141,9 @@ class EngineLoop:
 
     def _take_compiled(self, grammars: GrammarCompiler) -> None:
         """Starts the requests whose grammars have been compiled."""
-        for add, result in grammars.take():
+        for add, result, seconds in grammars.take():
             if isinstance(result, Matcher):
-                self._add(add, result)
+                self._add(add, result, seconds)
             elif isinstance(result, RequestError):
                 self._send(Refused(add.request_id, str(result)))
             else:
@@ -160,7 +160,9 @@ class EngineLoop:
         else:
             self._add(command, None)
 
-    def _add(self, command: Add, matcher: Matcher | None) -> None:
+    def _add(
+        self, command: Add, matcher: Matcher | None, compile_seconds: float | None = None
+    ) -> None:
         try:
             request = self._engine.add_request(
                 command.request_id,
@@ -175,7 +177,7 @@ class EngineLoop:
             self._send(Refused(command.request_id, str(error)))
             return
         self._sent[command.request_id] = [_Sent(output) for output in request.outputs]
-        self._send(Accepted(command.request_id))
+        self._send(Accepted(command.request_id, compile_seconds))
 
     def _step(self) -> None:
         self._engine.check()

@@ -1,0 +1,193 @@
+"""The metrics of operation; the dashboard, the alerts and the docs name metrics that exist."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from finwhale.server import health
+from finwhale.server.metrics import resident_bytes
+
+from .running import MODEL, RunningServer
+from .test_limits import request, wait_until
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "deploy/grafana/dashboards/finwhale.json"
+ALERTS = ROOT / "deploy/prometheus/alerts.yml"
+# Labels that Prometheus adds to every sample, and its own metric.
+TARGET = {"instance", "job"}
+OF_PROMETHEUS = {"up": TARGET}
+SELECTOR = re.compile(r"\b([a-z_:][\w:]*)\s*(?:\{([^}]*)\})?")
+GROUPING = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
+FUNCTIONS = {"histogram_quantile", "increase", "rate", "sum"}
+
+Labels = dict[str, dict[str, set[str]]]
+
+
+def scrape(server: RunningServer) -> Labels:
+    """The labels of each sample in /metrics, and their values."""
+    found: Labels = {}
+    for family in text_string_to_metric_families(request(server, "GET", "/metrics")[2].decode()):
+        for sample in family.samples:
+            labels = found.setdefault(sample.name, {})
+            for name, value in sample.labels.items():
+                labels.setdefault(name, set()).add(value)
+    return found
+
+
+def value(server: RunningServer, line: str) -> float:
+    text = request(server, "GET", "/metrics")[2].decode()
+    return float(re.search(rf"^{re.escape(line)} (.*)$", text, re.MULTILINE)[1])  # type: ignore[index]
+
+
+def used_server(start: Callable[..., RunningServer]) -> RunningServer:
+    """A server after a grammar and a refusal, so that every label has values."""
+    server = start()
+    regex = {"type": "regex", "regex": "[ab]{4}"}
+    for fields, status in (({"max_tokens": 4, "response_format": regex}, 200), ({"n": 0}, 400)):
+        body = json.dumps({"model": MODEL, "prompt": "Once", **fields}).encode()
+        assert request(server, "POST", "/v1/completions", body)[0] == status
+    wait_until(lambda: server.live()["running"] == 0)
+    # On a CPU no kernel is compiled, so this metric has no label.
+    metrics = server.client.metrics
+    assert metrics is not None
+    server.client.metrics = dataclasses.replace(metrics, late_compilations={"triton": 0})
+    return server
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Where each PromQL expression stands, and its text."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", ()):
+            yield panel["title"], target["expr"]
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["alert"], rule["expr"]
+
+
+def check(expression: str, samples: Labels) -> None:
+    """Every metric of an expression exists, and every label is one of its metrics."""
+    grouped = {name.strip() for part in GROUPING.findall(expression) for name in part.split(",")}
+    plain = re.sub(r"\[[^]]*\]", "", GROUPING.sub("", expression))
+    labels: set[str] = set()
+    metrics = 0
+    for name, matchers in SELECTOR.findall(plain):
+        if name in FUNCTIONS:
+            assert not matchers
+            continue
+        metrics += 1
+        assert name in samples or name in OF_PROMETHEUS, name
+        known = samples.get(name, {})
+        labels |= {*known, *TARGET}
+        for label, sign, wanted in re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', matchers):
+            assert label in {*known, *TARGET}, f"{name} has no label {label}"
+            if label in ("reason", "state"):
+                values = set(wanted.split("|")) if "~" in sign else {wanted}
+                assert values <= known[label], f"{name}: {values - known[label]}"
+    assert metrics, "there is no metric"
+    assert grouped <= labels, f"there is no label {grouped - labels}"
+
+
+def test_the_dashboard_and_the_alerts_name_what_exists(start: Callable[..., RunningServer]) -> None:
+    server = used_server(start)
+    samples = scrape(server)
+    assert value(server, "finwhale_grammar_compile_seconds_count") == 1
+    assert value(server, 'finwhale_refusals_total{reason="invalid_value"}') == 1
+    for place, expression in expressions():
+        try:
+            check(expression, samples)
+        except AssertionError as error:
+            pytest.fail(f"{place}: {error}")
+    for wrong in (
+        "finwhale_no_such_metric", "sum by (nothing) (finwhale_running)", "1 + 2",
+        'finwhale_running{kind="c4"}', 'finwhale_refusals_total{reason=~"timeout|nothing"}',
+    ):  # fmt: skip
+        with pytest.raises(AssertionError):
+            check(wrong, samples)
+    # The docs list every metric, and no other.
+    page = (ROOT / "docs/monitoring.md").read_text()
+    documented = set(re.findall(r"^\| `(finwhale_\w+)", page, re.MULTILINE))
+    ends = re.compile("_(total|bucket|sum|count|created)$")
+    assert documented == {ends.sub("", name) for name in samples if name != "up"}
+
+
+def test_the_form_of_the_dashboard_and_the_alerts() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels) > 20
+    places = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {
+            (at["x"] + x, at["y"] + y) for x in range(at["w"]) for y in range(at["h"])
+        }  # fmt: skip
+        assert not cells & places and at["x"] + at["w"] <= 24, panel["title"]
+        places |= cells
+    for group in yaml.safe_load(ALERTS.read_text())["groups"]:
+        for rule in group["rules"]:
+            assert rule.keys() <= {"alert", "expr", "for", "labels", "annotations"}
+            assert rule["labels"]["severity"] in ("warning", "critical")
+            assert rule["annotations"].keys() == {"summary", "description"}
+
+
+def test_refusals(start: Callable[..., RunningServer]) -> None:
+    server = start()
+    for path in ("/nothing", "/nothing/else"):
+        assert request(server, "GET", path)[0] == 404
+    assert value(server, 'finwhale_refusals_total{reason="status_404"}') == 2
+    # An error within a stream counts, too.
+    stream = server.openai().completions.create(
+        model=MODEL, prompt="Once", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert server.client._loop is not None
+    server.client._loop.call_soon_threadsafe(server.client.cut_off)
+    line = 'finwhale_refusals_total{reason="server_stopping"}'
+    wait_until(lambda: value(server, line) == 1)
+    stream.close()
+    server._server.connections.on_refusal("slow_client")
+    assert value(server, 'finwhale_refusals_total{reason="slow_client"}') == 1
+
+
+def test_memory_and_buffered_bytes(start: Callable[..., RunningServer]) -> None:
+    server = start()
+    server.state.budget.resize(0, 200 << 10)
+    assert value(server, "finwhale_buffered_body_bytes") == (200 - 64) << 10
+    server.state.budget.resize(200 << 10, 0)
+    assert value(server, "finwhale_buffered_body_bytes") == 0
+
+    class Process:
+        pid = os.getppid()
+
+    assert list(scrape(server)["finwhale_resident_memory_bytes"]["process"]) == ["server"]
+    server.client._process = Process()  # type: ignore[assignment]
+    try:
+        assert server.client.engine_pid == os.getppid()
+        found = scrape(server)["finwhale_resident_memory_bytes"]["process"]
+    finally:
+        server.client._process = None
+    assert found == {"server", "engine"}
+    assert 1 << 20 < value(server, 'finwhale_resident_memory_bytes{process="server"}') < 1 << 40
+    assert resident_bytes(2**22 + 1) is None, "no process has such an id"
+
+
+def test_event_loop_delay(start: Callable[..., RunningServer], monkeypatch: Any) -> None:
+    monkeypatch.setattr(health, "PULSE_S", 0.01)
+    server = start()
+    loop = server.client._loop
+    assert loop is not None
+    pulse = asyncio.run_coroutine_threadsafe(health.pulse(server.state), loop)
+    wait_until(lambda: value(server, "finwhale_event_loop_delay_seconds_count") > 2)
+    before = value(server, "finwhale_event_loop_delay_seconds_sum")
+    loop.call_soon_threadsafe(time.sleep, 0.3)
+    wait_until(lambda: value(server, "finwhale_event_loop_delay_seconds_sum") > before + 0.25)
+    pulse.cancel()
