@@ -62,7 +62,7 @@ long-clients:
 
 # The schemas of the files in deploy/.
 long-deploy:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py tests/long/test_monitoring.py
 
 # The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":
