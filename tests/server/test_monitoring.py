@@ -113,18 +113,23 @@ def test_the_dashboard_and_the_alerts_name_what_exists(start: Callable[..., Runn
     ):  # fmt: skip
         with pytest.raises(AssertionError):
             check(wrong, samples)
+    # So does the server's page.
+    ends = re.compile("_(total|bucket|sum|count|created)$")
+    families = {ends.sub("", name) for name in samples}
+    for script in (ROOT / "src/finwhale/server/web").glob("*.js"):
+        for name in re.findall(r"\bfinwhale_\w+", script.read_text()):
+            assert name in samples or name in families, f"{script.name}: {name}"
     # The docs list every metric, and no other.
     page = (ROOT / "docs/monitoring.md").read_text()
     documented = set(re.findall(r"^\| `(finwhale_\w+)", page, re.MULTILINE))
-    ends = re.compile("_(total|bucket|sum|count|created)$")
-    assert documented == {ends.sub("", name) for name in samples if name != "up"}
+    assert documented == families
 
 
 def test_the_form_of_the_dashboard_and_the_alerts() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 20
-    places = set()
+    places: set[tuple[int, int]] = set()
     for panel in panels:
         at = panel["gridPos"]
         cells = {

@@ -129,13 +129,14 @@ export class EngineView {
   }
 
   #drawAcceptance() {
-    const proposed = this.metrics.finwhale_drafts_proposed_total || [];
+    const proposed = this.metrics.finwhale_spec_decode_num_draft_tokens_per_pos_total || [];
+    const accepted = "finwhale_spec_decode_num_accepted_tokens_per_pos_total";
     const any = proposed.some(sample => sample.value);
     this.acceptance.figure.hidden = !any;
     if (!any) return;
     const positions = proposed.map(sample => Number(sample.labels.position));
     const shares = proposed.map(({labels, value: count}) =>
-      (count ? 100 * value(this.metrics, "finwhale_drafts_accepted_total", labels) / count : null));
+      (count ? 100 * value(this.metrics, accepted, labels) / count : null));
     const length = value(this.metrics, "finwhale_draft_mean_accepted_length");
     this.acceptance.show([positions, shares], `${length.toFixed(2)} tokens per verification`);
   }
