@@ -9,13 +9,15 @@ import platform
 import shlex
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import finwhale
+from finwhale.errors import FinwhaleError
 
 RESULTS = Path("bench/results")
 
@@ -72,6 +74,48 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One line of a results file.
+
+    Attributes:
+        line: its number, from 1.
+        data: the JSON object.
+    """
+
+    path: Path
+    line: int
+    data: dict[str, Any]
+
+
+def read_records(paths: Iterable[Path]) -> list[Record]:
+    """Read all records of JSONL files; empty lines are left out.
+
+    Raises:
+        FinwhaleError: a file cannot be read, or a line is no JSON object.
+    """
+    found = []
+    for path in paths:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise FinwhaleError(f"cannot read {path}: {error.strerror}") from error
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                found.append(Record(path, number, _object(line, f"{path}:{number}")))
+    return found
+
+
+def _object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise FinwhaleError(f"{where}: a JSON object is wanted: {error}") from error
+    if not isinstance(data, dict):
+        raise FinwhaleError(f"{where}: a JSON object is wanted, got {type(data).__name__}")
+    return data
 
 
 def _cpu_name() -> str:
