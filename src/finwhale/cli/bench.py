@@ -14,6 +14,7 @@ BENCHMARKS = {
     "load": "measure loading a checkpoint, and compare it with a plain read of its files",
     "serving": "load-test any OpenAI-compatible endpoint: latency and throughput (bench extra)",
     "compare": "compare two OpenAI-compatible servers under one load, in turns (bench extra)",
+    "report": "turn records into one HTML file with plots and comparisons",
     "prefix": "measure the host's time to find a cached prefix",
     "ops": "measure operators on a GPU, or compare them with their references",
     "collectives": "measure all-reduce and all-gather between the GPUs of this host",
