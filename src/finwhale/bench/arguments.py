@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
+from finwhale.bench.preflight import record_path
 from finwhale.bench.record import RESULTS
 from finwhale.config import EngineConfig
 from finwhale.options import add_options, options_of
@@ -26,7 +26,7 @@ def new_parser(name: str, doc: str | None, record: str) -> argparse.ArgumentPars
     )
     parser.add_argument(
         "--record",
-        type=Path,
+        type=record_path,
         metavar="FILE",
         help=f"append the results to this JSONL file, for example {RESULTS / record}",
     )

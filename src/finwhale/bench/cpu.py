@@ -20,15 +20,20 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.arguments import new_parser
+from finwhale.bench.preflight import check_disk
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.config import Activations
+from finwhale.engine.rank.devices import check_host_memory
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.llm import LLM
+from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
 from finwhale.request import SamplingParams
 from finwhale.testing.tiny import write_plain_checkpoint
 
@@ -318,7 +323,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"{longest} tokens are more than the model's {config.max_position_embeddings}: lower "
             "--context, --steps or --prefill"
         )
-    with tempfile.TemporaryDirectory() as directory:
+    _check_room(config, num_engines=4 if args.compile else 2)
+    with tempfile.TemporaryDirectory(prefix="finwhale-cpu-") as directory:
         write_plain_twin(checkpoint, Path(directory) / "plain")
         model = load_transformers(Path(directory) / "plain")
     exact = Finwhale(checkpoint.path, "exact", longest)
@@ -353,6 +359,18 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "steps": work.steps,
         "results": results,
     }
+
+
+def _check_room(config: ModelConfig, num_engines: int) -> None:
+    """Checks, before anything is written, that memory and disk suffice. Raises ResourceError."""
+    twin = weight_bytes(config, torch.float32, load_ops(Platform.cpu()))
+    check_host_memory((1 + num_engines) * twin)  # transformers' model and Finwhale's
+    check_disk(
+        Path(tempfile.gettempdir()),
+        twin,
+        "the model in float32",
+        "set TMPDIR to a folder on a larger disk",
+    )
 
 
 def main(argv: Sequence[str]) -> int:

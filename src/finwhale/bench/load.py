@@ -13,7 +13,6 @@ import gc
 import math
 import os
 import pickle
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.arguments import add_sizes, new_parser
+from finwhale.bench.preflight import check_disk
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
@@ -40,7 +40,6 @@ from finwhale.config import EngineConfig
 from finwhale.distributed.launch import Answer, Opened, Seat, Spawned, Workers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
-from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.architecture import weight_bytes
 from finwhale.models.deepseek_v4.build import load_weights
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -48,7 +47,7 @@ from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
 from finwhale.ops import load_ops
 from finwhale.options import add_options
-from finwhale.platform import Platform
+from finwhale.platform import Platform, existing_folder
 
 # Bytes of one value in a checkpoint. The scales of FP8 and FP4 add less than 7%.
 STORED_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "i64": 8, "fp8_block": 1.01, "fp4": 0.54}
@@ -221,11 +220,12 @@ def _check_room(config: ModelConfig, directory: Path, devices: Sequence[str]) ->
         check_host_memory(weight_bytes(config, torch.float32, ops))
     specs = weight_specs(config).values()
     stored = sum(math.prod(spec.shape) * STORED_BYTES[spec.storage] for spec in specs)
-    free = shutil.disk_usage(directory).free
-    if not any(directory.glob("*.safetensors")) and stored > free:
-        raise ResourceError(
-            f"the checkpoint of random weights takes {stored / 1e9:,.1f} GB, and {directory} has "
-            f"{free / 1e9:,.1f} GB free: use --directory on a larger disk, or fewer --layers"
+    if not any(directory.glob("*.safetensors")):
+        check_disk(
+            existing_folder(directory),
+            stored,
+            "the checkpoint of random weights",
+            "use --directory on a larger disk, or fewer --layers",
         )
 
 

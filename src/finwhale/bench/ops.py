@@ -9,6 +9,7 @@ bandwidth, and the operations divided by the measured rate.
 pages, and bit for bit in other batches.
 """
 
+import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from finwhale.bench.packing import (
     plain_weight,
     ready,
 )
+from finwhale.bench.preflight import check_gpu_memory
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
@@ -545,6 +547,16 @@ def _show(operator: str, verdict: Verdict) -> int:
     return verdict.fault is not None
 
 
+def least_bytes(sizes: Sizes, draw: ModelDraw, args: argparse.Namespace) -> float:
+    """Bytes that the measured cases, or the checks, need at least; makes no tensor."""
+    if args.check:
+        return 4.0 * 2**31  # `check_large`: bfloat16 inputs and outputs
+    steps = [step(batch, args.context) for batch in args.batches]
+    cases = (case for chunks in steps for case in model_cases(sizes, draw, chunks))
+    chosen = [one.bytes for one in cases if not args.operators or one.operator in args.operators]
+    return max(chosen, default=0.0)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench ops`. Returns 1 if a check failed, otherwise 0."""
     parser = new_parser("ops", __doc__, "ops.jsonl")
@@ -582,6 +594,8 @@ def main(argv: Sequence[str]) -> int:
     if min(args.batches) < 1 or args.context < 1:
         parser.error("--batches and --context must be at least 1")
     sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
+    needed = least_bytes(sizes, ModelDraw("cuda"), args)
+    check_gpu_memory(needed, "the largest case", "choose other --operators or smaller --batches")
     ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
     with torch.inference_mode():
         if args.check:

@@ -3,10 +3,10 @@
 import argparse
 import math
 import os
-from pathlib import Path
 from typing import Any
 
 from finwhale.bench.load_client import Endpoint
+from finwhale.bench.preflight import record_path
 from finwhale.bench.record import RESULTS
 from finwhale.bench.workload import AGENTS, DATASETS, UNIFORM, Load
 
@@ -111,9 +111,13 @@ def load_parser(name: str, doc: str | None, num_requests: str) -> argparse.Argum
     add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
     add("--seed", type=int, default=0, help="seed of prompts and arrival times (default: 0)")
     add(
-        "--record", type=Path, nargs="?", const=RESULTS / f"{name}.jsonl", metavar="FILE",
+        "--record",
+        type=record_path,
+        nargs="?",
+        const=str(RESULTS / f"{name}.jsonl"),
+        metavar="FILE",
         help="append the results to this JSONL file (without FILE: %(const)s)",
-    )  # fmt: skip
+    )
     return parser
 
 

@@ -2,7 +2,10 @@
 
 import argparse
 import importlib
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 
 BENCHMARKS = {
     "cpu": "compare decode and prefill with transformers, same weights and run (test extra)",
@@ -33,4 +36,23 @@ def run(argv: Sequence[str]) -> int:
     )
     parser.add_argument("name", choices=BENCHMARKS, metavar="NAME")
     args = parser.parse_args(argv[:1])
-    return int(importlib.import_module(f"finwhale.bench.{args.name}").main(argv[1:]))
+    benchmark = importlib.import_module(f"finwhale.bench.{args.name}")
+    with _terminated_as_interrupted():
+        return int(benchmark.main(argv[1:]))
+
+
+@contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does, so that temporary files and processes are removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a job in a shell's background
+            raise KeyboardInterrupt
+        # asyncio has its own handler of SIGINT.
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
