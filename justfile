@@ -38,7 +38,7 @@ long-fuzz examples="200":
 
 # The server's page in a browser; installs Chromium where it is missing. Needs npm.
 long-page:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_page.py tests/server/test_page.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_page.py tests/long/test_report.py tests/server/test_page.py
 
 # Many clients of one server, some of them hostile.
 long-soak seconds="600":
@@ -89,6 +89,10 @@ docs:
 # Show the documentation at http://127.0.0.1:8001 while you write it.
 docs-serve:
     mkdocs serve --dev-addr 127.0.0.1:8001
+
+# Make the docs' pictures of banner, page and report.
+screenshots:
+    python tools/screenshots.py
 
 # Write the line counts of README's map of the source.
 map:

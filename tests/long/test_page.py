@@ -6,9 +6,7 @@ FINWHALE_SCREENSHOTS names a folder for pictures of it.
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 import tarfile
 import time
 import urllib.request
@@ -16,26 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
 from .page_answers import HOSTILE, RICH, Model, chunks
 from .servers import Program, free_ports, is_ready, python, wait_for
 
 AXE = "axe-core@4.14.1"
 QUESTION = "What is the capital of France?"
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """The system's Chromium, or Playwright's, which is installed where there is none."""
-    found = shutil.which("chromium") or shutil.which("chromium-browser")
-    if found is None:
-        install = [sys.executable, "-m", "playwright", "install", "--with-deps", "chromium"]
-        subprocess.run(install, check=True, timeout=540)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -46,6 +46,14 @@ def test_commits_are_named_in_notes_alone(document: Path) -> None:
     assert not [word for word in words if re.search(r"[a-f]", word) and re.search(r"\d", word)]
 
 
+def test_pictures_are_shown_and_small() -> None:
+    """`just screenshots` makes them."""
+    text = "".join(path.read_text() for path in DOCUMENTS)
+    pictures = list((ROOT / "docs/images").iterdir())
+    assert all(f"(images/{picture.name})" in text for picture in pictures)
+    assert sum(picture.stat().st_size for picture in pictures) <= 300_000
+
+
 def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:
     """`just map` writes the counts."""
     spec = importlib.util.spec_from_file_location("source_map", ROOT / "tools/source_map.py")
