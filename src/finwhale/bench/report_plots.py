@@ -1,6 +1,6 @@
 """The data of a report's plots: lines (drawn by uPlot) and bars."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ class BarPlot:
 
 def plots_of(group: Group) -> list[LinePlot | BarPlot]:
     """The plots of a group of runs."""
-    make = {"serving": _serving, "offline": _offline, "ops": _ops, "start": _start}.get(group.kind)
+    make = PLOTS.get(group.kind)
     try:
         return list(make(group)) if make else []
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
@@ -132,3 +132,11 @@ def _start(group: Group) -> Iterator[BarPlot]:
     ]
     full = max(sum(value for _, value in bar.parts) for bar in bars)
     yield BarPlot("Seconds of a start, by phase", bars, full)
+
+
+PLOTS: dict[str, Callable[[Group], Iterator[LinePlot | BarPlot]]] = {
+    "serving": _serving,
+    "offline": _offline,
+    "ops": _ops,
+    "start": _start,
+}
