@@ -333,6 +333,7 @@ def test_tool_calls_and_their_results(page: Page) -> None:
 def test_engine_view(page: Page, url: str) -> None:
     page.click("#engine-tab")
     expect(page.locator("#pages .bar").first).to_be_visible()
+    expect(page.locator("#ranks .bar")).to_contain_text("rank 0, cpu")
     name = page.locator("#model").text_content()
     body = {"model": name, "max_tokens": 60, "messages": [{"role": "user", "content": QUESTION}]}
     for _ in range(3):

@@ -72,6 +72,9 @@ class Noting:
     def late_compilations(self) -> Any:
         return self.executor.late_compilations()
 
+    def rank_states(self) -> Any:
+        return self.executor.rank_states()
+
     def _run(self, run: Any, plan: Any) -> Any:
         self.plans.append(pickle.dumps(plan))
         pending = run(plan)

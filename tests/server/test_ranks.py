@@ -3,10 +3,12 @@
 import json
 import os
 import signal
+import urllib.request
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from finwhale.testing.tiny import divisible_config, random_weights, write_plain_checkpoint
 
@@ -40,6 +42,26 @@ def are_gone(processes: list[int]) -> bool:
     return True
 
 
+def check_ranks(url: str) -> None:
+    """The state of each rank is in the page's numbers and in the metrics."""
+
+    def read(path: str) -> str:
+        with urllib.request.urlopen(f"{url}/{path}", timeout=20) as answer:
+            return str(answer.read().decode())
+
+    wait_until(lambda: json.loads(read("live")).get("ranks"))
+    ranks = json.loads(read("live"))["ranks"]
+    assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
+    families = text_string_to_metric_families(read("metrics"))
+    (memory,) = [one for one in families if one.name == "finwhale_rank_memory_bytes"]
+    found = {(one.labels["rank"], one.labels["kind"]): one.value for one in memory.samples}
+    for number, rank in enumerate(ranks):
+        assert rank["memory"]["weights"] > 0 and rank["memory"]["cache"] > 0
+        assert 0 <= rank["heartbeat_age_s"] < 60
+        for kind, used in rank["memory"].items():
+            assert found[str(number), kind] == used
+
+
 def test_a_signal_drains_and_ends_all_processes(path: Path) -> None:
     served, processes = serve(path)
     stream = served.client.completions.create(
@@ -51,6 +73,7 @@ def test_a_signal_drains_and_ends_all_processes(path: Path) -> None:
         extra_body={"ignore_eos": True},
     )
     next(stream)
+    check_ranks(served.url)
     served.process.send_signal(signal.SIGTERM)
     usage = [chunk.usage for chunk in stream if chunk.usage is not None]
     assert usage[-1].completion_tokens == 100

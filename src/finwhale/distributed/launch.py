@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.ring import CAPACITY, Ring
@@ -71,7 +71,13 @@ OPENING = Phase("opening the model")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The worker is ready to read messages from its inbox."""
+    """The worker is ready to read messages from its inbox.
+
+    Attributes:
+        about: what the owner wants to know of it, plain data; None: nothing.
+    """
+
+    about: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +243,27 @@ class _Worker:
     phase: Phase | None = None
     phase_s: float = 0.0
     opened: bool = False
+    about: Any = None
     beats: int = 0
     silent_s: float = 0.0
     counts: Mapping[str, int] = field(default_factory=dict)
     answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker, as the watching thread knows it.
+
+    Attributes:
+        about: what the worker has said of itself (`Opened`).
+        counts: its latest counters.
+        silent_s: time without a heartbeat.
+    """
+
+    label: str
+    about: Any
+    counts: Mapping[str, int]
+    silent_s: float
 
 
 class Workers:
@@ -313,6 +336,10 @@ class Workers:
     def counts(self) -> list[Mapping[str, int]]:
         """The latest counters of each worker."""
         return [worker.counts for worker in self._workers]
+
+    def states(self) -> list[WorkerState]:
+        """The latest state of each worker."""
+        return [WorkerState(w.label, w.about, w.counts, w.silent_s) for w in self._workers]
 
     def answers(self) -> list[Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
@@ -400,7 +427,7 @@ class Workers:
             elif isinstance(report, Phase):
                 worker.phase, worker.phase_s = report, 0.0
             else:
-                worker.opened = True
+                worker.about, worker.opened = report.about, True
 
     def _check_heartbeat(self, worker: _Worker, spent: float) -> None:
         beats = worker.process.beats()

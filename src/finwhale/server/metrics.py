@@ -4,6 +4,7 @@ import resource
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from typing import get_args
@@ -207,6 +208,7 @@ class Metrics:
                 "prompt_tokens": engine.prompt_tokens,
                 "prefix_hit_tokens": engine.cached_tokens,
                 "preemptions": engine.preemptions,
+                "ranks": [asdict(rank) for rank in engine.ranks],
             }
         return found
 
@@ -269,6 +271,7 @@ def resident_bytes(pid: int | str) -> int | None:
 def engine_families(engine: EngineMetrics) -> Iterable[Metric]:
     """The engine's metrics as Prometheus' metric families."""
     yield from _counts(engine)
+    yield from _ranks(engine)
     yield from _drafts(engine)
     yield from _times(engine)
 
@@ -313,6 +316,26 @@ def _counts(engine: EngineMetrics) -> Iterable[Metric]:
     for how, value in engine.endings.items():
         endings.add_metric([how], value)
     yield endings
+
+
+def _ranks(engine: EngineMetrics) -> Iterable[Metric]:
+    memory = GaugeMetricFamily(
+        "finwhale_rank_memory_bytes",
+        "bytes that a rank holds on its device: weights, workspace and cache",
+        labels=["rank", "device", "kind"],
+    )
+    age = GaugeMetricFamily(
+        "finwhale_rank_heartbeat_age_seconds",
+        "time since a rank's process was last seen alive",
+        labels=["rank", "device"],
+    )
+    for number, rank in enumerate(engine.ranks):
+        labels = [str(number), rank.device]
+        age.add_metric(labels, rank.heartbeat_age_s)
+        for kind, used in (asdict(rank.memory) if rank.memory else {}).items():
+            memory.add_metric([*labels, kind], used)
+    yield memory
+    yield age
 
 
 def _drafts(engine: EngineMetrics) -> Iterable[Metric]:

@@ -437,8 +437,8 @@ class Engine:
 
     def metrics(self) -> EngineMetrics:
         """Read the present state and the counters, without waiting for a step."""
-        late = self.executor.late_compilations()
-        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late)
+        late, ranks = self.executor.late_compilations(), self.executor.rank_states()
+        return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
 
     def check_integrity(self) -> None:
         """Assert that no page, block or request is lost."""

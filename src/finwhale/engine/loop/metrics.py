@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
 from typing import Literal
 
+from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.request import FinishReason
 
@@ -71,6 +72,7 @@ class EngineMetrics:
         time_per_output_token: mean time between tokens of each sequence that ended.
         late_compilations: number of kernels and graphs, by compiler, that were compiled or loaded
             from the cache after the engine was ready. Each one delays a request. Should be 0.
+        ranks: the state of each rank.
     """
 
     running: int
@@ -95,6 +97,7 @@ class EngineMetrics:
     time_between_tokens: Histogram
     time_per_output_token: Histogram
     late_compilations: Mapping[str, int]
+    ranks: tuple[RankState, ...] = ()
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -211,13 +214,18 @@ class Meter:
 
 
 def read_metrics(
-    scheduler: Scheduler, meter: Meter, step_seconds: float, late: Mapping[str, int]
+    scheduler: Scheduler,
+    meter: Meter,
+    step_seconds: float,
+    late: Mapping[str, int],
+    ranks: tuple[RankState, ...],
 ) -> EngineMetrics:
     """Read the current state and the counters.
 
     Args:
         step_seconds: time that the current step has taken so far.
         late: number of compilations since the engine was ready, by compiler.
+        ranks: the state of each rank.
     """
     prefix = scheduler.prefix
     return EngineMetrics(
@@ -246,4 +254,5 @@ def read_metrics(
         time_between_tokens=meter.time_between_tokens.read(),
         time_per_output_token=meter.time_per_output_token.read(),
         late_compilations=late,
+        ranks=ranks,
     )

@@ -105,6 +105,23 @@ class RankDescription:
     start_seconds: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What the engine knows of a rank without asking its device.
+
+    Attributes:
+        device: torch's name of the device, such as "cuda:1".
+        memory: None: the rank has not reported it.
+        late_compilations: as `Executor.late_compilations`, of this rank.
+        heartbeat_age_s: seconds since its process was last seen alive; 0 for rank 0.
+    """
+
+    device: str
+    memory: MemoryUse | None
+    late_compilations: Mapping[str, int]
+    heartbeat_age_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLogprobs:
     """Log-probabilities of a step's rows. They are undefined for rows that did not ask for them.
@@ -196,4 +213,8 @@ class Executor(Protocol):
 
     def late_compilations(self) -> Mapping[str, int]:
         """Number of kernels and graphs compiled or loaded since `ready`, by compiler."""
+        ...
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        """The state of each rank, rank 0 first. Returns at once."""
         ...

@@ -11,6 +11,7 @@ from finwhale.engine.plan.executor import (
     DeviceDrafts,
     Executor,
     RankDescription,
+    RankState,
     RowLogprobs,
     StepResult,
 )
@@ -155,6 +156,10 @@ class LocalExecutor:
 
     def late_compilations(self) -> Mapping[str, int]:
         return self.builds.late()
+
+    def rank_states(self) -> tuple[RankState, ...]:
+        about = self.description
+        return (RankState(about.device, about.memory, self.late_compilations()),)
 
 
 class LocalResult:

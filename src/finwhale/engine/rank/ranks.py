@@ -29,7 +29,7 @@ from finwhale.distributed.hosts import Place
 from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, Seat, Workers
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
-from finwhale.engine.plan.executor import Executor, RankDescription, StepResult
+from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.devices import choose_device, choose_devices
 from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_executor
@@ -244,6 +244,13 @@ class Ranks:
             total.update(counts)
         return total
 
+    def rank_states(self) -> tuple[RankState, ...]:
+        others = (
+            RankState(one.label, one.about, one.counts, one.silent_s)
+            for one in self.workers.states()
+        )
+        return (*self.local.rank_states(), *others)
+
     def close(self) -> None:
         """End the workers, and disconnect this rank. No call may follow."""
         self._close()
@@ -291,7 +298,7 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None
     executor = open_worker(Peers(seat.rank, store))
     executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
-    seat.report(Opened())
+    seat.report(Opened(executor.description.memory))
     while True:
         message = seat.read()
         executor.check()

@@ -125,6 +125,7 @@ export class EngineView {
     this.cache?.plot.show(this.cache.columns, "");
     this.#drawAcceptance();
     this.#drawPages();
+    this.#drawRanks();
     this.#drawCounts();
   }
 
@@ -152,6 +153,23 @@ export class EngineView {
     }));
   }
 
+  /* Meters are relative to the rank that holds most. */
+  #drawRanks() {
+    const ranks = {};
+    for (const {labels, value: bytes} of this.metrics.finwhale_rank_memory_bytes || []) {
+      const rank = ranks[labels.rank] ??= {device: labels.device, total: 0, kinds: []};
+      rank.total += bytes;
+      if (bytes) rank.kinds.push(`${labels.kind} ${size(bytes)}`);
+    }
+    const most = Math.max(...Object.values(ranks).map(({total}) => total), 1);
+    $("ranks").replaceChildren(...Object.entries(ranks).map(([number, {device, total, kinds}]) => {
+      const name = `rank ${number}, ${device}`;
+      const meter = element("meter", {max: most, value: total, "aria-label": name});
+      return element("div", {className: "bar"}, element("span", {textContent: name}),
+        element("span", {textContent: kinds.join(", ")}), meter);
+    }));
+  }
+
   #drawCounts() {
     const now = this.metrics, rows = [
       ["Steps", value(now, "finwhale_steps_total")],
@@ -171,6 +189,11 @@ export class EngineView {
     this.acceptance.restyle();
     this.#draw();
   }
+}
+
+function size(bytes) {
+  const gib = bytes / 2 ** 30;
+  return gib >= 1 ? `${gib.toFixed(1)} GiB` : `${(1024 * gib).toFixed(0)} MiB`;
 }
 
 function push(columns, time, values) {
