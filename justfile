@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -59,6 +59,10 @@ long-replicas:
 # Clients of other projects, each in its own environment, against the demo model.
 long-clients:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py
+
+# `finwhale run-batch`, killed again and again.
+long-batch:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_run_batch.py
 
 # The schemas of the files in deploy/.
 long-deploy:

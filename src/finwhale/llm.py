@@ -363,6 +363,17 @@ class LLM(LoadedModel):
             return None, self.refused(error, job)
 
 
+def progress_bar(what: str) -> RichProgress:
+    """A bar on standard error that counts things; its tasks have a field `rate`, in tokens/s."""
+    return RichProgress(
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn(f"{what}, {{task.fields[rate]:.0f}} tokens/s"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+    )
+
+
 class _Bar:
     """A progress bar on standard error: finished prompts, and tokens per second."""
 
@@ -370,13 +381,7 @@ class _Bar:
         self._results = results
         self._bar: RichProgress | None = None
         if show and results and sys.stderr.isatty():
-            self._bar = RichProgress(
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("prompts, {task.fields[rate]:.0f} tokens/s"),
-                TimeElapsedColumn(),
-                console=Console(stderr=True),
-            )
+            self._bar = progress_bar("prompts")
         self._began = self._shown = time.monotonic()
 
     def __enter__(self) -> "_Bar":

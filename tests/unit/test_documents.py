@@ -14,7 +14,7 @@ PATH = re.compile(r"`([\w.*-]+/[\w./*-]*|\w+\.(?:py|md|toml|jsonl))(?:::[^`]*)?`
 NAME = re.compile(r"`(?:\w+\.)*([A-Za-z_]\w*)(?:\([^`]*\))?`")
 PLACES = [ROOT, ROOT / "docs", ROOT / "src/finwhale", ROOT / "bench/results"]
 # They look like paths of this repository and are none.
-OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream"}
+OTHERS = {"encoding/encoding_dsv4.py", "build/site", "text/event-stream", "in.jsonl", "out.jsonl"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -52,6 +52,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
 }
 COMMANDS = {
     "serve": ["serve", "--port", "0"],
+    "run-batch": ["run-batch", "in.jsonl", "out.jsonl"],
     "warmup": ["warmup"],
     "generate": ["generate", "hi"],
     "chat": ["chat"],
@@ -75,7 +76,7 @@ class OpenedError(Exception):
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
+def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig]:
     """The configurations of the engines that would have been opened."""
     found: list[EngineConfig] = []
 
@@ -92,6 +93,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[EngineConfig]:
     for module in ("llm", "bench.offline", "bench.throughput", "bench.start"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
+
+    def spawn(load: Any) -> int:
+        return serve(ServerConfig(model_names=("m",)), None, None, load, None)
+
+    monkeypatch.setattr("finwhale.cli.run_batch.EngineClient.spawn", spawn)
+    (tmp_path / "in.jsonl").write_text("a line without a result\n")
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("finwhale.server.logs.configure", lambda *form: None)
     monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git
     return found

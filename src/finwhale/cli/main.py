@@ -14,6 +14,7 @@ COMMANDS = {
     "generate": "continue a text",
     "chat": "talk to the model in the terminal",
     "serve": "serve the OpenAI and Anthropic protocols over HTTP",
+    "run-batch": "answer a file of requests in OpenAI's batch format",
     "warmup": "compile all kernels that serving a checkpoint needs, and store them",
     "inspect": "describe a checkpoint and the memory that it needs",
     "validate": "check that a checkpoint's weights behave as those of a trained model",
@@ -33,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A terminal or pipe with a narrow encoding shows "?" for characters that it lacks.
         sys.stdout.reconfigure(errors="replace")
     try:
-        return int(importlib.import_module(f"finwhale.cli.{args[0]}").run(args[1:]))
+        return int(
+            importlib.import_module(f"finwhale.cli.{args[0].replace('-', '_')}").run(args[1:])
+        )
     except FinwhaleError as error:
         print(f"finwhale: error: {error}", file=sys.stderr)
         return 1

@@ -39,10 +39,10 @@ PATH_HELP = (
 def add_path(parser: argparse.ArgumentParser) -> None:
     """Adds the argument PATH and --revision."""
     parser.add_argument("path", nargs="?", metavar="PATH", help=PATH_HELP)
-    _add_revision(parser)
+    add_revision(parser)
 
 
-def _add_revision(parser: argparse.ArgumentParser) -> None:
+def add_revision(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--revision",
         metavar="NAME",
@@ -75,7 +75,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds --model and the engine's options, for a command that runs one request at a time."""
     parser.add_argument("--model", metavar="PATH", help=PATH_HELP)
-    _add_revision(parser)
+    add_revision(parser)
     add_engine_options(parser, max_num_seqs=1)
 
 

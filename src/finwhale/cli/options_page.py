@@ -14,8 +14,8 @@ PAGE = """# Options
 
 ## Engine
 
-The commands `serve`, `warmup`, `generate`, `chat` and `validate` have these options, and `LLM` has the arguments.
-The default of `--watchdog-seconds` is 60 for `serve` and `warmup`, that of `--max-num-seqs` is 1 for `generate` and `chat`.
+The commands `serve`, `run-batch`, `warmup`, `generate`, `chat` and `validate` have these options, and `LLM` has the arguments.
+The default of `--watchdog-seconds` is 60 for `serve`, `run-batch` and `warmup`, that of `--max-num-seqs` is 1 for `generate` and `chat`.
 By default, `validate` drafts as many tokens as the draft head can.
 
 | command line | Python | meaning |

@@ -3,17 +3,19 @@
 import argparse
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Place, work_at
+from finwhale.engine.loop.engine import Engine
 from finwhale.errors import FinwhaleError
 from finwhale.llm import has_tokenizer
 from finwhale.models.registry import architecture_of, parse_config
@@ -44,7 +46,20 @@ def run(argv: Sequence[str]) -> int:
     if place is not None and place.rank.index:
         logs.configure(config.log_level, config.log_format)
         work_at(place)
-    directory = checkpoint_directory(args.path, args.revision)
+    opened = open_checkpoint(args.path, args, config, place)
+    read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
+    return serve(config, *opened, read_keys)
+
+
+def open_checkpoint(
+    path: str | None, args: argparse.Namespace, config: ServerConfig, place: Place | None
+) -> tuple[Tokenizer | None, EffortLadder, Callable[[], Engine]]:
+    """The tokenizer and the effort ladder of a checkpoint, and a function that opens its engine.
+
+    Raises:
+        FinwhaleError: there is no such checkpoint, or an option is wrong.
+    """
+    directory = checkpoint_directory(path, args.revision)
     if not directory.is_dir():
         raise FinwhaleError(f"no checkpoint: {directory} is not a directory")
     tokenizer = Tokenizer.open(directory) if has_tokenizer(directory) else None
@@ -55,14 +70,13 @@ def run(argv: Sequence[str]) -> int:
     logs.configure(config.log_level, config.log_format)
     load = partial(load_engine, directory, config.log_level, config.log_format, engine, place)
     architecture = architecture_of(parse_config(read_config(directory)))
-    read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
-    return serve(config, tokenizer, architecture.chat_dialect(directory), load, read_keys)
+    return tokenizer, architecture.chat_dialect(directory), load
 
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
     """The server's options from the arguments and the environment. Raises FinwhaleError."""
     demo = args.path is None
-    name = DEMO_NAME if demo else _name_of(args.path)
+    name = DEMO_NAME if demo else checkpoint_name(args.path)
     return read_options(
         args,
         ServerConfig,
@@ -115,7 +129,7 @@ def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> lis
     return [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
 
 
-def _name_of(path: str) -> str:
+def checkpoint_name(path: str) -> str:
     """The name of a checkpoint's directory; a repository is called by its whole id."""
     return Path(path).resolve().name if Path(path).exists() else path
 

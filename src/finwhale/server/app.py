@@ -221,6 +221,7 @@ def _begin(state: ServerState, request: Request, body: Body) -> RequestLog:
     log = RequestLog(request.scope["state"]["request_id"], request.url.path, _size(request), key)
     log.cache_salt = getattr(body, "cache_salt", None)
     log.model = str(getattr(body, "model", None) or "")
+    log.batch = "inside_call" in request.scope["state"]
     log.stream = bool(getattr(body, "stream", False))
     request.scope["state"]["log"] = log
     return log

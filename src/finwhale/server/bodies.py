@@ -94,11 +94,11 @@ class Parser:
                 deep structures.
         """
         if len(body) <= SMALL_BYTES:
-            return _parse(body, self._max_items())
+            return parse_body(body, self._max_items())
         async with self._free:
             begin = time.monotonic()
             value = await asyncio.get_running_loop().run_in_executor(
-                self._thread, _parse, body, self._max_items()
+                self._thread, parse_body, body, self._max_items()
             )
             # The loop gets at least as much time between large bodies as they take.
             await asyncio.sleep(time.monotonic() - begin)
@@ -183,7 +183,8 @@ def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
     return sum(int(np.count_nonzero((chars == mark) & ~in_string)) for mark in marks)
 
 
-def _parse(body: bytes, max_items: int) -> Any:
+def parse_body(body: bytes, max_items: int) -> Any:
+    """The JSON value of a body, at once. Raises ApiError, as `Parser.parse` does."""
     for marks, what, allowed in (
         (b"[{:", "arrays, objects and members", MAX_STRUCTURES),
         (b",", "items", max_items),

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from finwhale.server.batch.inside import InsideCall
 from finwhale.server.bodies import Budget
 from finwhale.server.errors import ApiError, error_response
 from finwhale.server.keys import ApiKey
@@ -72,11 +73,12 @@ class Gate:
                 note_refusal(scope, body.refused, config.log_prompts)
                 await error_response(body.refused, path)(scope, receive, send_marked)
 
-        self._in_flight += 1
+        inside = "inside_call" in scope["state"]
+        self._in_flight += not inside
         try:
             key = self._check(scope, path)
             counted: AbstractContextManager[None] = nullcontext()
-            if key is not None and path not in _ALWAYS:
+            if key is not None and not inside and path not in _ALWAYS:
                 counted = key.request(config.retry_after_s)
             with counted:
                 await self._app(scope, body.receive, send_unless_refused)
@@ -86,12 +88,17 @@ class Gate:
             note_refusal(scope, error, self._state.config.log_prompts)
             await error_response(error, path)(scope, receive, send_marked)
         finally:
-            self._in_flight -= 1
+            self._in_flight -= not inside
             body.release()
             self._report(scope, status, request_id, begin)
 
     def _check(self, scope: Scope, path: str) -> ApiKey | None:
         """Returns the request's key; None: it needs none. Raises ApiError."""
+        call: InsideCall | None = scope["state"].get("inside_call")
+        if call is not None:
+            if call.key is not None:
+                scope["state"]["key"] = call.key
+            return call.key
         headers = Headers(scope=scope)
         config = self._state.config
         if not self._hosts.allows(headers.get("host", "")) and path not in _HEALTH:

@@ -99,6 +99,7 @@ class RequestLog:
         begin, last_token: times of the request's arrival and of its latest token.
         first_token_s: time from the arrival to the first token; None before the first token.
         key: the request's API key; None: the server needs none.
+        batch: whether it belongs to a batch, which runs behind all other requests.
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
         model: the name by which the request calls the model.
@@ -124,6 +125,7 @@ class RequestLog:
     params: SamplingParams | None = None
     num_sequences: int = 0
     times: dict[str, RequestTimes] = field(default_factory=dict)
+    batch: bool = False
 
     def fields(self) -> dict[str, object]:
         found: dict[str, object] = {

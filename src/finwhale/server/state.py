@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from finwhale.chat.effort import EffortLadder
@@ -12,6 +12,7 @@ from finwhale.chat.template import ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
+from finwhale.server.batch.room import Room
 from finwhale.server.bodies import SMALL_BYTES, Budget, max_body_bytes
 from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# Added to the priority of a batch's requests: lower numbers come first, and no request can ask for
+# a number as large as this.
+BATCH_PRIORITY = 1 << 32
+BATCH_WINDOW_S = 24 * 3600.0  # time in which a batch ends
 NUM_LARGE = 2  # number of large requests that are converted and encoded at once
 
 
@@ -57,6 +62,8 @@ class ServerState:
         # The time at which the event loop last ran (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
         self.traces: Traces | None = None
+        self.only_batches = False  # whether the engine has no other requests
+        self.batch_sequences = Room(lambda: self.max_batch_sequences)
         client.observer = self.metrics
 
     @property
@@ -110,6 +117,16 @@ class ServerState:
     def max_model_len(self) -> int:
         """The number of tokens that the context holds; 0 while the model loads."""
         return 0 if self.client.ready is None else self.client.ready.max_model_len
+
+    @property
+    def max_batch_sequences(self) -> int:
+        """The number of sequences of batches that the engine has at once.
+
+        Without other requests, as many wait as run, so that each step is full. Otherwise an eighth
+        of the engine stays free: a running sequence keeps its place until it ends.
+        """
+        running = self.ready.max_num_seqs
+        return 2 * running if self.only_batches else max(1, running - -(-running // 8))
 
     async def in_thread(self, body_bytes: int, work: Callable[[], T]) -> T:
         """Converts and encodes a request on a thread; the tokenizers work without the GIL.
@@ -171,7 +188,8 @@ class ServerState:
 
     def time_left_s(self, log: RequestLog) -> float:
         """The seconds until a request's time-out, which counts from its arrival."""
-        return max(0.0, log.begin + self.config.request_timeout_s - time.monotonic())
+        limit_s = BATCH_WINDOW_S if log.batch else self.config.request_timeout_s
+        return max(0.0, log.begin + limit_s - time.monotonic())
 
     @asynccontextmanager
     async def generating(
@@ -192,21 +210,26 @@ class ServerState:
             TimeoutError: the request takes longer than the server allows.
         """
         log.num_sequences = len(prompts) * params.n
-        self.check_room(log.num_sequences)
-        log.params = params
-        log.prompt_tokens = sum(map(len, prompts))
-        if log.key is not None:
-            log.key.use.spend(log.prompt_tokens)
-        self.metrics.begin(log)
-        owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
-        if log.cache_salt is not None:
-            owner += f"/{log.cache_salt}"
-        generation = self.client.submit(prompts, params, stop_after, priority, owner)
-        timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
-        try:
-            await generation.accepted()
-            yield generation
-        finally:
-            timer.cancel()
-            generation.cancel()
-            self.metrics.end(log)
+        async with AsyncExitStack() as stack:
+            if log.batch:
+                self.check_choices(log.num_sequences)
+                await stack.enter_async_context(self.batch_sequences.taken(log.num_sequences))
+                priority += BATCH_PRIORITY
+            self.check_room(log.num_sequences)
+            log.params = params
+            log.prompt_tokens = sum(map(len, prompts))
+            if log.key is not None:
+                log.key.use.spend(log.prompt_tokens)
+            self.metrics.begin(log)
+            owner = "" if log.key is None or self.config.share_prefixes else log.key.identity
+            if log.cache_salt is not None:
+                owner += f"/{log.cache_salt}"
+            generation = self.client.submit(prompts, params, stop_after, priority, owner)
+            timer = asyncio.get_running_loop().call_later(self.time_left_s(log), generation.expire)
+            try:
+                await generation.accepted()
+                yield generation
+            finally:
+                timer.cancel()
+                generation.cancel()
+                self.metrics.end(log)

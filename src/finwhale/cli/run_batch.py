@@ -1,0 +1,161 @@
+"""`finwhale run-batch`: answer a file of requests in OpenAI's batch format."""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
+from finwhale.cli.serve import DEMO_NAME, checkpoint_name, open_checkpoint
+from finwhale.cli.settings import parse_settings
+from finwhale.distributed.hosts import Place, work_at
+from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.llm import progress_bar
+from finwhale.options import add_options, read_options
+from finwhale.server import logs
+from finwhale.server.app import create_app
+from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
+from finwhale.server.batch.results import ResultFile
+from finwhale.server.batch.room import Room
+from finwhale.server.batch.runner import MAX_HELD_BYTES, Job
+from finwhale.server.batch.runner import run as run_lines
+from finwhale.server.bodies import max_items
+from finwhale.server.client import EngineClient
+from finwhale.server.config import ServerConfig
+from finwhale.server.state import ServerState
+
+OPTIONS = ("model_names", "default_thinking", "max_body_bytes", "max_choices", "lenient")
+# Lines that are read and encoded while the engine has as many sequences as it can take.
+AHEAD = 16
+# The longest line that is read before the length of the context is known.
+SCAN_BYTES = 64 << 20
+BAR_INTERVAL_S = 0.2
+
+
+def run(argv: Sequence[str]) -> int:
+    args = parse_settings(_parser(), argv)
+    config = _server_config(args)
+    place = Place.find(os.environ)
+    logs.configure(config.log_level, config.log_format)
+    if place is not None and place.rank.index:
+        work_at(place)
+    source, output = Path(args.input), Path(args.output)
+    if not source.is_file():
+        raise FinwhaleError(f"no input: {source} is not a file")
+    if output.exists() and output.samefile(source):
+        raise FinwhaleError(f"{output} is the input: give another file for the results")
+    results = ResultFile(output)
+    try:
+        found = scan(source, SCAN_BYTES, max_items(1 << 20), shares_cpu=False)
+        _check(source, found)
+        job = Job(source, found, SCAN_BYTES, max_items(1 << 20), None, results, results, 1)
+        job.recover()
+        earlier = job.counts.completed + job.counts.failed
+        if earlier < found.num_lines:
+            _answer(args, config, place, job)
+    finally:
+        results.close()
+    counts = job.counts
+    print(
+        f"{source}: {found.num_lines} lines, {counts.completed} answered, {counts.failed} with "
+        f"errors{f', {earlier} of them in earlier runs' if earlier else ''}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _server_config(args: argparse.Namespace) -> ServerConfig:
+    demo = args.model is None
+    name = DEMO_NAME if demo else checkpoint_name(args.model)
+    return read_options(
+        args,
+        ServerConfig,
+        model_names=tuple(args.model_names or [name]),
+        default_thinking=not demo if args.default_thinking is None else args.default_thinking,
+        log_level="warning",
+        max_queue=1 << 30,
+    )
+
+
+def _check(source: Path, found: Scan) -> None:
+    if found.duplicate is not None:
+        first, second = found.duplicate
+        raise FinwhaleError(
+            f"{source}: lines {first} and {second} have the same custom_id, so that nobody could "
+            "tell their answers apart: give each line its own"
+        )
+
+
+def _answer(args: argparse.Namespace, config: ServerConfig, place: Place | None, job: Job) -> None:
+    """Opens the engine in a process of its own, and runs the lines that have no result."""
+    tokenizer, ladder, load = open_checkpoint(args.model, args, config, place)
+    client = EngineClient.spawn(load)
+    state = ServerState(config, client, tokenizer, ladder)
+    state.only_batches = True
+    try:
+        asyncio.run(_run(state, job))
+    except EngineDeadError as error:
+        raise FinwhaleError(f"{error}; the same command continues") from error
+
+
+async def _run(state: ServerState, job: Job) -> None:
+    app = create_app(state)
+    await state.grammars.start()
+    try:
+        await state.client.start()
+        job.max_bytes = state.max_body_bytes + ENVELOPE_BYTES
+        job.max_items = max_items(state.max_model_len)
+        job.in_flight = state.max_batch_sequences + AHEAD
+        with _progress(job, state) as job.on_result:
+            await run_lines(app, job, Room(lambda: MAX_HELD_BYTES))
+    finally:
+        await state.grammars.close()
+        await state.client.close()
+
+
+@contextmanager
+def _progress(job: Job, state: ServerState) -> Iterator[Callable[[], None]]:
+    """Shows finished lines and tokens per second on a terminal. Yields what each result calls."""
+    bar = progress_bar("lines")
+    bar.disable = not sys.stderr.isatty()
+    began, shown = time.monotonic(), 0.0
+    task = bar.add_task("", total=job.scan.num_lines, rate=0.0)
+
+    def show() -> None:
+        nonlocal shown
+        metrics = state.client.metrics
+        rate = 0 if metrics is None else metrics.output_tokens / (time.monotonic() - began)
+        bar.update(task, completed=job.counts.completed + job.counts.failed, rate=rate)
+        shown = time.monotonic()
+
+    def on_result() -> None:
+        if time.monotonic() - shown > BAR_INTERVAL_S:
+            show()
+
+    with bar:
+        yield on_result
+        show()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False,
+        prog="finwhale run-batch",
+        description="Answer each line of INPUT, which is a request in OpenAI's batch format for "
+        "/v1/chat/completions, /v1/completions or /v1/responses, as `finwhale serve` would. Each "
+        "line gets one line in OUTPUT. If the command is stopped, the same command continues "
+        "where it stopped.",
+        epilog="The exit code is 0 if each line has a result, which may be an error.",
+    )
+    parser.add_argument("input", metavar="INPUT", help="file of requests, one JSON object a line")
+    parser.add_argument("output", metavar="OUTPUT", help="file to which results are appended")
+    parser.add_argument("--model", metavar="PATH", help=PATH_HELP)
+    add_revision(parser)
+    group = parser.add_argument_group("requests")
+    add_options(group, ServerConfig, OPTIONS, default_thinking=None)
+    add_engine_options(parser, watchdog_seconds=60.0)
+    return parser

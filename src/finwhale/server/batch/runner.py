@@ -1,0 +1,186 @@
+"""Runs the lines of a batch through the HTTP application, many at once."""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.types import ASGIApp
+
+from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.server.batch.inside import Answer, InsideCall, post
+from finwhale.server.batch.lines import Line, RawLine, Scan, check_line, read_line, read_lines
+from finwhale.server.batch.results import Counts, ResultFile, error_of, result_of
+from finwhale.server.batch.room import Room
+from finwhale.server.client import StoppingError
+from finwhale.server.errors import ApiError
+
+# Lines in memory at once, beyond which no further line is taken.
+MAX_HELD_BYTES = 256 << 20
+_READ_LINES, _READ_BYTES = 64, 1 << 20  # read at once
+_MAX_WAIT_S = 30.0
+# The server is busy: the line runs again later.
+_BUSY = frozenset({"overloaded", "loading"})
+
+
+@dataclass(slots=True)
+class Job:
+    """A batch that runs.
+
+    Attributes:
+        max_bytes, max_items: limits of a line.
+        url: the endpoint that all lines must name; None: each may name another one.
+        good, bad: where the results of status 200, and the others, are written; may be one file.
+        done: 1 for each line that has a result.
+        in_flight: number of lines at once.
+    """
+
+    path: Path
+    scan: Scan
+    max_bytes: int
+    max_items: int
+    url: str | None
+    good: ResultFile
+    bad: ResultFile
+    in_flight: int
+    call: InsideCall = field(default_factory=InsideCall)
+    on_result: Callable[[], None] = lambda: None
+    done: bytearray = field(init=False)
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        self.done = bytearray(len(self.scan.digests))
+
+    def recover(self) -> None:
+        """Finds the results of an earlier run. Raises FinwhaleError."""
+        for one in dict.fromkeys((self.good, self.bad)):
+            one.recover(self.scan, self.done, self.counts)
+
+    def pending(self) -> Iterator[tuple[RawLine, int]]:
+        """The lines that have no result, each with its size."""
+        for raw, size in read_lines(self.path, self.max_bytes):
+            if raw.number > len(self.done) or self.scan.digests[raw.number - 1] != raw.digest:
+                raise FinwhaleError(f"{self.path} has changed while it was read")
+            if not (raw.blank or self.done[raw.number - 1]):
+                yield raw, size
+
+    def add(self, raw: RawLine, result: bytes, *, ok: bool) -> None:
+        (self.good if ok else self.bad).append(result)
+        self.done[raw.number - 1] = 1
+        if ok:
+            self.counts.completed += 1
+        else:
+            self.counts.failed += 1
+        self.on_result()
+
+
+async def run(app: Starlette, job: Job, held: Room) -> None:
+    """Writes the result of each line that has none.
+
+    Args:
+        app: the application that answers requests.
+        held: room for the bytes of lines, which batches share.
+
+    Raises:
+        EngineDeadError, StoppingError: the engine has died or stops; `Job.recover` continues.
+        FinwhaleError: the results cannot be written.
+    """
+    lines = _Lines(job, held)
+
+    async def work() -> None:
+        while (taken := await lines.next()) is not None:
+            raw, size = taken
+            try:
+                await _run_line(app, job, raw)
+            finally:
+                held.give_back(size)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(job.in_flight)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+
+
+def run_expired(job: Job, code: str, message: str) -> None:
+    """Writes an error for each line that has no result."""
+    for raw, _ in job.pending():
+        line = read_line(raw, job.url, job.max_items)
+        job.add(raw, error_of(raw, line, code, message), ok=False)
+
+
+class _Lines:
+    """The pending lines of a job, which its workers take one by one."""
+
+    def __init__(self, job: Job, held: Room) -> None:
+        self._pending, self._held = job.pending(), held
+        self._read: deque[tuple[RawLine, int]] = deque()
+        self._lock = asyncio.Lock()
+        self._ended = False
+
+    async def next(self) -> tuple[RawLine, int] | None:
+        """The next line, with the room that it takes: its size. None: there is none."""
+        async with self._lock:
+            if not self._read and not self._ended:
+                # A thread reads, because it may have to skip many lines.
+                await asyncio.to_thread(self._refill)
+            if not self._read:
+                return None
+            raw, size = self._read.popleft()
+            size = 0 if raw.text is None else size
+            await self._held.take(size)
+            return raw, size
+
+    def _refill(self) -> None:
+        size = 0
+        for one in self._pending:
+            self._read.append(one)
+            size += one[1]
+            if len(self._read) >= _READ_LINES or size >= _READ_BYTES:
+                return
+        self._ended = True
+
+
+async def _run_line(app: Starlette, job: Job, raw: RawLine) -> None:
+    line = await _read(app, job, raw)
+    if line.error is not None:
+        job.add(raw, error_of(raw, line, *line.error), ok=False)
+        return
+    answer = await _ask(app, line, job.call)
+    request_id = answer.headers.get("x-request-id", "")
+    result = result_of(raw, line, answer.status, request_id, answer.body)
+    job.add(raw, result, ok=answer.status == 200)
+
+
+async def _read(app: Starlette, job: Job, raw: RawLine) -> Line:
+    """Reads a line as the server reads bodies: large ones one at a time, with pauses."""
+    if raw.text is None:
+        return read_line(raw, job.url, job.max_items)
+    try:
+        return check_line(await app.state.parser.parse(raw.text), job.url)
+    except ApiError:
+        return read_line(raw, job.url, job.max_items)
+
+
+async def _ask(app: ASGIApp, line: Line, call: InsideCall) -> Answer:
+    """The answer to a line; waits while the server is busy."""
+    body = json.dumps(line.body).encode()
+    wait_s = 0.05
+    while True:
+        answer = await post(app, line.url, body, call)
+        if answer.status not in (429, 503):
+            return answer
+        error = json.loads(answer.body)["error"]
+        if error["code"] == "engine_dead":
+            raise EngineDeadError(error["message"])
+        if error["code"] == "server_stopping":
+            raise StoppingError(error["message"])
+        if answer.status == 503 and error["code"] not in _BUSY:
+            return answer
+        await asyncio.sleep(wait_s)
+        wait_s = min(2 * wait_s, _MAX_WAIT_S)
