@@ -60,7 +60,7 @@ long-replicas:
 long-clients:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py
 
-# `finwhale run-batch`, killed again and again.
+# `finwhale run-batch` and a server with batches, killed again and again.
 long-batch:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_run_batch.py
 

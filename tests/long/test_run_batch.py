@@ -1,4 +1,4 @@
-"""`finwhale run-batch`, killed again and again, and compared with a server's answers."""
+"""`finwhale run-batch`, and a server with batches, killed again and again."""
 
 import json
 import signal
@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .servers import python
+import openai
+
+from .servers import Program, free_ports, is_ready, python, wait_for
 
 QUESTIONS = 60
 
@@ -93,3 +95,40 @@ def test_duplicates_are_refused_before_the_model_loads(tmp_path: Path) -> None:
         command(tmp_path, "out.jsonl"), cwd=tmp_path, timeout=60, capture_output=True, text=True
     )
     assert ran.returncode == 1 and "lines 1 and 2 have the same custom_id" in ran.stderr
+
+
+def test_a_server_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+    arguments = ["serve", "--device", "cpu", "--max-model-len", "1024", "--max-num-seqs", "4",
+                 "--port", str(port), "--batch-dir", str(tmp_path / "batches")]  # fmt: skip
+    lines = [one for one in requests() if one["url"] == "/v1/completions"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    batch, before = "", 0
+    for last in (False, False, True):
+        program = Program(python("-m", "finwhale", *arguments), tmp_path / "log")
+        try:
+            wait_for(lambda: is_ready(port), 120, [program])
+            if not batch:
+                file = client.files.create(file=tmp_path / "in.jsonl", purpose="batch")
+                batch = client.batches.create(
+                    input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+                ).id
+            deadline = time.monotonic() + 120
+            while True:
+                found = client.batches.retrieve(batch)
+                assert found.request_counts is not None and time.monotonic() < deadline
+                if found.status == "completed" or (
+                    not last and found.request_counts.completed > before
+                ):
+                    break
+            before = found.request_counts.completed
+            if found.status == "completed":
+                break
+        finally:
+            program.close()  # SIGKILL
+    else:
+        raise AssertionError
+    assert last, "it was killed twice"
+    (output,) = (tmp_path / "batches").rglob(f"{found.output_file_id}.jsonl")
+    assert read(output).keys() | {"r7"} == {one["custom_id"] for one in lines}

@@ -9,6 +9,7 @@ import anthropic
 import openai
 
 from finwhale.engine.loop.engine import Engine
+from finwhale.server.batch.store import open_store
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.listening import listen, tls_context, url_of
@@ -32,6 +33,7 @@ class RunningServer:
         self.client = EngineClient(ours)
         self.state = ServerState(config, self.client, engine.tokenizer, "april")
         self.state.traces = open_traces(config)
+        self.state.store = open_store(config)
         self._listener = listen(config)
         self.url = url_of(self._listener, config)
         self.tls = tls_context(config)
@@ -46,8 +48,13 @@ class RunningServer:
         serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
+        batches = self._server.batches
+        if batches is not None:
+            batches.start()
         self._ready.set()
         await serving
+        if batches is not None:
+            await batches.close()
         await self.state.grammars.close()
         await self.client.close()
 

@@ -18,8 +18,11 @@ EXAMPLES = int(os.environ.get("FINWHALE_FUZZ_EXAMPLES", "12"))
 
 
 @pytest.fixture(scope="module")
-def fuzzed(demo_llm: LLM) -> Iterator[RunningServer]:
-    server = RunningServer(demo_llm.engine, max_choices=4, max_body_bytes=1 << 20)
+def fuzzed(demo_llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    directory = tmp_path_factory.mktemp("batches")
+    server = RunningServer(
+        demo_llm.engine, max_choices=4, max_body_bytes=1 << 20, batch_dir=str(directory)
+    )
     yield server
     assert server.client.failure is None
     server.close()
@@ -31,22 +34,26 @@ def description(fuzzed: RunningServer) -> Any:
     return schemathesis.openapi.from_url(f"{fuzzed.url}/openapi.json")
 
 
-OPERATIONS = {
-    "/v1/chat/completions": "POST", "/v1/completions": "POST", "/v1/responses": "POST",
-    "/v1/messages": "POST", "/v1/messages/count_tokens": "POST", "/v1/models": "GET",
-    "/v1/models/{name}": "GET", "/tokenize": "POST", "/detokenize": "POST",
-    "/health": "GET", "/health/live": "GET", "/health/ready": "GET", "/metrics": "GET",
-    "/live": "GET", "/ping": "GET", "/version": "GET",
-}  # fmt: skip
+OPERATIONS = [
+    ("POST", "/v1/chat/completions"), ("POST", "/v1/completions"), ("POST", "/v1/responses"),
+    ("POST", "/v1/messages"), ("POST", "/v1/messages/count_tokens"), ("GET", "/v1/models"),
+    ("GET", "/v1/models/{name}"), ("POST", "/tokenize"), ("POST", "/detokenize"),
+    ("GET", "/health"), ("GET", "/health/live"), ("GET", "/health/ready"), ("GET", "/metrics"),
+    ("GET", "/live"), ("GET", "/ping"), ("POST", "/ping"), ("GET", "/version"),
+    ("GET", "/v1/files"), ("POST", "/v1/files"), ("GET", "/v1/files/{file_id}"),
+    ("GET", "/v1/files/{file_id}/content"), ("DELETE", "/v1/files/{file_id}"),
+    ("GET", "/v1/batches"), ("POST", "/v1/batches"), ("GET", "/v1/batches/{batch_id}"),
+    ("POST", "/v1/batches/{batch_id}/cancel"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("path", OPERATIONS)
-def test_no_server_error(description: Any, path: str) -> None:
-    operation = description[path][OPERATIONS[path]]
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_no_server_error(description: Any, method: str, path: str) -> None:
+    operation = description[path][method]
     positive, negative = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 
     @settings(
-        max_examples=EXAMPLES if OPERATIONS[path] == "POST" else 3,
+        max_examples=EXAMPLES if method == "POST" else 3,
         deadline=None, suppress_health_check=list(HealthCheck), database=None,
     )  # fmt: skip
     @given(
@@ -78,7 +85,7 @@ def focus(path: str, body: dict[str, Any]) -> None:
 
 
 def test_every_path_is_fuzzed(description: Any) -> None:
-    described = {path: next(iter(methods)).upper() for path, methods in
-                 description.raw_schema["paths"].items()}  # fmt: skip
-    found = {path.replace(":path", ""): method for path, method in described.items()}
-    assert found == OPERATIONS
+    found = [(method.upper(), path.replace(":path", ""))
+             for path, methods in description.raw_schema["paths"].items()
+             for method in methods]  # fmt: skip
+    assert sorted(found) == sorted(OPERATIONS)

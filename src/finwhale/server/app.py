@@ -17,6 +17,8 @@ from finwhale.chat.grammar_limits import GrammarError
 from finwhale.chat.template import ProtocolName
 from finwhale.errors import FinwhaleError
 from finwhale.server import chat_answers, chat_requests, completions, health, tokens
+from finwhale.server.batch.batches import Batches
+from finwhale.server.batch.routes import add_batches
 from finwhale.server.bodies import Parser, max_items
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
@@ -57,7 +59,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "the request is not valid",
         401: "no valid API key",
-        404: "no such model",
+        404: "no such model, file or batch",
         413: "the body is too large",
         429: "the server is busy: see Retry-After",
         500: "the engine failed on this request",
@@ -95,7 +97,7 @@ def create_app(state: ServerState) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(state.config.cors_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
         )
     app.add_middleware(Gate, state=state)
@@ -103,6 +105,9 @@ def create_app(state: ServerState) -> FastAPI:
     _add_generation(app, state)
     _add_tokens(app, state)
     _add_service(app, state)
+    batches = None if state.store is None else Batches(app, state, state.store)
+    app.state.batches = batches
+    add_batches(app, state, batches, _ERRORS)
     return app
 
 

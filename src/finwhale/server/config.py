@@ -134,6 +134,18 @@ class ServerConfig:
         metavar="SECONDS",
         flag="--drain-delay",
     )
+    batch_dir: str | None = option(
+        None,
+        "directory for /v1/files and /v1/batches, private to this user; without it, these paths "
+        "answer 404",
+        unset="none",
+        metavar="DIRECTORY",
+    )
+    max_file_bytes: int = option(256 << 20, "maximum size of an uploaded file", metavar="N")
+    max_file_lines: int = option(50_000, "maximum number of lines of an uploaded file", metavar="N")
+    max_files: int = option(
+        200, "maximum number of uploaded files, and of batches, of each API key", metavar="N"
+    )
     health_port: int | None = option(
         None,
         "second port for /health and /metrics, which needs no API key and answers even if the "
@@ -217,6 +229,9 @@ class ServerConfig:
             "max_prompt_tokens",
             "max_choices",
             "max_concurrency",
+            "max_file_bytes",
+            "max_file_lines",
+            "max_files",
             "retry_after_s",
             "request_timeout_s",
             "drain_timeout_s",

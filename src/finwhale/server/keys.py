@@ -120,6 +120,9 @@ class Keys:
     def required(self) -> bool:
         return bool(self._keys)
 
+    def __iter__(self) -> Iterator[ApiKey]:
+        return iter(self._keys)
+
     def __len__(self) -> int:
         return len(self._keys)
 

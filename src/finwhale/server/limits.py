@@ -9,6 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from finwhale.server.batch.inside import InsideCall
+from finwhale.server.batch.upload import OVERHEAD_BYTES
 from finwhale.server.bodies import Budget
 from finwhale.server.errors import ApiError, error_response
 from finwhale.server.keys import ApiKey
@@ -52,7 +53,12 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id
         begin, status = time.monotonic(), 0
         config = self._state.config
-        body = _LimitedBody(receive, self._state.max_body_bytes, self._state.budget)
+        max_body_bytes = self._state.max_body_bytes
+        budget: Budget | None = self._state.budget
+        if path == "/v1/files" and scope["method"] == "POST" and config.batch_dir is not None:
+            # An upload goes to the disk as it arrives.
+            max_body_bytes, budget = config.max_file_bytes + OVERHEAD_BYTES, None
+        body = _LimitedBody(receive, max_body_bytes, budget)
 
         async def send_marked(message: Message) -> None:
             nonlocal status
@@ -76,7 +82,7 @@ class Gate:
         inside = "inside_call" in scope["state"]
         self._in_flight += not inside
         try:
-            key = self._check(scope, path)
+            key = self._check(scope, path, max_body_bytes)
             counted: AbstractContextManager[None] = nullcontext()
             if key is not None and not inside and path not in _ALWAYS:
                 counted = key.request(config.retry_after_s)
@@ -92,7 +98,7 @@ class Gate:
             body.release()
             self._report(scope, status, request_id, begin)
 
-    def _check(self, scope: Scope, path: str) -> ApiKey | None:
+    def _check(self, scope: Scope, path: str, max_body_bytes: int) -> ApiKey | None:
         """Returns the request's key; None: it needs none. Raises ApiError."""
         call: InsideCall | None = scope["state"].get("inside_call")
         if call is not None:
@@ -121,7 +127,6 @@ class Gate:
                 )
             scope["state"]["key"] = key
         length = headers.get("content-length", "")
-        max_body_bytes = self._state.max_body_bytes
         if length.isdecimal() and int(length[:20]) > max_body_bytes:
             raise _too_large(max_body_bytes)
         if self._in_flight > config.max_concurrency and path not in _ALWAYS:
@@ -171,11 +176,14 @@ class Gate:
 class _LimitedBody:
     """Passes a request's body on, until it has too many bytes or the server holds too many.
 
+    Args:
+        budget: the bytes that the server holds; None: nobody holds those of this body.
+
     Attributes:
         refused: the error for which the rest of the body is dropped; None: there is none.
     """
 
-    def __init__(self, receive: Receive, max_bytes: int, budget: Budget) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, budget: Budget | None) -> None:
         self._receive = receive
         self._max_bytes = max_bytes
         self._budget = budget
@@ -190,7 +198,8 @@ class _LimitedBody:
             try:
                 if seen > self._max_bytes:
                     raise _too_large(self._max_bytes)
-                self._budget.resize(self._seen, seen)
+                if self._budget is not None:
+                    self._budget.resize(self._seen, seen)
             except ApiError as error:
                 self.refused = error
                 self.release()
@@ -200,7 +209,8 @@ class _LimitedBody:
 
     def release(self) -> None:
         """Stops counting the body. A request's text lives as long as the request."""
-        self._budget.resize(self._seen, 0)
+        if self._budget is not None:
+            self._budget.resize(self._seen, 0)
         self._seen = 0
 
 

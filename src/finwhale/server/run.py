@@ -21,6 +21,8 @@ from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.server import health, logs
 from finwhale.server.app import create_app
 from finwhale.server.banner import banner
+from finwhale.server.batch.batches import Batches
+from finwhale.server.batch.store import open_store
 from finwhale.server.client import EngineClient
 from finwhale.server.config import ServerConfig
 from finwhale.server.connections import Connections
@@ -60,6 +62,7 @@ def serve(
     traces = open_traces(config)
     connections = Connections(config)
     listener = listen(config)
+    store = open_store(config)
     port = None
     if config.health_port is not None:
         port = health.HealthPort(config.host, config.health_port)
@@ -69,6 +72,7 @@ def serve(
         _ = tokenizer.guidance, tokenizer.recipe
     state = ServerState(config, client, tokenizer, ladder)
     state.traces = traces
+    state.store = store
     if port is not None:
         port.start(state)
         logger.info("health port", extra={"port": port.port})
@@ -140,6 +144,8 @@ async def _serve(
             starting.result()  # raises if the model does not load
             # Without this, a full garbage collection stops all streams for tenths of a second.
             freeze_heap()
+            if server.batches is not None:
+                server.batches.start()
             phases = {name: round(spent, 2) for name, spent in state.ready.phases.items()}
             logger.info("started", extra={"phases": table(phases)})
             url = url_of(listener, state.config)
@@ -162,6 +168,8 @@ async def _serve(
         else:
             starting.cancel()
         logger.info("stopping", extra={"in_flight": client.num_sequences})
+        if server.batches is not None:
+            await server.batches.close()
         server.should_exit = True
         await asyncio.wait((serving,), timeout=config.drain_timeout_s)
         cut = client.cut_off() > 0 or server.force_exit
@@ -212,8 +220,10 @@ class Server(uvicorn.Server):
         self.tls = tls
         self.connections = connections or Connections(state.config)
         self.connections.on_refusal = state.metrics.refused
+        app = create_app(state)
+        self.batches: Batches | None = app.state.batches
         config = uvicorn.Config(
-            create_app(state),
+            app,
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -13,6 +13,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import EngineDeadError, RequestError
 from finwhale.request import SamplingParams
 from finwhale.server.batch.room import Room
+from finwhale.server.batch.store import Store
 from finwhale.server.bodies import SMALL_BYTES, Budget, max_body_bytes
 from finwhale.server.client import EngineClient, Generation, QueueFullError
 from finwhale.server.config import ServerConfig
@@ -62,6 +63,7 @@ class ServerState:
         # The time at which the event loop last ran (`health.pulse`); 0: it does not run yet.
         self.loop_seen = 0.0
         self.traces: Traces | None = None
+        self.store: Store | None = None  # files and batches; None: the server has none
         self.only_batches = False  # whether the engine has no other requests
         self.batch_sequences = Room(lambda: self.max_batch_sequences)
         client.observer = self.metrics

@@ -1,0 +1,207 @@
+"""Runs the batches of a server behind its other requests, and continues them after a restart."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import Any
+
+from starlette.applications import Starlette
+
+from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.server.batch.inside import InsideCall
+from finwhale.server.batch.lines import ENVELOPE_BYTES, Scan, scan
+from finwhale.server.batch.results import ResultFile
+from finwhale.server.batch.room import Room
+from finwhale.server.batch.runner import MAX_HELD_BYTES, Job, run, run_expired
+from finwhale.server.batch.store import Batch, Owner, Store, StoredFile, new_id, owner_name
+from finwhale.server.bodies import max_items
+from finwhale.server.client import StoppingError
+from finwhale.server.errors import ApiError
+from finwhale.server.keys import ApiKey
+from finwhale.server.state import BATCH_WINDOW_S, ServerState
+
+logger = logging.getLogger(__name__)
+
+
+class Batches:
+    """The batches of all owners. Each owner has one batch at a time that runs."""
+
+    def __init__(self, app: Starlette, state: ServerState, store: Store) -> None:
+        self.store = store
+        self._app, self._state = app, state
+        self._held = Room(lambda: MAX_HELD_BYTES)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._cancelled: dict[str, asyncio.Event] = {}
+        self._closed = False
+
+    def start(self) -> None:
+        """Continues the batches that a server before this one has left."""
+        keys: list[ApiKey | None] = [*self._state.keys] or [None]
+        for name, key in {owner_name(key): key for key in keys}.items():
+            if name in self.store.owners:
+                self._work(key)
+
+    async def close(self) -> None:
+        """Stops all batches; the next server continues them."""
+        self._closed = True
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.store.close()
+
+    def create(
+        self, key: ApiKey | None, file_id: str, endpoint: str, metadata: dict[str, str] | None
+    ) -> Batch:
+        """Raises ApiError (404, 429)."""
+        owner = self.store.owner(key)
+        owner.find_file(file_id)
+        owner.make_room(self._state.config.max_files)
+        now = int(time.time())
+        batch = Batch(
+            new_id("batch_"),
+            endpoint,
+            file_id,
+            new_id("file-"),
+            new_id("file-"),
+            now,
+            now + int(BATCH_WINDOW_S),
+            metadata,
+        )
+        owner.save(batch)
+        self._work(key)
+        return batch
+
+    def cancel(self, key: ApiKey | None, batch_id: str) -> Batch:
+        """Stops a batch. Results that it has stay. Raises ApiError (404, 409)."""
+        owner = self.store.owner(key)
+        batch = owner.find_batch(batch_id)
+        if batch.ended:
+            raise ApiError(409, f"the batch has ended: {batch.status}", code="batch_ended")
+        batch.enter("cancelling")
+        owner.save(batch)
+        if batch_id in self._cancelled:
+            self._cancelled[batch_id].set()
+        elif "in_progress_at" not in batch.times:
+            batch.enter("cancelled")
+            owner.save(batch)
+        return batch
+
+    def _work(self, key: ApiKey | None) -> None:
+        """Runs an owner's batches in a task, unless they run already."""
+        name = owner_name(key)
+        if not self._closed and (name not in self._tasks or self._tasks[name].done()):
+            self._tasks[name] = asyncio.ensure_future(self._run_all(key, self.store.owner(key)))
+
+    async def _run_all(self, key: ApiKey | None, owner: Owner) -> None:
+        while waiting := [batch for batch in owner.batches.values() if not batch.ended]:
+            batch = waiting[0]
+            self._cancelled[batch.id] = asyncio.Event()
+            try:
+                await self._run(key, owner, batch)
+            except (EngineDeadError, StoppingError):
+                return  # the next server continues
+            except (FinwhaleError, OSError) as error:
+                logger.error("a batch failed", extra={"batch": batch.id, "reason": str(error)})
+                self._fail(owner, batch, "server_error", "the server could not run the batch")
+            finally:
+                del self._cancelled[batch.id]
+            logger.info("batch", extra={"batch": batch.id, "status": batch.status,
+                                        "lines": batch.total, "failed": batch.failed})  # fmt: skip
+
+    async def _run(self, key: ApiKey | None, owner: Owner, batch: Batch) -> None:
+        state = self._state
+        max_bytes = state.max_body_bytes + ENVELOPE_BYTES
+        items = max_items(state.max_model_len)
+        source = owner.content(batch.input_file_id)
+        found = await asyncio.to_thread(scan, source, max_bytes, items, shares_cpu=True)
+        if self._is_wrong(owner, batch, found):
+            return
+        batch.total = found.num_lines
+        good = ResultFile(owner.content(batch.good_file_id))
+        try:
+            bad = ResultFile(owner.content(batch.bad_file_id))
+            try:
+                at_once = state.max_batch_sequences + 1
+                if key is not None and key.concurrent is not None:
+                    at_once = min(at_once, key.concurrent)
+                job = Job(source, found, max_bytes, items, batch.endpoint, good, bad, at_once,
+                          InsideCall(key))  # fmt: skip
+                await asyncio.to_thread(job.recover)
+                ended = await self._run_job(owner, batch, job)
+            finally:
+                bad.close()
+        finally:
+            good.close()
+        self._finish(owner, batch, ended)
+
+    def _is_wrong(self, owner: Owner, batch: Batch, found: Scan) -> bool:
+        """Whether the whole input is refused."""
+        if found.duplicate is not None:
+            first, second = found.duplicate
+            message = f"lines {first} and {second} have the same custom_id"
+            self._fail(owner, batch, "duplicate_custom_id", message, second)
+        elif not found.num_lines:
+            self._fail(owner, batch, "empty_file", "the input file has no line")
+        return batch.ended
+
+    async def _run_job(self, owner: Owner, batch: Batch, job: Job) -> str:
+        """Runs lines until the batch has ended. Returns its last status."""
+
+        def count() -> None:
+            batch.completed, batch.failed = job.counts.completed, job.counts.failed
+
+        count()
+        job.on_result = count
+        cancelled = self._cancelled[batch.id]
+        if batch.status == "cancelling":
+            return "cancelled"
+        batch.enter("in_progress")
+        owner.save(batch)
+        running = asyncio.ensure_future(run(self._app, job, self._held))
+        stopping = asyncio.ensure_future(cancelled.wait())
+        left_s = max(0.0, batch.expires_at - time.time())
+        try:
+            await asyncio.wait(
+                (running, stopping), timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if running.done():
+                running.result()
+        finally:
+            for task in (running, stopping):
+                task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.gather(running, stopping, return_exceptions=True)
+        if cancelled.is_set():
+            return "cancelled"
+        if running.cancelled():
+            message = "the request could not run before the completion window ended"
+            await asyncio.to_thread(run_expired, job, "batch_expired", message)
+            return "expired"
+        return "completed"
+
+    def _finish(self, owner: Owner, batch: Batch, ended: str) -> None:
+        """Makes files of the results, and ends the batch."""
+        if ended == "completed":
+            batch.enter("finalizing")
+            owner.save(batch)
+        names = {batch.good_file_id: "output", batch.bad_file_id: "error"}
+        for file_id, name in names.items():
+            size = owner.content(file_id).stat().st_size
+            if size:
+                filename = f"{batch.id}_{name}.jsonl"
+                owner.add(StoredFile(file_id, size, filename, "batch_output"))
+            else:
+                owner.content(file_id).unlink()
+        batch.files = [file_id for file_id in names if file_id in owner.files]
+        batch.enter(ended)
+        owner.save(batch)
+
+    def _fail(
+        self, owner: Owner, batch: Batch, code: str, message: str, line: int | None = None
+    ) -> None:
+        error: dict[str, Any] = {"code": code, "message": message, "line": line, "param": None}
+        batch.errors = [error]
+        batch.enter("failed")
+        owner.save(batch)

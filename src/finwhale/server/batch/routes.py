@@ -1,0 +1,169 @@
+"""/v1/files and /v1/batches."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import FastAPI, Query, Request
+from pydantic import Field
+from starlette.responses import FileResponse, Response
+
+from finwhale.server.batch.batches import Batches
+from finwhale.server.batch.store import Owner, page_of
+from finwhale.server.batch.upload import receive
+from finwhale.server.errors import ApiError
+from finwhale.server.keys import ApiKey
+from finwhale.server.schemas import Body
+from finwhale.server.state import ServerState
+
+# Uploads that are received at once; each has a file on the disk that may remain incomplete.
+MAX_UPLOADS = 4
+
+Limit = Annotated[int, Query(ge=1, le=10_000)]
+After = Annotated[str | None, Query(max_length=100)]
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["purpose", "file"],
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class BatchBody(Body):
+    """The body of POST /v1/batches."""
+
+    input_file_id: Annotated[str, Field(max_length=100)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    completion_window: Literal["24h"]
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+            Field(max_length=16),
+        ]
+        | None
+    ) = None
+
+
+def add_batches(
+    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
+) -> None:
+    """Adds the paths; without `batches`, each answers that the server has no batch directory."""
+    _add_files(app, state, batches, responses)
+    _add_batches(app, batches, responses)
+
+
+def _add_files(
+    app: FastAPI, state: ServerState, batches: Batches | None, responses: dict[int | str, Any]
+) -> None:
+    @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
+    async def upload_file(request: Request) -> dict[str, Any]:
+        owner, config = _owner(batches, request), state.config
+        _check_origin(request, config.cors_origins)
+        if len(owner.files) + owner.uploading >= config.max_files:
+            message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
+            raise ApiError(400, f"{message}: delete some", code="too_many_files")
+        if sum(one.uploading for one in _on(batches).store.owners.values()) >= MAX_UPLOADS:
+            headers = {"retry-after": str(config.retry_after_s)}
+            raise ApiError(429, "too many uploads at once; try again", code="too_many_uploads",
+                           headers=headers)  # fmt: skip
+        owner.uploading += 1
+        try:
+            found = await receive(request, owner, config.max_file_bytes, config.max_file_lines)
+        finally:
+            owner.uploading -= 1
+        return found.answer()
+
+    @app.get("/v1/files", responses=responses)
+    async def list_files(
+        request: Request,
+        purpose: Annotated[str | None, Query(max_length=100)] = None,
+        limit: Limit = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        after: After = None,
+    ) -> dict[str, Any]:
+        found = [
+            one for one in _owner(batches, request).files.values() if purpose in (None, one.purpose)
+        ]
+        return page_of(found[::-1] if order == "desc" else found, limit, after)
+
+    @app.get("/v1/files/{file_id}", responses=responses)
+    async def get_file(file_id: str, request: Request) -> dict[str, Any]:
+        return _owner(batches, request).find_file(file_id).answer()
+
+    @app.get("/v1/files/{file_id}/content", responses=responses, response_class=Response)
+    async def get_content(file_id: str, request: Request) -> Response:
+        owner = _owner(batches, request)
+        found = owner.find_file(file_id)
+        return FileResponse(
+            owner.content(found.id), media_type="application/jsonl", filename=found.filename
+        )
+
+    @app.delete("/v1/files/{file_id}", responses=responses)
+    async def delete_file(file_id: str, request: Request) -> dict[str, Any]:
+        _owner(batches, request).delete(file_id)
+        return {"id": file_id, "object": "file", "deleted": True}
+
+
+def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | str, Any]) -> None:
+    @app.post("/v1/batches", responses=responses)
+    async def create_batch(body: BatchBody, request: Request) -> dict[str, Any]:
+        return (
+            _on(batches)
+            .create(_key(request), body.input_file_id, body.endpoint, body.metadata)
+            .answer()
+        )
+
+    @app.get("/v1/batches", responses=responses)
+    async def list_batches(
+        request: Request, limit: Limit = 20, after: After = None
+    ) -> dict[str, Any]:
+        return page_of([*_owner(batches, request).batches.values()][::-1], limit, after)
+
+    @app.get("/v1/batches/{batch_id}", responses=responses)
+    async def get_batch(batch_id: str, request: Request) -> dict[str, Any]:
+        return _owner(batches, request).find_batch(batch_id).answer()
+
+    @app.post("/v1/batches/{batch_id}/cancel", responses=responses)
+    async def cancel_batch(batch_id: str, request: Request) -> dict[str, Any]:
+        return _on(batches).cancel(_key(request), batch_id).answer()
+
+
+def _check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """A browser sends a form of any web page without asking, unlike a JSON body.
+
+    Raises:
+        ApiError (403): a page of another server sends it.
+    """
+    origin = request.headers.get("origin")
+    own = f"//{request.headers.get('host', '')}"
+    if origin is not None and origin not in allowed and not origin.endswith(own):
+        raise ApiError(403, "pages of this origin may not upload files: see --cors-origin",
+                       code="origin_not_allowed")  # fmt: skip
+
+
+def _on(batches: Batches | None) -> Batches:
+    if batches is None:
+        raise ApiError(
+            404, "this server has no files and batches: start it with --batch-dir",
+            code="no_batch_dir",
+        )  # fmt: skip
+    return batches
+
+
+def _key(request: Request) -> ApiKey | None:
+    key: ApiKey | None = request.scope["state"].get("key")
+    return key
+
+
+def _owner(batches: Batches | None, request: Request) -> Owner:
+    return _on(batches).store.owner(_key(request))

@@ -1,0 +1,256 @@
+"""Files and batches on disk: a private directory, with a folder for each owner.
+
+An owner is the name of API keys, or everybody if the server needs no key. Nobody can name a file of
+another owner's folder. A file is its content and, once it is complete, a description beside it.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finwhale.artefacts import open_private, write_whole
+from finwhale.errors import FinwhaleError
+from finwhale.server.config import ServerConfig
+from finwhale.server.errors import ApiError
+from finwhale.server.keys import ApiKey
+
+EVERYBODY = "everybody"
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+
+
+@dataclass(slots=True)
+class StoredFile:
+    """The description of a file."""
+
+    id: str
+    bytes: int
+    filename: str
+    purpose: str
+    created_at: int = field(default_factory=lambda: int(time.time()))
+
+    def answer(self) -> dict[str, Any]:
+        return {"object": "file", **asdict(self), "status": "processed", "expires_at": None}
+
+
+@dataclass(slots=True)
+class Batch:
+    """The description of a batch, with the ids that its result files will have."""
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    good_file_id: str
+    bad_file_id: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    status: str = "validating"
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+    times: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ended(self) -> bool:
+        return self.status in ENDED
+
+    def enter(self, status: str) -> None:
+        self.status = status
+        self.times.setdefault(f"{status}_at", int(time.time()))
+
+    def answer(self) -> dict[str, Any]:
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling",
+                 "cancelled")  # fmt: skip
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": "24h",
+            "status": self.status,
+            "output_file_id": self.good_file_id if self.good_file_id in self.files else None,
+            "error_file_id": self.bad_file_id if self.bad_file_id in self.files else None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{name}_at": self.times.get(f"{name}_at") for name in names},
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+class Owner:
+    """The files and batches of one owner, the oldest first."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        for folder in (directory, directory / "files", directory / "batches"):
+            folder.mkdir(mode=0o700, exist_ok=True)
+        files = (StoredFile(**found) for found in _read(directory / "files"))
+        self.files = {one.id: one for one in sorted(files, key=lambda one: one.created_at)}
+        batches = (Batch(**found) for found in _read(directory / "batches"))
+        self.batches = {one.id: one for one in sorted(batches, key=lambda one: one.created_at)}
+        self.uploading = 0
+        self._remove_remains()
+
+    def content(self, file_id: str) -> Path:
+        return self.directory / "files" / f"{file_id}.jsonl"
+
+    def find_file(self, file_id: str) -> StoredFile:
+        """Raises ApiError (404)."""
+        if file_id not in self.files:
+            raise _missing("file", file_id)
+        return self.files[file_id]
+
+    def find_batch(self, batch_id: str) -> Batch:
+        """Raises ApiError (404)."""
+        if batch_id not in self.batches:
+            raise _missing("batch", batch_id)
+        return self.batches[batch_id]
+
+    def add(self, file: StoredFile) -> None:
+        """Describes a file whose content is complete."""
+        text = json.dumps(asdict(file)).encode()
+        write_whole(self.directory / "files" / f"{file.id}.json", text)
+        self.files[file.id] = file
+
+    def delete(self, file_id: str) -> None:
+        """Raises ApiError (404, 409)."""
+        self.find_file(file_id)
+        for batch in self.batches.values():
+            if batch.input_file_id == file_id and not batch.ended:
+                raise ApiError(409, f"{batch.id} reads this file: cancel it first", code="in_use")
+        (self.directory / "files" / f"{file_id}.json").unlink(missing_ok=True)
+        self.content(file_id).unlink(missing_ok=True)
+        del self.files[file_id]
+
+    def save(self, batch: Batch) -> None:
+        text = json.dumps(asdict(batch)).encode()
+        write_whole(self.directory / "batches" / f"{batch.id}.json", text)
+        self.batches[batch.id] = batch
+
+    def make_room(self, max_batches: int) -> None:
+        """Forgets the oldest batches that have ended.
+
+        Raises:
+            ApiError (429): too many have not ended.
+        """
+        ended = [batch for batch in self.batches.values() if batch.ended]
+        if len(self.batches) - len(ended) >= max_batches:
+            raise ApiError(
+                429,
+                f"{max_batches} batches wait or run; this server allows no more",
+                code="too_many_batches",
+                headers={"retry-after": "60"},
+            )
+        for batch in ended[: max(0, len(self.batches) + 1 - max_batches)]:
+            (self.directory / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
+            del self.batches[batch.id]
+
+    def _remove_remains(self) -> None:
+        """Removes what a killed server has left: uploads that were not complete."""
+        running = [batch for batch in self.batches.values() if not batch.ended]
+        kept = {*self.files, *(one.good_file_id for one in running),
+                *(one.bad_file_id for one in running)}  # fmt: skip
+        for folder, known in ((self.directory / "files", kept),
+                              (self.directory / "batches", set(self.batches))):  # fmt: skip
+            for path in folder.iterdir():
+                if path.stem not in known or path.suffix not in (".json", ".jsonl"):
+                    path.unlink()
+
+
+class Store:
+    """The directory of a server. Only one server at a time may use it."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises FinwhaleError: the directory cannot be used."""
+        self._root = root
+        try:
+            open_private(root)
+            self._lock = (root / "lock").open("a")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            names = [path.name for path in root.iterdir() if path.is_dir()]
+            self.owners = {name: Owner(root / name) for name in names}
+        except BlockingIOError as error:
+            raise FinwhaleError(f"another server uses the batch directory {root}") from error
+        except (OSError, ValueError, TypeError) as error:
+            raise FinwhaleError(f"cannot use the batch directory {root}: {error}") from error
+
+    def owner(self, key: ApiKey | None) -> Owner:
+        name = owner_name(key)
+        if name not in self.owners:
+            self.owners[name] = Owner(self._root / name)
+        return self.owners[name]
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def open_store(config: ServerConfig) -> Store | None:
+    """The store that the options ask for. Raises FinwhaleError."""
+    return None if config.batch_dir is None else Store(Path(config.batch_dir).expanduser())
+
+
+def owner_name(key: ApiKey | None) -> str:
+    """The folder of a key's files: keys of one name share it, and it does not tell the key."""
+    if key is None:
+        return EVERYBODY
+    return hashlib.sha256(f"batches of {key.identity}".encode()).hexdigest()[:32]
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{uuid.uuid4().hex}"
+
+
+def page_of(found: Iterable[StoredFile | Batch], limit: int, after: str | None) -> dict[str, Any]:
+    """A page of a list. Raises ApiError (400) if `after` is none of its ids."""
+    every = list(found)
+    begin = 0
+    if after is not None:
+        ids = [one.id for one in every]
+        if after not in ids:
+            raise ApiError(400, "after names nothing of this list", code="invalid_value",
+                           param="after")  # fmt: skip
+        begin = ids.index(after) + 1
+    data = [one.answer() for one in every[begin : begin + limit]]
+    return {
+        "object": "list",
+        "data": data,
+        "has_more": begin + limit < len(every),
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+    }
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in folder.glob("*.json"):
+        value = json.loads(path.read_bytes())
+        if not (isinstance(value, dict) and value.get("id") == path.stem):
+            raise ValueError(f"{path} is damaged")
+        found.append(value)
+    return found
+
+
+def _missing(what: str, name: str) -> ApiError:
+    shown = re.sub("[^A-Za-z0-9_-]", "?", name[:100])
+    return ApiError(404, f"no {what} has the id {shown}", code=f"{what}_not_found", param="id")
+
+
+def no_space(error: OSError) -> ApiError:
+    return ApiError(507, f"the server cannot store the file: {os.strerror(error.errno or 0)}",
+                    code="no_space")  # fmt: skip
