@@ -21,6 +21,7 @@ COMMANDS = {
     "doctor": "say what works on this machine, and what is missing",
     "ops": "list the operator implementations in use on this machine",
     "bench": "run a benchmark",
+    "completion": "print the completions of bash, zsh or fish",
 }
 
 

@@ -12,6 +12,16 @@ PAGE = """# Options
 
 `python -m finwhale.cli.options_page > docs/options.md` writes this page from the declarations of the options.
 
+## Shell completion
+
+`pip install 'finwhale[completion]'`, then write the script for your shell to where it looks for completions:
+
+    finwhale completion bash > ~/.local/share/bash-completion/completions/finwhale
+    finwhale completion fish > ~/.config/fish/completions/finwhale.fish
+    finwhale completion zsh > DIRECTORY/_finwhale     # a DIRECTORY of $fpath
+
+It completes commands, options, their values, files and directories. Write it again after an update of Finwhale.
+
 ## Engine
 
 The commands `serve`, `run-batch`, `warmup`, `generate`, `chat` and `validate` have these options, and `LLM` has the arguments.
