@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-examples long-deploy
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -63,6 +63,10 @@ long-clients:
 # `finwhale run-batch` and a server with batches, killed again and again.
 long-batch:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_run_batch.py
+
+# The programs and the notebook of examples/.
+long-examples:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_examples.py
 
 # The schemas of the files in deploy/.
 long-deploy:

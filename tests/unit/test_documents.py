@@ -1,6 +1,7 @@
 """README and docs name what exists, and say nothing that belongs to the notes."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -52,6 +53,16 @@ def test_pictures_are_shown_and_small() -> None:
     pictures = list((ROOT / "docs/images").iterdir())
     assert all(f"(images/{picture.name})" in text for picture in pictures)
     assert sum(picture.stat().st_size for picture in pictures) <= 300_000
+
+
+def test_the_examples_are_listed_and_the_notebook_has_no_outputs() -> None:
+    """Outputs would become old, and every run would change the file."""
+    listed = (ROOT / "docs/examples.md").read_text()
+    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.ipynb")]:
+        assert f"`examples/{path.name}`" in listed, path
+    notebook = json.loads((ROOT / "examples/tour.ipynb").read_text())
+    for cell in notebook["cells"]:
+        assert not cell.get("outputs") and not cell.get("execution_count")
 
 
 def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:
