@@ -55,6 +55,7 @@ class RunningServer:
         await serving
         if batches is not None:
             await batches.close()
+            batches.store.close()
         await self.state.grammars.close()
         await self.client.close()
 

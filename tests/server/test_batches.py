@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from finwhale import LLM
 from finwhale.errors import FinwhaleError
@@ -60,6 +61,8 @@ def results(client: openai.OpenAI, file: str | None) -> dict[str | None, Any]:
 @pytest.fixture
 def running(demo_llm: LLM, tmp_path: Path) -> Iterator[Start]:
     """Starts servers, one after the other, with one batch directory."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     servers: list[RunningServer] = []
 
     def make(**options: Any) -> RunningServer:
@@ -71,6 +74,7 @@ def running(demo_llm: LLM, tmp_path: Path) -> Iterator[Start]:
     yield make
     for server in servers:
         server.close()
+    torch.set_num_threads(threads)
     check_idle(demo_llm.engine)
 
 

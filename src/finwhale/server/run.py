@@ -82,6 +82,8 @@ def serve(
     finally:
         if port is not None:
             port.close()
+        if store is not None:
+            store.close()
         close(listener, config)
         if traces is not None:
             traces.close()

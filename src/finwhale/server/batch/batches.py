@@ -34,6 +34,8 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._closed = False
+        # One file at a time is read ahead, so that reading takes at most half of the time.
+        self._scanning = asyncio.Semaphore(1)
 
     def start(self) -> None:
         """Continues the batches that a server before this one has left."""
@@ -49,12 +51,12 @@ class Batches:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.store.close()
 
     def create(
         self, key: ApiKey | None, file_id: str, endpoint: str, metadata: dict[str, str] | None
     ) -> Batch:
-        """Raises ApiError (404, 429)."""
+        """Raises ApiError (404, 429, 503: the model is loading)."""
+        _ = self._state.ready
         owner = self.store.owner(key)
         owner.find_file(file_id)
         owner.make_room(self._state.config.max_files)
@@ -115,7 +117,8 @@ class Batches:
         max_bytes = state.max_body_bytes + ENVELOPE_BYTES
         items = max_items(state.max_model_len)
         source = owner.content(batch.input_file_id)
-        found = await asyncio.to_thread(scan, source, max_bytes, items, shares_cpu=True)
+        async with self._scanning:
+            found = await asyncio.to_thread(scan, source, max_bytes, items, shares_cpu=True)
         if self._is_wrong(owner, batch, found):
             return
         batch.total = found.num_lines
