@@ -19,7 +19,7 @@ from typing import Any
 from finwhale.artefacts import open_private, write_whole
 from finwhale.errors import FinwhaleError
 from finwhale.server.config import ServerConfig
-from finwhale.server.errors import ApiError
+from finwhale.server.errors import ApiError, ErrorCode
 from finwhale.server.keys import ApiKey
 
 EVERYBODY = "everybody"
@@ -113,13 +113,13 @@ class Owner:
     def find_file(self, file_id: str) -> StoredFile:
         """Raises ApiError (404)."""
         if file_id not in self.files:
-            raise _missing("file", file_id)
+            raise _missing("file_not_found", "file", file_id)
         return self.files[file_id]
 
     def find_batch(self, batch_id: str) -> Batch:
         """Raises ApiError (404)."""
         if batch_id not in self.batches:
-            raise _missing("batch", batch_id)
+            raise _missing("batch_not_found", "batch", batch_id)
         return self.batches[batch_id]
 
     def add(self, file: StoredFile) -> None:
@@ -246,9 +246,9 @@ def _read(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _missing(what: str, name: str) -> ApiError:
+def _missing(code: ErrorCode, what: str, name: str) -> ApiError:
     shown = re.sub("[^A-Za-z0-9_-]", "?", name[:100])
-    return ApiError(404, f"no {what} has the id {shown}", code=f"{what}_not_found", param="id")
+    return ApiError(404, f"no {what} has the id {shown}", code=code, param="id")
 
 
 def no_space(error: OSError) -> ApiError:
