@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about an hour in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-examples long-deploy
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -68,9 +68,17 @@ long-batch:
 long-examples:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_examples.py
 
-# The schemas of the files in deploy/.
+# The files in deploy/ against their schemas and linters.
 long-deploy:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_deploy.py tests/long/test_monitoring.py
+
+# The wheel and the sdist in clean environments, on each Python that is installed.
+long-packages:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_packages.py
+
+# README's commands and the tasks of docs/first-hour.md, in a clean environment.
+long-first-hour:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_first_hour.py
 
 # The same as long-soak against `finwhale serve`, and no stream may pause: needs a machine with nothing else to do.
 soak seconds="600":

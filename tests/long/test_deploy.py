@@ -1,6 +1,9 @@
 """The deployment files follow their schemas, and their commands are commands of Finwhale."""
 
+import os
+import re
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -10,10 +13,13 @@ import pytest
 import yaml
 
 from finwhale.cli.serve import _parser
+from finwhale.server.config import ServerConfig
 
 from . import environments
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+DOCKERFILES = ("Dockerfile", "Dockerfile.cpu")
 # The part of LeaderWorkerSet's own definition that the manifest uses, without the pods' templates.
 LEADER_WORKER_SET = {
     "type": "object",
@@ -62,13 +68,59 @@ def run(*words: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_dockerfile(programs: Path) -> None:
-    run(programs / "hadolint", "--failure-threshold", "warning", DEPLOY / "Dockerfile")
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_a_dockerfile(name: str, programs: Path) -> None:
+    run(programs / "hadolint", "--failure-threshold", "info", DEPLOY / name)
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_context_of_a_dockerfile_contains_what_it_copies(name: str) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    copied = re.findall(r"^COPY (.+) \S+$", (DEPLOY / name).read_text(), re.MULTILINE)
+    names = {name for line in copied for name in line.split()}
+    assert names == {line.removeprefix("!") for line in ignored if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in names)
 
 
 def test_the_compose_file(programs: Path) -> None:
     schema = ("--builtin-schema", "vendor.compose-spec")
     run(programs / "check-jsonschema", *schema, DEPLOY / "compose.yaml")
+
+
+def test_docker_accepts_the_compose_file() -> None:
+    command = ("docker", "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet")
+    try:
+        subprocess.run(("docker", "compose", "version"), check=True, capture_output=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("docker compose is not installed")
+    done = subprocess.run(
+        command, env={**os.environ, "MODEL": "/model"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_systemd_unit(tmp_path: Path) -> None:
+    """systemd accepts the unit, and waits for longer than the server drains."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd is not installed")
+    unit = (DEPLOY / "finwhale.service").read_text()
+    (start,) = re.findall("^ExecStart=(.+)$", unit, re.MULTILINE)
+    program, *words = shlex.split(start)
+    assert Path(program).name == "finwhale" and words[0] == "serve"
+    assert not words[1:], "the environment file decides"
+    config = ServerConfig(model_names=("finwhale-demo",))
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", unit, re.MULTILINE)
+    assert int(seconds) > config.drain_timeout_s + config.drain_delay_s
+    path = tmp_path / "finwhale.service"
+    # verify asks for a program that exists.
+    path.write_text(unit.replace(program, "/bin/true"))
+    done = subprocess.run(
+        ("systemd-analyze", "verify", str(path)), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    command = ("systemd-analyze", "security", "--offline=true", "--threshold=30", str(path))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
 
 
 def test_the_manifest(programs: Path, tmp_path: Path) -> None:
@@ -88,8 +140,9 @@ def test_the_manifest(programs: Path, tmp_path: Path) -> None:
 def test_the_commands_are_those_of_finwhale() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     commands = [compose["services"]["finwhale"]["command"]]
-    dockerfile = (DEPLOY / "Dockerfile").read_text()
-    commands.append(shlex.split(dockerfile.rpartition("CMD ")[2].strip("[]\n").replace(",", " ")))
+    for name in DOCKERFILES:
+        words = (DEPLOY / name).read_text().rpartition("CMD ")[2]
+        commands.append(shlex.split(words.strip("[]\n").replace(",", " ")))
     templates = manifests()[0]["spec"]["leaderWorkerTemplate"]
     for role in ("leaderTemplate", "workerTemplate"):
         words = templates[role]["spec"]["containers"][0]["command"]
