@@ -1,4 +1,4 @@
-"""README's commands and the tasks of docs/first-hour.md, in a clean environment, as they are written.
+"""README's commands and the tasks of docs/first-hour.md, as written, in a clean environment.
 
 The programs below read the documents' own blocks. So a task fails if it needs a step that the
 document does not give. What a reader does by hand is the same for all tasks: a block with the title

@@ -9,6 +9,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADING = re.compile("^#+ (.+)$", re.MULTILINE)
 # A path in backticks: `engine/plan/pages.py`, `docs/notes/`, `tests/ops/test_triton_*.py`.
 PATH = re.compile(r"`([\w.*-]+/[\w./*-]*|\w+\.(?:py|md|toml|jsonl))(?:::[^`]*)?`")
 # The last part of a name in backticks: `Engine.metrics()`, `LLM(draft_tokens=N)`.
@@ -63,6 +66,29 @@ def test_the_examples_are_listed_and_the_notebook_has_no_outputs() -> None:
     notebook = json.loads((ROOT / "examples/tour.ipynb").read_text())
     for cell in notebook["cells"]:
         assert not cell.get("outputs") and not cell.get("execution_count")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_heading(document: Path) -> None:
+    for target in LINK.findall(document.read_text()):
+        if target.startswith(("https://", "http://")):
+            continue
+        name, _, anchor = target.partition("#")
+        page = document.parent / name if name else document
+        assert page.is_file(), target
+        headings = HEADING.findall(page.read_text())
+        ids = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in ids, target
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda path: path.name)
+def test_every_page_is_in_the_navigation_and_says_for_whom_it_is(document: Path) -> None:
+    assert f": {document.name}\n" in (ROOT / "mkdocs.yml").read_text()
+    text = document.read_text()
+    if included := re.fullmatch(r'--8<-- "(\w+\.md)"\n', text):
+        text = (ROOT / included[1]).read_text()
+    if document.name != "changelog.md":
+        assert re.search("^This page is for ", text, re.MULTILINE)
 
 
 def test_the_map_of_the_source_is_complete_and_nearly_right() -> None:

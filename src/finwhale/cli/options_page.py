@@ -10,6 +10,7 @@ from finwhale.server.config import ServerConfig
 
 PAGE = """# Options
 
+This page is for everyone who looks for an option.
 `python -m finwhale.cli.options_page > docs/options.md` writes this page from the declarations of the options.
 
 ## Shell completion

@@ -18,6 +18,7 @@ PROTOCOLS: dict[str, type[Body]] = {
 }
 PAGE = """# Request fields
 
+This page is for those who write clients.
 `python -m finwhale.server.fields_page > docs/fields.md` writes this page from the server's schemas. A field that is
 not listed is refused. A field without a meaning here means what its protocol says. "No effect" marks fields that
 clients send without being asked to.
