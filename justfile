@@ -25,7 +25,7 @@ quick:
 test *args:
     pytest {{ args }}
 
-# Tests that take longer than CI's core job: about an hour in all.
+# Tests that take longer than CI's core job: about 90 minutes in all.
 long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
 # Random schedules of the engine: about 20 minutes.
