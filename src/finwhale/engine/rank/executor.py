@@ -1,7 +1,8 @@
 """The executor of one rank in the engine's own process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -22,11 +23,13 @@ from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Rec
 from finwhale.engine.rank.prompt_scores import ArrivingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
+from finwhale.engine.rank.weight_update import Loader, WeightUpdate
 from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
 
 ALONE = Alone()
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,6 +54,8 @@ class LocalExecutor:
 
     Attributes:
         receiver: transfers results to the host.
+        loader: loads weights as this rank does; None: the weights cannot be replaced.
+        update: the new weights that are being staged.
     """
 
     def __init__(
@@ -59,7 +64,10 @@ class LocalExecutor:
         builds: Builds,
         description: RankDescription,
         collectives: Collectives = ALONE,
+        loader: Loader | None = None,
     ) -> None:
+        self.loader = loader
+        self.update: WeightUpdate | None = None
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
@@ -140,6 +148,10 @@ class LocalExecutor:
         if found is None:
             return None
         return [found.T, *[confidences.T for confidences in drafter.confidences]]
+
+    def on_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
+        self.runner.use_device()
+        return [work(self)]
 
     def check(self) -> None:
         self.collectives.check()

@@ -29,6 +29,7 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.weight_update import Loader
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
 from finwhale.models.registry import architecture_of
@@ -172,6 +173,23 @@ class _Start:
                 start_seconds=dict(self.phases.seconds),
             ),
             self.collectives,
+            self._loader(),
+        )
+
+    def _loader(self) -> Loader | None:
+        """How this rank loads weights; None: the compiled mode keeps copies of some."""
+        if self.compiled_mode is not None:
+            return None
+        return Loader(
+            architecture=self.architecture,
+            model_config=self.model_config,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            rank=self.peers.rank,
+            round_activations=self.round_activations,
+            round_wo_a=self.config.wo_a_input == "fp8",
+            storages=dict(self.stream.storages),
         )
 
     def _connect(self) -> Collectives:
