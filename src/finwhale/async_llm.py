@@ -10,7 +10,7 @@ from functools import partial as partial_of
 from pathlib import Path
 from typing import Any, Literal
 
-from finwhale.engine.loop.engine import Engine, Requests
+from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.weight_updates import NamedTensors
 from finwhale.errors import FinwhaleError, RequestError
 from finwhale.llm import Job, LoadedModel, Messages, Prompt, add_job
@@ -101,6 +101,21 @@ class AsyncLLM(LoadedModel):
     async def resume(self) -> None:
         """Continues after `pause`."""
         await asyncio.to_thread(self.engine.resume)
+
+    async def sleep(
+        self,
+        tags: Sequence[MemoryTag] = ("weights", "cache"),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Gives memory back to the system until `wake`, as `LLM.sleep` does."""
+        sleep = partial_of(self.engine.sleep, drop_weights=drop_weights, requests=requests)
+        await asyncio.to_thread(sleep, tags)
+
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
+        """Takes memory again after `sleep`."""
+        await asyncio.to_thread(self.engine.wake, tags)
 
     async def aclose(self) -> None:
         """Ends the thread. Requests that still run, and later ones, raise FinwhaleError."""

@@ -27,7 +27,7 @@ from finwhale.config import (
     WoAInput,
 )
 from finwhale.distributed.hosts import Place
-from finwhale.engine.loop.engine import Engine, Requests
+from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.request_checks import new_matcher
 from finwhale.engine.loop.weight_updates import NamedTensors, update_weights
@@ -98,6 +98,7 @@ class LoadedModel:
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         prefix_salt: str | None = None,
+        enable_sleep_mode: bool = False,
         compile: bool = False,
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,
@@ -383,6 +384,31 @@ class LLM(LoadedModel):
     def resume(self) -> None:
         """Continues after `pause`."""
         self.engine.resume()
+
+    def sleep(
+        self,
+        tags: Sequence[MemoryTag] = ("weights", "cache"),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Gives memory back to the system until `wake`; needs enable_sleep_mode.
+
+        A sleeping engine runs no steps and refuses new requests. The prefix cache is lost.
+
+        Args:
+            tags: "weights", "cache" or both.
+            drop_weights: do not save the weights. After `wake`, the engine continues only when
+                `update_weights` has brought all weights. Otherwise they are saved in the host's
+                memory, or on a CPU in a temporary file.
+            requests: what becomes of requests that run. "recompute": they wait, and their tokens so
+                far are computed again. "abort": they end with the finish reason "abort".
+        """
+        self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+
+    def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
+        """Takes memory again after `sleep`. The engine continues when it has all of it."""
+        self.engine.wake(tags)
 
     def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""

@@ -45,6 +45,7 @@ def open_llm(path: Path, size: int = 2, draft_tokens: int = 0) -> LLM:
         tensor_parallel_size=size,
         max_num_seqs=4,
         draft_tokens=draft_tokens,
+        enable_sleep_mode=size > 1,
     )
 
 
@@ -88,6 +89,13 @@ def test_two_ranks(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm.update_weights(old)
     assert outputs(llm) == before
     llm.update_weights(new)
+    assert outputs(llm) == expected
+    llm.sleep()
+    llm.wake()
+    assert outputs(llm) == expected
+    llm.sleep(drop_weights=True)
+    llm.wake()
+    llm.update_weights(stream())
     assert outputs(llm) == expected
 
 

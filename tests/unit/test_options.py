@@ -45,6 +45,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
+    "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "compile": (["--compile"], True),
     "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
     "draft_tokens": (["--draft-tokens", "auto"], "auto"),

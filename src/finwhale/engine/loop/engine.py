@@ -38,6 +38,7 @@ from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
+from finwhale.engine.rank.sleep import Sleep, Wake
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
@@ -61,6 +62,9 @@ Requests = Literal["recompute", "keep", "abort"]
 the old weights have cached. "abort": they end with their tokens so far and the finish reason
 "abort".
 """
+
+MemoryTag = Literal["weights", "cache"]
+"""What can sleep."""
 
 # A call of `step` on a paused engine waits so long, because its callers call it again.
 PAUSED_WAIT_S = 0.05
@@ -112,6 +116,8 @@ class Engine:
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
         self._paused = False
+        self._asleep: set[str] = set()
+        self._lacks_weights = False
         self._goes_on = threading.Event()
         self._goes_on.set()
         # Requests that changed outside of a step; the next one returns them.
@@ -142,7 +148,12 @@ class Engine:
 
     @property
     def is_paused(self) -> bool:
-        return self._paused
+        """Whether the engine runs no steps."""
+        return self._paused or self.is_sleeping
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep) or self._lacks_weights
 
     def add_request(
         self,
@@ -195,6 +206,8 @@ class Engine:
         prefix_owner: str,
     ) -> RequestOutput:
         self._check_usable()
+        if self.is_sleeping:
+            raise RequestError("the engine sleeps and accepts no requests: wake it first")
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = checked_prompt(
             prompt_token_ids,
@@ -291,7 +304,7 @@ class Engine:
         self._goes_on.wait(PAUSED_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
-            if self._paused:
+            if self.is_paused:
                 return self._take_touched()
             try:
                 while len(self._in_flight) <= self.steps_ahead and self._launch():
@@ -324,13 +337,68 @@ class Engine:
             self._check_usable()
             self._settle(mode)
             self._paused = True
-            self._goes_on.clear()
+            self._set_going()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         with self._lock:
             self._paused = False
+            self._set_going()
+
+    def sleep(
+        self,
+        tags: Sequence[MemoryTag] = get_args(MemoryTag),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Give memory back to the system until `wake` (LLM.sleep).
+
+        Raises:
+            RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
+        """
+        chosen = _checked_tags(tags)
+        if not self.config.enable_sleep_mode:
+            raise RequestError("this engine cannot sleep: it needs the option enable_sleep_mode")
+        if requests not in ("recompute", "abort"):
+            raise RequestError(f'requests must be "recompute" or "abort", got {requests!r}')
+        with self._lock:
+            self._check_usable()
+            if both := self._asleep & set(chosen):
+                raise RequestError(f"{min(both)} sleeps already")
+            self._settle(requests)
+            self.scheduler.reset_prefix_cache()
+            self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
+            self._asleep |= set(chosen)
+            self._lacks_weights |= drop_weights and "weights" in chosen
+            self._set_going()
+
+    def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
+        """Take memory again. The engine continues when nothing sleeps, with all weights.
+
+        Raises:
+            RequestError: a tag is unknown.
+        """
+        chosen = _checked_tags(tags)
+        with self._lock:
+            self._check_usable()
+            chosen = tuple(tag for tag in chosen if tag in self._asleep)
+            self._on_ranks_or_die(Wake(chosen))
+            self._asleep -= set(chosen)
+            self._set_going()
+
+    def _set_going(self) -> None:
+        if self.is_paused:
+            self._goes_on.clear()
+        else:
             self._goes_on.set()
+
+    def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
+        """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
+        try:
+            self.executor.on_ranks(work)
+        except Exception as error:
+            raise self._die(error) from error
 
     def on_ranks(self, work: Callable[[Any], T]) -> list[T]:
         """Call `work` on every rank (Executor.on_ranks)."""
@@ -340,6 +408,13 @@ class Engine:
                 return self.executor.on_ranks(work)
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self._die(error) from error
+
+    def check_weights_can_change(self, partial: bool) -> None:
+        """Raise RequestError if weights cannot be written now."""
+        if "weights" in self._asleep:
+            raise RequestError('the weights sleep: call wake(["weights"]) before update_weights')
+        if partial and self._lacks_weights:
+            raise RequestError("the weights were dropped, so an update must bring all of them")
 
     def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
         """Call `work`, which replaces the weights, on every rank.
@@ -351,12 +426,12 @@ class Engine:
             raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
         with self._lock:
             self._check_usable()
+            self.check_weights_can_change(False)
             self._settle(requests)
-            try:
-                self.executor.on_ranks(work)
-            except Exception as error:
-                raise self._die(error) from error
+            self._on_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()
+            self._lacks_weights = False
+            self._set_going()
 
     def _settle(self, requests: Requests) -> None:
         """Collect the steps in flight, and preempt or end the running requests if asked."""
@@ -541,6 +616,13 @@ class Engine:
         self.scheduler.check_integrity()
         assert self._streams or not self._in_flight
         assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+
+
+def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    known = get_args(MemoryTag)
+    if isinstance(tags, str) or not tags or not set(tags) <= set(known):
+        raise RequestError(f"tags must be some of {known}, got {tags!r}")
+    return tuple(tag for tag in known if tag in tags)
 
 
 def _new_stop_checker(params: SamplingParams) -> StopChecker | None:

@@ -26,6 +26,7 @@ def update_weights(
     """Replace the weights (`LLM.update_weights`)."""
     if partial and isinstance(source, str | Path):
         raise RequestError("a directory holds all weights: leave out partial")
+    engine.check_weights_can_change(partial)
     engine.on_ranks(Begin(partial))
     try:
         if isinstance(source, str | Path):

@@ -17,6 +17,7 @@ from finwhale.engine.plan.executor import (
     StepResult,
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.draft_decode import Verifications
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
@@ -55,6 +56,7 @@ class LocalExecutor:
     Attributes:
         receiver: transfers results to the host.
         loader: loads weights as this rank does; None: the weights cannot be replaced.
+        arenas: the memory of "weights" and "cache", if it can be given back.
         update: the new weights that are being staged.
     """
 
@@ -65,8 +67,9 @@ class LocalExecutor:
         description: RankDescription,
         collectives: Collectives = ALONE,
         loader: Loader | None = None,
+        arenas: Mapping[str, Arena] | None = None,
     ) -> None:
-        self.loader = loader
+        self.loader, self.arenas = loader, arenas or {}
         self.update: WeightUpdate | None = None
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
