@@ -26,7 +26,7 @@ test *args:
     pytest {{ args }}
 
 # Tests that take longer than CI's core job: about 90 minutes in all.
-long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-clients long-batch long-examples long-deploy long-packages long-first-hour
+long: long-schedules long-fuzz long-page long-soak long-hostile long-hosts long-replicas long-rollouts long-clients long-batch long-examples long-deploy long-packages long-first-hour
 
 # Random schedules of the engine: about 20 minutes.
 long-schedules:
@@ -55,6 +55,10 @@ long-hosts:
 # Two demo engines behind vllm-router.
 long-replicas:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
+
+# New weights on two ranks.
+long-rollouts:
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_rollouts.py
 
 # Clients of other projects, each in its own environment, against the demo model.
 long-clients:

@@ -6,9 +6,12 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial as partial_of
+from pathlib import Path
+from typing import Any, Literal
 
-from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
+from finwhale.engine.loop.weight_updates import NamedTensors
 from finwhale.errors import FinwhaleError, RequestError
 from finwhale.llm import Job, LoadedModel, Messages, Prompt, add_job
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
@@ -75,6 +78,44 @@ class AsyncLLM(LoadedModel):
                 yield result
         finally:
             self._stepper.abort(request)
+
+    async def update_weights(
+        self,
+        source: str | Path | NamedTensors,
+        *,
+        partial: bool = False,
+        requests: Requests = "recompute",
+    ) -> None:
+        """Replaces the weights, as `LLM.update_weights` does. An iterable runs on a thread."""
+        update = partial_of(self.replace_weights, source, partial=partial, requests=requests)
+        await asyncio.to_thread(update)
+
+    async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """Runs no more steps until `resume`; requests wait.
+
+        Args:
+            mode: "abort" ends all requests with the finish reason "abort".
+        """
+        await asyncio.to_thread(self.engine.pause, mode)
+
+    async def resume(self) -> None:
+        """Continues after `pause`."""
+        await asyncio.to_thread(self.engine.resume)
+
+    async def sleep(
+        self,
+        tags: Sequence[MemoryTag] = ("weights", "cache"),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Gives memory back to the system until `wake`, as `LLM.sleep` does."""
+        sleep = partial_of(self.engine.sleep, drop_weights=drop_weights, requests=requests)
+        await asyncio.to_thread(sleep, tags)
+
+    async def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
+        """Takes memory again after `sleep`."""
+        await asyncio.to_thread(self.engine.wake, tags)
 
     async def aclose(self) -> None:
         """Ends the thread. Requests that still run, and later ones, raise FinwhaleError."""

@@ -119,6 +119,11 @@ class EngineConfig:
         unset="random",
         metavar="SECRET",
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "keep weights and cache in memory that `sleep` can give back to the system and `wake` "
+        "takes again, as between rollouts",
+    )
     compile: bool = option(
         False,
         "compile the decoder layers ahead of time; the first start takes a minute or two longer, "

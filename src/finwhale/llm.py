@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -27,9 +27,10 @@ from finwhale.config import (
     WoAInput,
 )
 from finwhale.distributed.hosts import Place
-from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.request_checks import new_matcher
+from finwhale.engine.loop.weight_updates import NamedTensors, update_weights
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig
@@ -97,6 +98,7 @@ class LoadedModel:
         cache_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         prefix_salt: str | None = None,
+        enable_sleep_mode: bool = False,
         compile: bool = False,
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,
@@ -123,6 +125,11 @@ class LoadedModel:
             f"context of {self.engine.max_model_len} tokens, "
             f"up to {self.engine.config.max_num_seqs} sequences at once>"
         )
+
+    def replace_weights(
+        self, source: str | Path | NamedTensors, *, partial: bool, requests: Requests
+    ) -> None:
+        update_weights(self.engine, source, partial=partial, requests=requests)
 
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
@@ -218,7 +225,7 @@ class LoadedModel:
             stopped = isinstance(output.stop_reason, int)
             parser = template.parser(job.answer_to, stop=tuple(job.params.stop))
             parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
-            parser.finish("length" if output.finish_reason == "length" else "stop")
+            parser.finish("stop" if output.finish_reason == "stop" else "length")
             output.message = parser.message()
 
     def refused(self, error: RequestError, job: Job) -> RequestOutput:
@@ -337,6 +344,71 @@ class LLM(LoadedModel):
                     yield result
         finally:
             self.engine.abort(result.request_id)
+
+    def update_weights(
+        self,
+        source: str | Path | NamedTensors,
+        *,
+        partial: bool = False,
+        requests: Requests = "recompute",
+    ) -> None:
+        """Replaces the weights: entirely, or not at all if it raises. docs/rollouts.md has more.
+
+        The new weights are staged in host memory while other threads' requests go on. They are
+        written in place between two steps, and the prefix cache is cleared.
+
+        Args:
+            source: the directory of a checkpoint of the same model, or pairs of an official name
+                and a tensor on any device, in any order. A tensor's memory may be reused when the
+                next pair is asked for.
+            partial: accept some of the weights; the others stay. Weights that are packed into one
+                tensor must come together.
+            requests: what becomes of requests that run. "recompute": their tokens so far are
+                computed again. "keep": they continue with what the old weights have cached.
+                "abort": they end with the finish reason "abort".
+
+        Raises:
+            CheckpointError: a tensor is missing, unknown, or has a wrong shape, dtype or value.
+            ResourceError: the host has too little memory to stage the weights.
+        """
+        self.replace_weights(source, partial=partial, requests=requests)
+
+    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """Runs no more steps until `resume`; calls of other threads wait.
+
+        Args:
+            mode: "abort" ends all requests with the finish reason "abort".
+        """
+        self.engine.pause(mode)
+
+    def resume(self) -> None:
+        """Continues after `pause`."""
+        self.engine.resume()
+
+    def sleep(
+        self,
+        tags: Sequence[MemoryTag] = ("weights", "cache"),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Gives memory back to the system until `wake`; needs enable_sleep_mode.
+
+        A sleeping engine runs no steps and refuses new requests. The prefix cache is lost.
+
+        Args:
+            tags: "weights", "cache" or both.
+            drop_weights: do not save the weights. After `wake`, the engine continues only when
+                `update_weights` has brought all weights. Otherwise they are saved in the host's
+                memory, or on a CPU in a temporary file.
+            requests: what becomes of requests that run. "recompute": they wait, and their tokens so
+                far are computed again. "abort": they end with the finish reason "abort".
+        """
+        self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+
+    def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
+        """Takes memory again after `sleep`. The engine continues when it has all of it."""
+        self.engine.wake(tags)
 
     def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
         """Begins the requests and runs them to their ends. An exception aborts all of them."""

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from finwhale.errors import RequestError
 from finwhale.options import option
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "abort"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,8 @@ class CompletionOutput:
         text: the generated text; by default without the stop string and without special tokens.
         token_ids: every generated token, including the token that ended the output.
         finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
-            or the context is full), "error", or None while the request runs.
+            or the context is full), "error", "abort" (the engine was told to end all requests), or
+            None while the request runs.
         stop_reason: the stop string or stop token id that ended the output, if any.
         logprobs: one dict for each generated token, from token id to Logprob; None unless the
             request asked for them.

@@ -4,6 +4,7 @@ import inspect
 import typing
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,6 +46,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "cache_memory_bytes": (["--cache-memory-bytes", "1000"], 1000),
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
+    "enable_sleep_mode": (["--enable-sleep-mode"], True),
     "compile": (["--compile"], True),
     "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
     "draft_tokens": (["--draft-tokens", "auto"], "auto"),
@@ -119,6 +121,26 @@ def test_a_command_reaches_every_engine_option(
         with pytest.raises(OpenedError):
             main([*COMMANDS[command], *arguments])
         assert getattr(opened[-1], name) == value, name
+
+
+def test_the_accuracy_benchmark_measures_batch_invariant_operators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[EngineConfig] = []
+
+    def engine(config: EngineConfig, *others: object) -> Any:
+        found.append(config)
+        if len(found) == 3:
+            raise OpenedError
+        return SimpleNamespace(executor=None)
+
+    monkeypatch.setattr("finwhale.bench.accuracy.start_engine", engine)
+    monkeypatch.setattr("finwhale.bench.accuracy.call_ranks", lambda *args: [])
+    monkeypatch.setattr("finwhale.bench.accuracy.stamp", lambda *args: {})
+    monkeypatch.setattr("finwhale.bench.accuracy.torch.cuda.empty_cache", lambda: None)
+    with pytest.raises(OpenedError):
+        main(["bench", "accuracy", "--layers", "2", "--device", "cuda", "--batch-invariant"])
+    assert [config.batch_invariant for config in found] == [False, False, True]
 
 
 def test_llm_has_every_engine_option(opened: list[EngineConfig]) -> None:

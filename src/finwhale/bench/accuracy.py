@@ -152,10 +152,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     first = f"{kind}:{indices[0]}" if indices else args.device
     one_rank = {"device": first, "tensor_parallel_size": 1, "reference": True}
     computed: dict[str, list[Results]] = {}
+    table = {
+        "device": args.device,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "batch_invariant": args.batch_invariant,
+    }
     for name, options in (
         (TRUTH, {**one_rank, "dtype": "float32"}),
         (BFLOAT16, one_rank),
-        (TABLE, {"device": args.device, "tensor_parallel_size": args.tensor_parallel_size}),
+        (TABLE, table),
     ):
         start = time.perf_counter()
         engine = start_engine(
@@ -228,7 +233,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
     )
-    add_options(parser, EngineConfig, ("device", "tensor_parallel_size", "wo_a_input"))
+    names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
+    add_options(parser, EngineConfig, names)
     parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
     args = parser.parse_args(argv)
     console = Console()

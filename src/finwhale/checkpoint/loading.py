@@ -24,7 +24,7 @@ from finwhale.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PLAIN: dict[torch.dtype, Storage] = {
     torch.bfloat16: "bf16",
     torch.float16: "f16",
@@ -148,19 +148,19 @@ def inventory_report(
             missing.append(spec.name)
             continue
         scale = checkpoint.tensors.get(spec.scale_name)
-        found = _storage(spec, info)
+        found = storage_of(spec, info)
         used.add(spec.name)
         if isinstance(found, Mismatch):
             mismatched.append(found)
             used.add(spec.scale_name)
             continue
         storages[spec.name] = found
-        if not _has_scale(found):
+        if not has_scale(found):
             continue
         used.add(spec.scale_name)
         if scale is None:
             missing.append(spec.scale_name)
-        elif wrong := _scale_mismatch(spec, scale, found):
+        elif wrong := scale_mismatch(spec, scale, found):
             mismatched.append(wrong)
     rest = [name for name in checkpoint.tensors if name not in used]
     return Inventory(
@@ -276,7 +276,7 @@ class WeightSource:
                 yield spec, None
             else:
                 storage = self.inventory.storages[spec.name]
-                scale = scales.pop(spec.scale_name) if _has_scale(storage) else None
+                scale = scales.pop(spec.scale_name) if has_scale(storage) else None
                 yield spec, StoredWeight(tensor, scale, storage)
         assert not any(scale is not None for scale in scales.values()), list(scales)
 
@@ -284,7 +284,7 @@ class WeightSource:
         tensors, order = self._infos, []
         for _, names in self._checkpoint.shards():
             chosen = [self._specs[name] for name in names if name in self._specs]
-            scales = [s.scale_name for s in chosen if _has_scale(self.inventory.storages[s.name])]
+            scales = [s.scale_name for s in chosen if has_scale(self.inventory.storages[s.name])]
             files = [*scales, *(spec.name for spec in chosen)]
             placed = [tensors[name] for name in files if name in places]
             order += [tensors[name] for name in files if name not in places]
@@ -294,7 +294,7 @@ class WeightSource:
     def _read(self, reader: TensorReader, spec: WeightSpec) -> StoredWeight:
         storage = self.inventory.storages[spec.name]
         data = reader.read(spec.name)
-        scale = reader.read(spec.scale_name) if _has_scale(storage) else None
+        scale = reader.read(spec.scale_name) if has_scale(storage) else None
         stored = StoredWeight(data, scale, storage).sliced(spec.slice)
         fault = find_nan(stored.data, stored.scale)
         if fault is not None:
@@ -308,7 +308,7 @@ class WeightSource:
             storage, part = self.inventory.storages[spec.name], spec.slice
             data = self._checkpoint.tensors[spec.name]
             yield data.name, data if part is None else data.sliced(_data_slice(part, storage))
-            if _has_scale(storage):
+            if has_scale(storage):
                 scale = self._checkpoint.tensors[spec.scale_name]
                 yield (
                     scale.name,
@@ -317,7 +317,7 @@ class WeightSource:
 
     def _num_bytes(self, spec: WeightSpec) -> int:
         num_bytes = self._infos[spec.name].num_bytes
-        if _has_scale(self.inventory.storages[spec.name]):
+        if has_scale(self.inventory.storages[spec.name]):
             num_bytes += self._infos[spec.scale_name].num_bytes
         return num_bytes
 
@@ -325,7 +325,7 @@ class WeightSource:
 # --- One tensor -----------------------------------------------------------------------------------
 
 
-def _has_scale(storage: Storage) -> bool:
+def has_scale(storage: Storage) -> bool:
     return storage in ("fp8_block", "fp4")
 
 
@@ -341,7 +341,7 @@ def _scale_slice(part: Slice, storage: Storage) -> Slice:
     return part.over(FP4_BLOCK) if part.axis == 1 else part
 
 
-def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
+def storage_of(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     """The stored format of a tensor, or a Mismatch if it does not fit its spec."""
     if spec.storage == "i64":
         found: Storage | None = "i64" if info.dtype == torch.int64 else None
@@ -355,12 +355,12 @@ def _storage(spec: WeightSpec, info: TensorInfo) -> Storage | Mismatch:
     if found == "fp4":
         shape = (*spec.shape[:-1], spec.shape[-1] // 2)
     if found is None or info.shape != shape:
-        have = f"{_DTYPE_NAMES[info.dtype]} {list(info.shape)}"
+        have = f"{DTYPE_NAMES[info.dtype]} {list(info.shape)}"
         return Mismatch(spec.name, have, _wanted(spec))
     return found
 
 
-def _scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
+def scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mismatch | None:
     if storage == "fp4":
         shape: tuple[int, ...] = (*spec.shape[:-1], spec.shape[-1] // FP4_BLOCK)
         dtypes: tuple[torch.dtype, ...] = _SCALE_DTYPES[:1]
@@ -370,8 +370,8 @@ def _scale_mismatch(spec: WeightSpec, scale: TensorInfo, storage: Storage) -> Mi
         return None
     return Mismatch(
         spec.scale_name,
-        f"{_DTYPE_NAMES[scale.dtype]} {list(scale.shape)}",
-        f"{' or '.join(_DTYPE_NAMES[d] for d in dtypes)} {list(shape)}",
+        f"{DTYPE_NAMES[scale.dtype]} {list(scale.shape)}",
+        f"{' or '.join(DTYPE_NAMES[d] for d in dtypes)} {list(shape)}",
     )
 
 

@@ -391,6 +391,11 @@ class Model(Protocol):
         ...
 
     @property
+    def weights(self) -> Any:
+        """What `load_weights` returned: data classes and tuples of tensors."""
+        ...
+
+    @property
     def device(self) -> torch.device: ...
     @property
     def dtype(self) -> torch.dtype:
@@ -511,6 +516,54 @@ class LoadWeights(Protocol):
         ...
 
 
+class WeightLoading(Protocol):
+    """A rank's weights while they are loaded, one tensor after the other, in any order."""
+
+    def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
+        """Copy a stored weight to its destination.
+
+        Raises:
+            CheckpointError: the weight comes twice, is unknown, or holds wrong values.
+        """
+        ...
+
+    def finish_part(self, device: torch.device) -> tuple[Any, frozenset[int]]:
+        """The weights, of which only some may have come.
+
+        Args:
+            device: where the operators convert weights to their final form.
+
+        Returns:
+            The weights as `load_weights` returns them, and the id of each complete tensor in them.
+
+        Raises:
+            CheckpointError: a tensor has only some of the weights that it is made of.
+        """
+        ...
+
+
+class BeginLoading(Protocol):
+    def __call__(
+        self,
+        config: Any,
+        *,
+        storages: Mapping[str, Storage],
+        dtype: torch.dtype,
+        device: torch.device,
+        round_activations: bool,
+        round_wo_a: bool,
+        ops: Ops,
+        rank: Rank,
+    ) -> WeightLoading:
+        """Allocate a rank's weights, which the caller then fills.
+
+        Args:
+            config: the whole model's configuration.
+            storages: the stored format of each weight.
+        """
+        ...
+
+
 class BuildModel(Protocol):
     def __call__(
         self,
@@ -552,6 +605,7 @@ class Architecture:
             model with weights stored in these ways; empty: they support it.
         cache_groups: declares the cache, including that of draft layers.
         load_weights: loads the weights.
+        begin_loading: does so too, but the caller brings each weight.
         build: creates the model.
         chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
         describe: describes each part of the model for people: title and text.
@@ -568,6 +622,7 @@ class Architecture:
     kernel_obstacles: Callable[[Any, Mapping[str, Storage]], Sequence[str]]
     cache_groups: Callable[[Any], tuple[CacheGroup, ...]]
     load_weights: LoadWeights
+    begin_loading: BeginLoading
     build: BuildModel
     chat_dialect: Callable[[Path], EffortLadder]
     describe: Callable[[Any], dict[str, str]]

@@ -10,7 +10,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
@@ -19,7 +20,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.drafting_loop import DraftLoop
 from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
-from finwhale.engine.loop.metrics import Clock, Ending, EngineMetrics, Meter, read_metrics
+from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
 from finwhale.engine.loop.sampled_tokens import (
@@ -37,7 +38,8 @@ from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.errors import EngineDeadError, FinwhaleError
+from finwhale.engine.rank.sleep import Sleep, Wake
+from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
     CompletionOutput,
@@ -50,6 +52,22 @@ from finwhale.request import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+Requests = Literal["recompute", "keep", "abort"]
+"""What becomes of the running requests when weights or memory change.
+
+"recompute": they wait, and their tokens so far are computed again. "keep": they continue with what
+the old weights have cached. "abort": they end with their tokens so far and the finish reason
+"abort".
+"""
+
+MemoryTag = Literal["weights", "cache"]
+"""What can sleep."""
+
+# A call of `step` on a paused engine waits so long, because its callers call it again.
+PAUSED_WAIT_S = 0.05
 
 # Steps that were in flight when an engine died. Freeing them would end the process.
 _ABANDONED: list[InFlightStep] = []
@@ -97,6 +115,13 @@ class Engine:
         self._loop = self._new_loop()
         self._watchdog = Watchdog(config.watchdog_seconds)
         self._dead: str | None = None
+        self._paused = False
+        self._asleep: set[str] = set()
+        self._lacks_weights = False
+        self._goes_on = threading.Event()
+        self._goes_on.set()
+        # Requests that changed outside of a step; the next one returns them.
+        self._touched: list[RequestOutput] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
 
@@ -119,7 +144,16 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._dead is None and self.scheduler.has_work
+        return self._dead is None and (self.scheduler.has_work or bool(self._touched))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the engine runs no steps."""
+        return self._paused or self.is_sleeping
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self._asleep) or self._lacks_weights
 
     def add_request(
         self,
@@ -172,6 +206,8 @@ class Engine:
         prefix_owner: str,
     ) -> RequestOutput:
         self._check_usable()
+        if self.is_sleeping:
+            raise RequestError("the engine sleeps and accepts no requests: wake it first")
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = checked_prompt(
             prompt_token_ids,
@@ -257,25 +293,160 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
+        On a paused engine, it runs none, and returns after a moment.
+
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
         Raises:
             EngineDeadError: the device failed, or computed results were lost. Every request has
                 ended with this error, and the engine accepts no more.
         """
+        self._goes_on.wait(PAUSED_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
+            if self.is_paused:
+                return self._take_touched()
             try:
                 while len(self._in_flight) <= self.steps_ahead and self._launch():
                     pass
             except (torch.AcceleratorError, EngineDeadError) as error:
                 raise self._die(error) from error
+            touched = self._take_touched()
             if not self._in_flight:
-                return []
+                return touched
             try:
-                return self._collect()
+                return [*touched, *self._collect()]
             except Exception as error:
                 raise self._die(error) from error
+
+    def _take_touched(self) -> list[RequestOutput]:
+        touched, self._touched = self._touched, []
+        return touched
+
+    # --- Between steps ----------------------------------------------------------------------------
+
+    def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
+        """Run no more steps until `resume`. New requests are accepted, and wait.
+
+        Args:
+            mode: "keep" lets the running requests wait too; "abort" ends all requests.
+        """
+        if mode not in ("keep", "abort"):
+            raise RequestError(f'mode must be "keep" or "abort", got {mode!r}')
+        with self._lock:
+            self._check_usable()
+            self._settle(mode)
+            self._paused = True
+            self._set_going()
+
+    def resume(self) -> None:
+        """Continue after `pause`."""
+        with self._lock:
+            self._paused = False
+            self._set_going()
+
+    def sleep(
+        self,
+        tags: Sequence[MemoryTag] = get_args(MemoryTag),
+        *,
+        drop_weights: bool = False,
+        requests: Literal["recompute", "abort"] = "recompute",
+    ) -> None:
+        """Give memory back to the system until `wake` (LLM.sleep).
+
+        Raises:
+            RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
+        """
+        chosen = _checked_tags(tags)
+        if not self.config.enable_sleep_mode:
+            raise RequestError("this engine cannot sleep: it needs the option enable_sleep_mode")
+        if requests not in ("recompute", "abort"):
+            raise RequestError(f'requests must be "recompute" or "abort", got {requests!r}')
+        with self._lock:
+            self._check_usable()
+            if both := self._asleep & set(chosen):
+                raise RequestError(f"{min(both)} sleeps already")
+            self._settle(requests)
+            self.scheduler.reset_prefix_cache()
+            self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
+            self._asleep |= set(chosen)
+            self._lacks_weights |= drop_weights and "weights" in chosen
+            self._set_going()
+
+    def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
+        """Take memory again. The engine continues when nothing sleeps, with all weights.
+
+        Raises:
+            RequestError: a tag is unknown.
+        """
+        chosen = _checked_tags(tags)
+        with self._lock:
+            self._check_usable()
+            chosen = tuple(tag for tag in chosen if tag in self._asleep)
+            self._on_ranks_or_die(Wake(chosen))
+            self._asleep -= set(chosen)
+            self._set_going()
+
+    def _set_going(self) -> None:
+        if self.is_paused:
+            self._goes_on.clear()
+        else:
+            self._goes_on.set()
+
+    def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
+        """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
+        try:
+            self.executor.on_ranks(work)
+        except Exception as error:
+            raise self._die(error) from error
+
+    def on_ranks(self, work: Callable[[Any], T]) -> list[T]:
+        """Call `work` on every rank (Executor.on_ranks)."""
+        with self._lock:
+            self._check_usable()
+            try:
+                return self.executor.on_ranks(work)
+            except (torch.AcceleratorError, EngineDeadError) as error:
+                raise self._die(error) from error
+
+    def check_weights_can_change(self, partial: bool) -> None:
+        """Raise RequestError if weights cannot be written now."""
+        if "weights" in self._asleep:
+            raise RequestError('the weights sleep: call wake(["weights"]) before update_weights')
+        if partial and self._lacks_weights:
+            raise RequestError("the weights were dropped, so an update must bring all of them")
+
+    def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
+        """Call `work`, which replaces the weights, on every rank.
+
+        No step is in flight then, and afterwards no request finds a cached prefix of the old
+        weights. An error of `work` ends the engine.
+        """
+        if requests not in get_args(Requests):
+            raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
+        with self._lock:
+            self._check_usable()
+            self.check_weights_can_change(False)
+            self._settle(requests)
+            self._on_ranks_or_die(work)
+            self.scheduler.reset_prefix_cache()
+            self._lacks_weights = False
+            self._set_going()
+
+    def _settle(self, requests: Requests) -> None:
+        """Collect the steps in flight, and preempt or end the running requests if asked."""
+        try:
+            while self._in_flight:
+                self._touched += self._collect()
+        except Exception as error:
+            raise self._die(error) from error
+        if requests == "recompute":
+            self.scheduler.preempt_all()
+        elif requests == "abort":
+            for stream in list(self._streams.values()):
+                self._touched.append(stream.request.output)
+                self._finish(stream, "abort", None)
+            self._discard_if_idle()
 
     def _die(self, error: Exception) -> EngineDeadError:
         """End every request with an error, regardless of the engine's other state."""
@@ -410,7 +581,7 @@ class Engine:
             del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
-    def _retire(self, stream: Stream, how: Ending) -> None:
+    def _retire(self, stream: Stream, how: FinishReason) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         times = stream.request.output.times
@@ -445,6 +616,13 @@ class Engine:
         self.scheduler.check_integrity()
         assert self._streams or not self._in_flight
         assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+
+
+def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:
+    known = get_args(MemoryTag)
+    if isinstance(tags, str) or not tags or not set(tags) <= set(known):
+        raise RequestError(f"tags must be some of {known}, got {tags!r}")
+    return tuple(tag for tag in known if tag in tags)
 
 
 def _new_stop_checker(params: SamplingParams) -> StopChecker | None:

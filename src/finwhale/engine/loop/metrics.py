@@ -3,7 +3,6 @@
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import InitVar, dataclass, field
-from typing import Literal
 
 from finwhale.engine.plan.executor import RankState
 from finwhale.engine.plan.scheduler import Scheduler
@@ -14,7 +13,6 @@ BOUNDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
 )
-Ending = FinishReason | Literal["abort"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +84,7 @@ class EngineMetrics:
     cached_tokens: int
     output_tokens: int
     preemptions: int
-    endings: Mapping[Ending, int]
+    endings: Mapping[FinishReason, int]
     drafts_proposed: tuple[int, ...]
     drafts_accepted: tuple[int, ...]
     verifications: int
@@ -151,7 +149,7 @@ class Meter:
     requests: int = 0
     steps: int = 0
     output_tokens: int = 0
-    endings: dict[Ending, int] = field(
+    endings: dict[FinishReason, int] = field(
         default_factory=lambda: {"stop": 0, "length": 0, "error": 0, "abort": 0}
     )
     drafts_proposed: list[int] = field(init=False)
@@ -207,7 +205,7 @@ class Meter:
             clock.first = now
             self.time_to_first_token.add(now - clock.began)
 
-    def ended(self, how: Ending, clock: Clock, num_tokens: int) -> None:
+    def ended(self, how: FinishReason, clock: Clock, num_tokens: int) -> None:
         self.endings[how] += 1
         if num_tokens > 1:
             self.time_per_output_token.add((clock.last - clock.first) / (num_tokens - 1))

@@ -4,12 +4,14 @@ An executor runs plans in this process (rank/executor.py), or in this process an
 (rank/ranks.py). Plans, results and descriptions are plain data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from finwhale.engine.plan.pages import PageGroup
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +203,19 @@ class Executor(Protocol):
 
     def sample(self, plan: SamplingPlan) -> PendingResult:
         """Launch the sampling of the last step, whose plan had no sampling."""
+        ...
+
+    def on_ranks(self, work: Callable[[Any], T]) -> list[T]:
+        """Call `work` on every rank with its executor, between two steps, and wait for the results.
+
+        Args:
+            work: picklable, as is its result.
+
+        Raises:
+            FinwhaleError: of `work` on the first rank on which it failed. Every rank has ended its
+                call.
+            EngineDeadError: a rank has failed.
+        """
         ...
 
     def check(self) -> None:

@@ -199,6 +199,11 @@ class Scheduler:
         self._stop(sequence)
         self.admission.put_back(sequence)
 
+    def preempt_all(self) -> None:
+        """Preempt every running sequence, so that all state is computed again."""
+        for sequence in reversed(self.running[:]):
+            self._preempt(sequence)
+
     def _admit(self) -> Sequence | None:
         """Start the next waiting sequence, and return it; None: no sequence can start now."""
         admitted = self.admission.admit()

@@ -1,7 +1,8 @@
 """The executor of one rank in the engine's own process."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -16,17 +17,20 @@ from finwhale.engine.plan.executor import (
     StepResult,
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.draft_decode import Verifications
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
 from finwhale.engine.rank.prompt_scores import ArrivingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
+from finwhale.engine.rank.weight_update import Loader, WeightUpdate
 from finwhale.errors import FinwhaleError
 from finwhale.ops.builds import Builds
 from finwhale.ops.sampling import SampledTokens
 
 ALONE = Alone()
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -51,6 +55,9 @@ class LocalExecutor:
 
     Attributes:
         receiver: transfers results to the host.
+        loader: loads weights as this rank does; None: the weights cannot be replaced.
+        arenas: the memory of "weights" and "cache", if it can be given back.
+        update: the new weights that are being staged.
     """
 
     def __init__(
@@ -59,7 +66,11 @@ class LocalExecutor:
         builds: Builds,
         description: RankDescription,
         collectives: Collectives = ALONE,
+        loader: Loader | None = None,
+        arenas: Mapping[str, Arena] | None = None,
     ) -> None:
+        self.loader, self.arenas = loader, arenas or {}
+        self.update: WeightUpdate | None = None
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
@@ -140,6 +151,10 @@ class LocalExecutor:
         if found is None:
             return None
         return [found.T, *[confidences.T for confidences in drafter.confidences]]
+
+    def on_ranks(self, work: Callable[["LocalExecutor"], T]) -> list[T]:
+        self.runner.use_device()
+        return [work(self)]
 
     def check(self) -> None:
         self.collectives.check()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from finwhale.engine.plan.pages import pages_at_block_end, windowed_pages
+from finwhale.engine.rank.arena import Arena
 from finwhale.errors import ResourceError
 from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLayout
 
@@ -103,14 +104,23 @@ def allocate_cache(
     dtype: torch.dtype,
     device: torch.device,
     packed: bool = False,
+    arena: Arena | None = None,
 ) -> PagedCache:
-    """Allocate the memory of every group, with each layer's views (see PagedCache)."""
+    """Allocate the memory of every group, with each layer's views (see PagedCache).
+
+    Args:
+        arena: allocate it there; None: as torch does.
+    """
     pools: dict[str, dict[int, torch.Tensor]] = {}
     memory: dict[str, torch.Tensor] = {}
     for group in groups:
         layout = group.layout(dtype.itemsize, packed)
         num_pages = plan.num_pages[group.name]
-        pages = torch.empty(num_pages, layout.page_bytes, dtype=torch.uint8, device=device)
+        shape = num_pages, layout.page_bytes
+        if arena is None:
+            pages = torch.empty(shape, dtype=torch.uint8, device=device)
+        else:
+            pages = arena.empty(num_pages * layout.page_bytes).view(shape)
         # Kernels read page 0 for masked slots, so it must hold finite numbers.
         pages[:1].zero_()
         memory[group.name] = pages

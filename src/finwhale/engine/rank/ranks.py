@@ -196,6 +196,13 @@ class Ranks:
             raise self._died(error) from error
         return [mine, *(pickle.loads(answer.pickled) for answer in others)]
 
+    def on_ranks(self, work: Callable[[LocalExecutor], T]) -> list[T]:
+        found = self.call(partial(_or_error, work))
+        for one in found:
+            if isinstance(one, FinwhaleError):
+                raise one
+        return found  # type: ignore[return-value]
+
     def _died(self, error: BaseException) -> BaseException:
         """What to raise for an error of rank 0; the ranks cannot go on after it."""
         failure: FinwhaleError | None = None
@@ -254,6 +261,16 @@ class Ranks:
     def close(self) -> None:
         """End the workers, and disconnect this rank. No call may follow."""
         self._close()
+
+
+def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T | FinwhaleError:
+    """What `work` returns or raises: an error of one rank must not end the others."""
+    try:
+        return work(executor)
+    except EngineDeadError:
+        raise
+    except FinwhaleError as error:
+        return error
 
 
 class RanksResult:

@@ -17,6 +17,7 @@ from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription
+from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
@@ -29,6 +30,7 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.weight_update import Loader, tensors_of
 from finwhale.errors import FinwhaleError, ResourceError
 from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
 from finwhale.models.registry import architecture_of
@@ -107,6 +109,11 @@ class _Start:
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
+        self.arenas: dict[str, Arena] = {}
+        if config.enable_sleep_mode:
+            if config.compile:
+                raise FinwhaleError("the compiled mode cannot sleep: leave out compile")
+            self.arenas = {tag: Arena(self.device) for tag in ("weights", "cache")}
         if not peers.rank.index:  # rank 0 builds for all
             self.builds.expect(self._launches(self.longest))
 
@@ -121,7 +128,10 @@ class _Start:
         self.peers.meet()  # here every rank has checked its options
         self.collectives = self._connect()
         weights = self._load()
-        if on_gpu:
+        if self.arenas:
+            self.arenas["weights"].adopt(tensors_of(weights))
+            weight_bytes = self.arenas["weights"].num_bytes
+        elif on_gpu:
             weight_bytes = torch.cuda.memory_allocated(self.device) - allocated
         else:
             weight_bytes = tensor_bytes(weights)
@@ -172,6 +182,24 @@ class _Start:
                 start_seconds=dict(self.phases.seconds),
             ),
             self.collectives,
+            self._loader(),
+            self.arenas,
+        )
+
+    def _loader(self) -> Loader | None:
+        """How this rank loads weights; None: the compiled mode keeps copies of some."""
+        if self.compiled_mode is not None:
+            return None
+        return Loader(
+            architecture=self.architecture,
+            model_config=self.model_config,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            rank=self.peers.rank,
+            round_activations=self.round_activations,
+            round_wo_a=self.config.wo_a_input == "fp8",
+            storages=dict(self.stream.storages),
         )
 
     def _connect(self) -> Collectives:
@@ -291,7 +319,8 @@ class _Start:
     def _new_runner(self, model: Model, cache_plan: CachePlan, max_model_len: int) -> ModelRunner:
         model.limit_positions(max_model_len)
         packed = self.capabilities.packed_cache
-        cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed)
+        arena = self.arenas.get("cache")
+        cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
         if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
             # "auto" leaves out the MTP layer where drafting does not pay. A later draft then reads
             # rows that were perhaps never written, which must be finite. (The model's own forward
@@ -390,7 +419,8 @@ class _Start:
                 f"{total - free:,}",
                 f"{allowed:,}",
             )
-        return MemoryUse(weights=weights, workspace=max(0, held - weights - cache), cache=cache)
+        elsewhere = 0 if self.arenas else weights + cache
+        return MemoryUse(weights=weights, workspace=max(0, held - elsewhere), cache=cache)
 
 
 def new_verifications(

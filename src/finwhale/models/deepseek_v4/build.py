@@ -7,9 +7,9 @@ dequantised values.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
 from finwhale.checkpoint.loading import StoredWeight
-from finwhale.checkpoint.spec import Storage
+from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
 from finwhale.models.deepseek_v4.attention import AttentionWeights
@@ -59,6 +59,7 @@ class WeightBuilder:
     Attributes:
         config: the sizes of the rank.
         setters: by official name, a function that copies a stored weight to its destination.
+        targets: by official name, the tensors that the setter writes to.
         places: by name of a weight or scale, the destination of its bytes; only for tensors that
             need no conversion.
     """
@@ -86,6 +87,7 @@ class WeightBuilder:
         self.quantised = ops.capabilities.quantised_weights
         self.storages = storages or {name: spec.storage for name, spec in self.specs.items()}
         self.setters: dict[str, Setter] = {}
+        self.targets: dict[str, tuple[Tensor, ...]] = {}
         self.places: dict[str, Tensor] = {}
         self.num_bytes = 0
         layers = tuple(
@@ -110,19 +112,25 @@ class WeightBuilder:
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def _copy_to(self, target: Tensor) -> Setter:
+    def _set(self, name: str, setter: Setter, *targets: Tensor) -> None:
+        """Add a setter, which writes to `targets`, to those that `name` has."""
+        first = self.setters.get(name)
+        self.setters[name] = setter if first is None else _both(first, setter)
+        self.targets[name] = (*self.targets.get(name, ()), *targets)
+
+    def _copy_to(self, name: str, target: Tensor) -> None:
         """Copy values, and convert them during the copy to avoid a second, float32 embedding."""
 
         def copy(stored: StoredWeight) -> None:
             dtype = torch.float32 if stored.scale is not None else stored.data.dtype
             target.copy_(stored.dequantise(dtype, self.device))
 
-        return copy
+        self._set(name, copy, target)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """Allocate storage for one tensor that needs no special layout."""
         tensor = self._empty(self.specs[name].local_shape, dtype)
-        self.setters[name] = self._copy_to(tensor)
+        self._copy_to(name, tensor)
         return tensor
 
     def _projection(self, *names: str) -> LinearWeight:
@@ -161,7 +169,7 @@ class WeightBuilder:
             values = scale_to_float32(stored.scale)
             scale[: values.shape[0]].copy_(values)
 
-        self.setters[name] = copy
+        self._set(name, copy, weight, scale)
 
     def _stacked(
         self,
@@ -176,7 +184,7 @@ class WeightBuilder:
         stacked = self._empty((sum(rows), *self.specs[names[0]].local_shape[1:]), dtype)
         w = self.prepare_linear(LinearWeight(stacked, round_input, out_dtype=out_dtype))
         for name, part in zip(names, w.weight.split(rows), strict=True):
-            self.setters[name] = self._copy_to(part)
+            self._copy_to(name, part)
         return w
 
     def _in_float32(self, *names: str) -> LinearWeight:
@@ -193,7 +201,7 @@ class WeightBuilder:
             three = stored.data
             scale.copy_(torch.cat((three[0].expand(H), three[1].expand(H), three[2].expand(H * H))))
 
-        self.setters[f"{layer}.hc_{block}_scale"] = set_scale
+        self._set(f"{layer}.hc_{block}_scale", set_scale, scale)
         return MhcWeight(
             fn=self._tensor(f"{layer}.hc_{block}_fn"),
             scale=scale,
@@ -271,7 +279,7 @@ class WeightBuilder:
             values = stored.dequantise(torch.float32, self.device)
             w.weight.copy_(values.unflatten(0, (groups, -1)))
 
-        self.setters[name] = copy
+        self._set(name, copy, w.weight)
         return w
 
     def _mix(self, compressor: str, ratio: Literal[4, 128]) -> CompressorWeight:
@@ -284,7 +292,7 @@ class WeightBuilder:
         def set_ape(stored: StoredWeight) -> None:
             ape.copy_(torch.cat(stored.data.split(width, 1)))
 
-        self.setters[f"{compressor}.ape"] = set_ape
+        self._set(f"{compressor}.ape", set_ape, ape)
         return CompressorWeight(ape, norm, ratio)
 
     def _moe(self, ffn: str, hashed: bool) -> MoeWeights:
@@ -299,7 +307,7 @@ class WeightBuilder:
         )
 
     def _expert_table(self, name: str) -> Tensor:
-        table = self._tensor(name, torch.int64)
+        table = self._empty(self.specs[name].local_shape, torch.int64)
         experts = self.config.n_routed_experts
 
         def set_table(stored: StoredWeight) -> None:
@@ -311,7 +319,7 @@ class WeightBuilder:
                 )
             table.copy_(ids)
 
-        self.setters[name] = set_table
+        self._set(name, set_table, table)
         return table
 
     def _shared_expert(self, expert: str) -> ExpertWeight:
@@ -377,14 +385,14 @@ class WeightBuilder:
             codes.copy_(stored.data.view(torch.uint8).reshape(-1))
             exponents.copy_(e8m0_bytes(stored.scale).reshape(-1))
 
-        self.setters[name] = copy
+        self._set(name, copy, codes, exponents)
         self.places[name], self.places[self.specs[name].scale_name] = codes, exponents
 
     def _set_expert(self, name: str, w13: Tensor, w2: Tensor) -> None:
         w1, w3 = w13.chunk(2)
-        self.setters[f"{name}.w1.weight"] = self._copy_to(w1)
-        self.setters[f"{name}.w3.weight"] = self._copy_to(w3)
-        self.setters[f"{name}.w2.weight"] = self._copy_to(w2)
+        self._copy_to(f"{name}.w1.weight", w1)
+        self._copy_to(f"{name}.w3.weight", w3)
+        self._copy_to(f"{name}.w2.weight", w2)
 
     def _mtp(self, mtp: str) -> MtpWeights:
         return MtpWeights(
@@ -402,10 +410,7 @@ class WeightBuilder:
         # A stage multiplies the rows of a block by its wkv, and those of the context by a copy
         # that lies beside the other stages' wkv.
         names = [f"{stage}.attn.wkv" for stage in stages]
-        own = {f"{name}.weight": self.setters[f"{name}.weight"] for name in names}
         context_kv = self._projection(*names)
-        for name, setter in own.items():
-            self.setters[name] = _both(setter, self.setters[name])
         last = stages[-1]
         confidence = f"{last}.confidence_head.proj.weight"
         return DsparkWeights(
@@ -432,6 +437,133 @@ def _both(first: Setter, second: Setter) -> Setter:
     return copy
 
 
+class WeightLoading:
+    """A rank's weights while they are loaded, one tensor after the other, in any order.
+
+    Args:
+        config: the whole model's configuration.
+        storages: the stored format of each weight.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        storages: Mapping[str, Storage],
+        dtype: torch.dtype,
+        device: torch.device,
+        round_activations: bool,
+        ops: Ops,
+        round_wo_a: bool = True,
+        rank: Rank = ALONE,
+    ) -> None:
+        with _no_collection():
+            self._builder = WeightBuilder(
+                config,
+                dtype=dtype,
+                device=device,
+                round_activations=round_activations,
+                round_wo_a=round_wo_a,
+                ops=ops,
+                storages=storages,
+                rank=rank,
+            )
+        self._ops = ops
+        self._waiting = dict(self._builder.setters)
+
+    @property
+    def places(self) -> Mapping[str, Tensor]:
+        """By name of a weight or scale, the destination of its bytes (WeightBuilder.places)."""
+        return self._builder.places
+
+    def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
+        """Copy a stored weight to its destination; None: its bytes are there already.
+
+        Raises:
+            CheckpointError: the weight comes twice, is unknown, or holds wrong values.
+        """
+        setter = self._waiting.pop(spec.name, None)
+        if setter is None:
+            raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
+        assert spec.slice == self._builder.specs[spec.name].slice, "a stream of another rank"
+        if stored is not None:
+            setter(stored)
+
+    def finish(self) -> ModelWeights:
+        """The loaded weights. Raises CheckpointError if one never came."""
+        if self._waiting:
+            waiting = self._waiting
+            raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
+        if self._builder.device.type == "cuda":
+            # Free the temporaries of loading now. Otherwise `_finish` allocates small tensors in
+            # their segments, and each such tensor keeps up to a gigabyte reserved.
+            torch.cuda.empty_cache()
+        return _finish(self._builder.weights, lambda experts: self._ops.finish_experts(experts))
+
+    def finish_part(self, device: torch.device) -> tuple[ModelWeights, frozenset[int]]:
+        """The weights, of which only some may have come.
+
+        Tensors that several weights share must have all of them.
+
+        Args:
+            device: where the operators convert the experts. The results return to the device of
+                the other weights.
+
+        Returns:
+            The weights, and the id of each tensor in them that is complete.
+
+        Raises:
+            CheckpointError: a tensor has only some of its weights.
+        """
+        targets = self._builder.targets
+        came = {_memory(t) for name in targets.keys() - self._waiting for t in targets[name]}
+        for name in sorted(self._waiting):
+            if any(_memory(target) in came for target in targets[name]):
+                raise CheckpointError(
+                    f"the update lacks {name}, which shares a packed tensor with weights that it "
+                    "has: send them together"
+                )
+        complete: set[int] = set()
+
+        def convert(experts: ExpertWeight) -> ExpertWeight:
+            if _memory(experts.w13) not in came or _memory(experts.w2) not in came:
+                if _memory(experts.w13) in came or _memory(experts.w2) in came:
+                    raise CheckpointError("the update has only some matrices of a layer's experts")
+                return experts
+            home = experts.w13.device
+            done = self._ops.finish_experts(_moved(experts, device))
+            done = _moved(done, home)
+            complete.update(map(id, _tensors(done)))
+            return done
+
+        weights = _finish(self._builder.weights, convert)
+        complete.update(id(t) for t in _tensors(weights) if _memory(t) in came)
+        return weights, frozenset(complete)
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _moved(experts: ExpertWeight, device: torch.device) -> ExpertWeight:
+    tensors = {
+        field.name: getattr(experts, field.name).to(device)
+        for field in fields(experts)
+        if isinstance(getattr(experts, field.name), Tensor)
+    }
+    return replace(experts, **tensors)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if is_dataclass(value):
+        parts: Sequence[object] = [getattr(value, field.name) for field in fields(value)]
+    else:
+        parts = value if isinstance(value, tuple) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
 def load_weights(
     config: ModelConfig,
     stream: WeightStream,
@@ -454,31 +586,19 @@ def load_weights(
         FinwhaleError: so many ranks cannot divide the model.
     """
     with _no_collection():
-        builder = WeightBuilder(
+        loading = WeightLoading(
             config,
+            storages=stream.storages,
             dtype=dtype,
             device=device,
             round_activations=round_activations,
             round_wo_a=round_wo_a,
             ops=ops,
-            storages=stream.storages,
             rank=rank,
         )
-        waiting = dict(builder.setters)
-        for spec, stored in stream.into(builder.places):
-            setter = waiting.pop(spec.name, None)
-            if setter is None:
-                raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
-            assert spec.slice == builder.specs[spec.name].slice, "a stream of another rank"
-            if stored is not None:
-                setter(stored)
-    if waiting:
-        raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
-    if device.type == "cuda":
-        # Free the temporaries of loading now. Otherwise `_finish` allocates small tensors in their
-        # segments, and each such tensor keeps up to a gigabyte reserved.
-        torch.cuda.empty_cache()
-    return _finish(builder.weights, ops)
+        for spec, stored in stream.into(loading.places):
+            loading.add(spec, stored)
+    return loading.finish()
 
 
 @contextmanager
@@ -497,12 +617,11 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _finish(weights: ModelWeights, ops: Ops) -> ModelWeights:
+def _finish(weights: ModelWeights, convert: Callable[[ExpertWeight], ExpertWeight]) -> ModelWeights:
     """Convert the routed experts of the loaded weights to the table's final form."""
 
     def finish(layer: LayerWeights) -> LayerWeights:
-        experts = ops.finish_experts(layer.ffn.experts)
-        return replace(layer, ffn=replace(layer.ffn, experts=experts))
+        return replace(layer, ffn=replace(layer.ffn, experts=convert(layer.ffn.experts)))
 
     mtp, dspark = weights.mtp, weights.dspark
     if dspark is not None:

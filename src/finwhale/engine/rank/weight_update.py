@@ -1,0 +1,227 @@
+"""Replaces the weights of one rank in place: entirely, or not at all.
+
+The code that loads a checkpoint first fills a second copy of the rank's weights, in host memory.
+Nothing is written to the old ones before the copy is complete on every rank. Writing it is then a
+plain copy of each tensor into its present memory, so captured graphs remain valid.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from finwhale.checkpoint.incoming import Incoming
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.checkpoint.spec import Storage
+from finwhale.distributed.rank import Rank
+from finwhale.errors import CheckpointError, FinwhaleError, ResourceError
+from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading
+from finwhale.models.registry import parse_config
+from finwhale.ops import Ops
+from finwhale.platform import available_memory
+
+if TYPE_CHECKING:
+    from finwhale.engine.rank.executor import LocalExecutor
+
+logger = logging.getLogger(__name__)
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """All that loading this rank's weights depends on.
+
+    Attributes:
+        model_config: the whole model's.
+        storages: the stored format of each weight that was loaded first.
+    """
+
+    architecture: Architecture
+    model_config: ModelConfig
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    rank: Rank
+    round_activations: bool
+    round_wo_a: bool
+    storages: Mapping[str, Storage]
+
+    def begin(self) -> WeightLoading:
+        """Begin to load a copy of the weights in host memory."""
+        return self.architecture.begin_loading(
+            self.model_config,
+            storages=self.storages,
+            dtype=self.dtype,
+            device=CPU,
+            round_activations=self.round_activations,
+            round_wo_a=self.round_wo_a,
+            ops=self.ops,
+            rank=self.rank,
+        )
+
+
+class WeightUpdate:
+    """The staged copy of new weights.
+
+    Args:
+        weights: the weights that the model runs with.
+        partial: leave weights that do not come as they are.
+    """
+
+    def __init__(self, loader: Loader, weights: Any, *, partial: bool) -> None:
+        self._loader, self._weights, self._partial = loader, weights, partial
+        if not partial:
+            _check_room(sum(tensor.nbytes for tensor in tensors_of(weights)))
+        self._loading: WeightLoading | None = loader.begin()
+        architecture, config = loader.architecture, loader.model_config
+        self._specs = architecture.weight_specs(config, loader.rank)
+        self._ignored = architecture.ignored_prefixes(config)
+        # Dequantised weights have one layout, whatever their stored format.
+        self._packed = loader.ops.capabilities.quantised_weights
+        storages = loader.storages if self._packed else None
+        self._incoming = Incoming(self._specs, self._ignored, storages)
+        self._whole = False
+        self._staged: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Stage tensors. Raises CheckpointError."""
+        assert self._loading is not None
+        for name, tensor in tensors:
+            for spec, stored in self._incoming.add(name, tensor):
+                self._loading.add(spec, stored)
+
+    def read(self, path: Path) -> None:
+        """Stage a whole checkpoint; this rank reads its part only. Raises CheckpointError."""
+        assert self._loading is not None
+        checkpoint = Checkpoint.open(path)
+        theirs = parse_config(checkpoint.config)
+        ours = self._loader.model_config
+        if theirs.draft_head != ours.draft_head and ours.draft_head is None:
+            theirs = theirs.without_draft_head()
+        if theirs != ours:
+            raise CheckpointError(f"{path} is a checkpoint of another model")
+        source = WeightSource(checkpoint, self._specs, ignored=self._ignored)
+        if self._packed and source.storages != self._loader.storages:
+            raise CheckpointError(
+                f"{path} stores weights in other formats than the loaded checkpoint, for which the "
+                "kernels' memory is laid out"
+            )
+        for spec, stored in source:
+            self._loading.add(spec, stored)
+        self._whole = True
+
+    def prepare(self) -> None:
+        """Complete the staged weights. Raises CheckpointError if one is missing."""
+        assert self._loading is not None
+        if not self._whole:
+            self._incoming.check_complete(partial=self._partial)
+        staged, complete = self._loading.finish_part(self._loader.device)
+        self._loading = None
+        pairs = list(zip(tensors_of(self._weights), tensors_of(staged), strict=True))
+        for old, new in pairs:
+            assert old.shape == new.shape and old.dtype == new.dtype, (old.shape, new.shape)
+        self._staged = [(old, new) for old, new in pairs if id(new) in complete]
+
+    @torch.inference_mode()
+    def commit(self) -> None:
+        """Write the staged weights into the memory of the present ones."""
+        for old, new in self._staged:
+            old.copy_(new)
+            # What operators derive from a weight, they keep as attributes of the tensor.
+            vars(old).clear()
+        if self._loader.device.type == "cuda":
+            torch.cuda.synchronize(self._loader.device)
+
+
+def _check_room(num_bytes: int) -> None:
+    free = available_memory()
+    if free is not None and num_bytes > free:
+        raise ResourceError(
+            f"new weights are staged in host memory: they take {num_bytes / 1e9:,.1f} GB, and "
+            f"{free / 1e9:,.1f} GB are free"
+        )
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors in a structure of data classes, tuples and lists, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Sequence[object] = ()
+    if is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, tuple | list):
+        parts = value
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+# --- What the engine sends to its ranks -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Begin to stage an update."""
+
+    partial: bool
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        loader = executor.loader
+        if loader is None:
+            raise FinwhaleError("the weights of a compiled engine cannot be updated")
+        executor.update = None
+        executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=self.partial)
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Stage tensors."""
+
+    tensors: Sequence[tuple[str, Tensor]]
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        _update(executor).add(self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Stage a checkpoint's weights."""
+
+    path: Path
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        _update(executor).read(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Complete the staged weights."""
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        _update(executor).prepare()
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Write the staged weights: after every rank has prepared its own."""
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        _update(executor).commit()
+        executor.update = None
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Drop what is staged."""
+
+    def __call__(self, executor: "LocalExecutor") -> None:
+        executor.update = None
+
+
+def _update(executor: "LocalExecutor") -> WeightUpdate:
+    assert executor.update is not None, "no update has begun"
+    return executor.update

@@ -1,0 +1,148 @@
+"""Sleep gives memory back, and nothing changes after wake."""
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, RequestError, SamplingParams
+from finwhale.engine.rank.arena import Arena
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.weight_update import tensors_of
+
+LONG = [7 * i % 400 for i in range(300)]
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Path) -> LLM:
+    options = {"device": "cpu", "activations": "exact", "cache_memory_bytes": 2**25}
+    return LLM(tiny_path, max_num_seqs=4, enable_sleep_mode=True, **options)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine(shared: LLM, one_thread: None) -> Iterator[LLM]:
+    yield shared
+    assert not shared.engine.is_paused
+    shared.engine.check_integrity()
+
+
+@pytest.fixture(scope="module")
+def before(shared: LLM, llm_bits: list[object]) -> list[object]:
+    assert outputs(shared) == llm_bits  # the arena changes no bit
+    return llm_bits
+
+
+@pytest.fixture(scope="module")
+def llm_bits(shared_llm: LLM) -> list[object]:
+    return outputs(shared_llm)
+
+
+def outputs(llm: LLM) -> list[object]:
+    return [
+        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
+        for result in llm.generate([LONG, [1, 2, 3]], PARAMS)
+        for o in result.outputs
+    ]
+
+
+def resident(llm: LLM, tag: str) -> int:
+    """Bytes of an arena that are in memory, as the system counts them."""
+    libc, count = ctypes.CDLL(None), 0
+    for chunk in local_executor(llm.engine.executor).arenas[tag]._chunks:
+        address, size = chunk.bytes.data_ptr(), chunk.bytes.nbytes
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        assert not libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages)
+        count += sum(page & 1 for page in pages)
+    return count * mmap.PAGESIZE
+
+
+def tensors(llm: LLM) -> list[Tensor]:
+    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
+
+
+@pytest.mark.parametrize("tags", [("weights", "cache"), ("weights",), ("cache",)])
+def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[object]) -> None:
+    held = {tag: resident(engine, tag) for tag in tags}
+    addresses = [tensor.data_ptr() for tensor in tensors(engine)]
+    engine.sleep(tags)  # type: ignore[arg-type]
+    for tag, size in held.items():
+        assert size > 2**17 and resident(engine, tag) < size // 20
+    assert "weights" not in tags or not any(hasattr(t, "_host_gemm") for t in tensors(engine))
+    (refused,) = engine.generate([1, 2, 3], PARAMS)
+    assert "sleeps" in str(refused.error)
+    engine.wake(tags)  # type: ignore[arg-type]
+    assert [tensor.data_ptr() for tensor in tensors(engine)] == addresses
+    assert engine.generate(LONG, PARAMS)[0].num_cached_tokens == 0
+    assert outputs(engine) == before
+
+
+def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_path: Path) -> None:
+    engine.sleep(drop_weights=True)
+    with pytest.raises(RequestError, match="the weights sleep"):
+        engine.update_weights(tiny_path)
+    engine.wake(["weights"])
+    with pytest.raises(RequestError, match="all of them"):
+        engine.update_weights([], partial=True)
+    assert engine.engine.is_sleeping
+    engine.update_weights(tiny_path)
+    assert engine.engine.is_sleeping  # the cache does
+    engine.wake(["cache"])
+    assert outputs(engine) == before
+
+
+def test_running_requests_wait_or_end(engine: LLM, before: list[object]) -> None:
+    results = []
+    for name, requests in (("kept", "recompute"), ("ended", "abort")):
+        result = engine.engine.add_request(name, LONG, PARAMS)
+        while len(result.outputs[0].token_ids) < 3:
+            engine.engine.step()
+        engine.sleep(requests=requests)  # type: ignore[arg-type]
+        assert engine.engine.step() == ([result] if requests == "abort" else [])
+        engine.wake()
+        while not result.finished:
+            engine.engine.step()
+        results.append(result.outputs[0])
+    assert results[0].token_ids == before[0][0]  # type: ignore[index]
+    assert results[1].finish_reason == "abort" and len(results[1].token_ids) == 3
+
+
+def test_a_paused_engine_sleeps_and_remains_paused(engine: LLM) -> None:
+    engine.pause()
+    engine.sleep(["cache"])
+    engine.wake()
+    assert engine.engine.is_paused
+    engine.resume()
+
+
+def test_wrong_uses_are_refused(engine: LLM, llm: LLM) -> None:
+    with pytest.raises(RequestError, match="enable_sleep_mode"):
+        llm.sleep()
+    for tags in ("weights", [], ["kv"]):
+        with pytest.raises(RequestError, match="tags"):
+            engine.sleep(tags)  # type: ignore[arg-type]
+    engine.sleep(["cache"])
+    with pytest.raises(RequestError, match="already"):
+        engine.sleep()
+    engine.wake()
+    engine.wake()  # nothing to do
+
+
+def test_an_arena_keeps_views_of_one_memory() -> None:
+    whole = torch.arange(1000, dtype=torch.float32)
+    parts = [whole[:100].view(10, 10).mT, whole[100:], torch.empty(0)]
+    copies = [part.clone() for part in parts]
+    arena = Arena(torch.device("cpu"))
+    arena.adopt(parts)
+    for _ in range(2):
+        assert all(map(torch.equal, parts, copies))
+        assert parts[0].stride() == (1, 10)
+        assert parts[1].data_ptr() == parts[0].data_ptr() + 400
+        arena.release(keep=True)
+        assert not parts[1].any()
+        arena.restore()
+    assert arena.num_bytes % mmap.PAGESIZE == 0

@@ -1,0 +1,293 @@
+"""New weights in a running engine: the bits of a fresh start, or nothing changes."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, CheckpointError, RequestError, RequestOutput, SamplingParams
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.weight_update import tensors_of
+from finwhale.testing.tiny import random_weights, write_plain_checkpoint
+
+LONG = [7 * i % 400 for i in range(300)]  # more than a block
+PROMPTS = [LONG, [1, 2, 3], [5] * 40]
+LAST = "norm.weight"
+
+
+def params(max_tokens: int = 8) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=3)
+
+
+def outputs(llm: LLM) -> list[object]:
+    """Tokens and log-probabilities, with all their bits."""
+    return [
+        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
+        for result in llm.generate(PROMPTS, params())
+        for o in result.outputs
+    ]
+
+
+def weights_of(llm: LLM) -> list[Tensor]:
+    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
+
+
+@pytest.fixture(scope="module")
+def config(tiny_path: Path) -> dict[str, Any]:
+    return dict(json.loads((tiny_path / "config.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def tensors(config: dict[str, Any]) -> dict[str, Tensor]:
+    return random_weights(config, seed=4)
+
+
+@pytest.fixture(scope="module")
+def other_path(
+    config: dict[str, Any], tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Other weights of the same model."""
+    path = tmp_path_factory.mktemp("other") / "model"
+    write_plain_checkpoint(path, config, tensors)
+    return path
+
+
+@pytest.fixture(scope="module")
+def old_path(tiny_path: Path) -> Path:
+    return tiny_path
+
+
+@pytest.fixture(scope="module")
+def shared(old_path: Path) -> LLM:
+    return LLM(old_path, device="cpu", activations="exact", max_num_seqs=4)
+
+
+@pytest.fixture
+def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
+    """One engine for all tests of this module, which get it with its first weights."""
+    shared.engine.resume()
+    yield shared
+    shared.engine.resume()
+    shared.update_weights(old_path, requests="abort")
+    shared.engine.check_integrity()
+    assert not shared.engine._streams
+    assert local_executor(shared.engine.executor).update is None
+
+
+@pytest.fixture(scope="module")
+def expected(other_path: Path) -> list[object]:
+    """What a fresh start with the other weights gives."""
+    return outputs(LLM(other_path, device="cpu", activations="exact", max_num_seqs=4))
+
+
+@pytest.fixture(scope="module")
+def before(shared: LLM) -> list[object]:
+    return outputs(shared)
+
+
+def test_updated_weights_give_the_bits_of_a_fresh_start(
+    engine: LLM,
+    before: list[object],
+    expected: list[object],
+    tensors: dict[str, Tensor],
+    old_path: Path,
+    other_path: Path,
+) -> None:
+    addresses = [tensor.data_ptr() for tensor in weights_of(engine)]
+    assert before != expected
+    shared_memory = torch.empty(max(t.nbytes for t in tensors.values()), dtype=torch.uint8)
+
+    def stream() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in reversed(tensors.items()):  # any order, and one buffer for all
+            buffer = shared_memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield name, buffer.copy_(tensor)
+
+    engine.update_weights(stream())
+    assert outputs(engine) == expected
+    engine.update_weights(old_path)
+    assert outputs(engine) == before
+    engine.update_weights(other_path)
+    assert outputs(engine) == expected
+    assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
+
+
+def test_prefixes_of_the_old_weights_are_forgotten(engine: LLM, other_path: Path) -> None:
+    engine.generate(LONG, params())
+    assert engine.generate(LONG, params())[0].num_cached_tokens == 256
+    engine.update_weights(other_path)
+    assert engine.generate(LONG, params())[0].num_cached_tokens == 0
+
+
+def broken(tensors: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        if name != LAST:
+            yield name, tensor
+    last = tensors[LAST]
+    if how == "raises":
+        raise ConnectionError("the sender is gone")
+    if how == "unknown":
+        yield "layers.99.norm.weight", last
+    if how == "twice":
+        yield "head.weight", tensors["head.weight"]
+    if how == "shape":
+        yield LAST, last[:-1]
+    if how == "dtype":
+        yield LAST, last.to(torch.int64)
+    if how == "complex":
+        yield LAST, last.to(torch.complex64)
+    if how == "nan":
+        yield LAST, torch.full_like(last, torch.nan)
+    if how == "scale":
+        yield LAST, last
+        yield "layers.0.attn.wq_a.scale", torch.ones(1, 1)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", f"lacks 1 of .*{LAST}"),
+        ("raises", "the sender is gone"),
+        ("unknown", "no tensor layers.99"),
+        ("twice", "head.weight came twice"),
+        ("shape", "norm.weight is F32"),
+        ("dtype", "norm.weight is I64"),
+        ("complex", "complex64"),
+        ("nan", "not finite"),
+        ("scale", "came without scales"),
+    ],
+)
+def test_a_failed_update_changes_nothing(
+    how: str,
+    message: str,
+    engine: LLM,
+    tensors: dict[str, Tensor],
+) -> None:
+    kept = [tensor.clone() for tensor in weights_of(engine)]
+    with pytest.raises((CheckpointError, ConnectionError), match=message):
+        engine.update_weights(broken(tensors, how))
+    assert all(map(torch.equal, weights_of(engine), kept))
+    assert local_executor(engine.engine.executor).update is None
+
+
+def test_a_failed_update_leaves_outputs_and_prefixes(
+    engine: LLM, before: list[object], tensors: dict[str, Tensor]
+) -> None:
+    engine.generate(LONG, params())
+    with pytest.raises(ConnectionError):
+        engine.update_weights(broken(tensors, "raises"))
+    assert engine.generate(LONG, params())[0].num_cached_tokens == 256
+    assert outputs(engine) == before
+
+
+def test_another_models_directory_is_refused(
+    engine: LLM, tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    config = config | {"routed_scaling_factor": 3.25}
+    write_plain_checkpoint(tmp_path / "other", config, tensors)
+    with pytest.raises(CheckpointError, match="another model"):
+        engine.update_weights(tmp_path / "other")
+    with pytest.raises(RequestError, match="pairs"):
+        engine.update_weights([tensors[LAST]])  # type: ignore[list-item]
+
+
+def test_a_partial_update(
+    engine: LLM, before: list[object], tensors: dict[str, Tensor], old_path: Path
+) -> None:
+    layer = {name: t for name, t in tensors.items() if name.startswith("layers.1.")}
+    with pytest.raises(CheckpointError, match="lacks"):
+        engine.update_weights(layer.items())
+    kept = {id(t): t.clone() for t in weights_of(engine)}
+    engine.update_weights(layer.items(), partial=True)
+    changed = sum(not torch.equal(t, kept[id(t)]) for t in weights_of(engine))
+    model = local_executor(engine.engine.executor).runner.model.weights
+    assert changed == len(tensors_of(model.layers[1]))
+    assert outputs(engine) != before
+    # A packed tensor must be complete.
+    for lacking in ("layers.1.attn.wkv.weight", "layers.1.ffn.experts.2.w1.weight"):
+        with pytest.raises(CheckpointError, match="packed tensor"):
+            some = [(name, t) for name, t in layer.items() if name != lacking]
+            engine.update_weights(some, partial=True)
+
+
+# --- Running requests -----------------------------------------------------------------------------
+
+
+def begin(llm: LLM, name: str, prompt: list[int], tokens: int) -> RequestOutput:
+    """A request that has generated 4 tokens."""
+    result = llm.engine.add_request(name, prompt, params(tokens))
+    while len(result.outputs[0].token_ids) < 4:
+        llm.engine.step()
+    return result
+
+
+def end(llm: LLM, result: RequestOutput) -> list[int]:
+    while not result.finished:
+        llm.engine.step()
+    return result.outputs[0].token_ids
+
+
+def test_requests_are_recomputed(engine: LLM, other_path: Path) -> None:
+    result = begin(engine, "one", LONG, 12)
+    so_far = list(result.outputs[0].token_ids)
+    engine.update_weights(other_path)
+    tokens = end(engine, result)
+    (fresh,) = engine.generate([[*LONG, *so_far]], params(8))
+    assert tokens == [*so_far, *fresh.outputs[0].token_ids]
+
+
+def test_requests_are_kept(engine: LLM, other_path: Path) -> None:
+    result = begin(engine, "one", LONG, 12)
+    so_far = list(result.outputs[0].token_ids)
+    preemptions = engine.engine.scheduler.counts.preemptions
+    engine.update_weights(other_path, requests="keep")
+    assert end(engine, result)[: len(so_far)] == so_far
+    assert engine.engine.scheduler.counts.preemptions == preemptions
+    # What it has cached is never reused.
+    assert engine.generate(LONG, params())[0].num_cached_tokens == 0
+
+
+def test_requests_are_aborted(engine: LLM, other_path: Path) -> None:
+    result = begin(engine, "one", LONG, 12)
+    so_far = list(result.outputs[0].token_ids)
+    engine.update_weights(other_path, requests="abort")
+    assert result.finished and result.outputs[0].finish_reason == "abort"
+    assert result.outputs[0].token_ids == so_far
+    assert engine.engine.step() == [result] and not engine.engine.has_work
+    with pytest.raises(RequestError, match="requests must be"):
+        engine.update_weights(other_path, requests="drop")  # type: ignore[arg-type]
+
+
+def test_a_paused_engine_waits(engine: LLM, before: list[object]) -> None:
+    done: list[list[object]] = []
+    engine.pause()
+    thread = threading.Thread(target=lambda: done.append(outputs(engine)))
+    thread.start()
+    time.sleep(0.2)
+    assert not done
+    engine.resume()
+    thread.join(60)
+    assert done == [before]
+
+
+def test_a_pause_aborts(engine: LLM) -> None:
+    result = begin(engine, "one", LONG, 12)
+    engine.pause("abort")
+    assert result.finished and result.outputs[0].finish_reason == "abort"
+    engine.resume()
+    assert engine.engine.step() == [result]
+    with pytest.raises(RequestError, match="mode must be"):
+        engine.pause("drop")  # type: ignore[arg-type]
+
+
+def test_a_compiled_engine_is_refused(engine: LLM, other_path: Path) -> None:
+    executor = local_executor(engine.engine.executor)
+    executor.loader, loader = None, executor.loader
+    with pytest.raises(Exception, match="compiled"):
+        engine.update_weights(other_path)
+    executor.loader = loader

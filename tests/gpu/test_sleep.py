@@ -1,0 +1,111 @@
+"""Sleep and new weights on a GPU: addresses stay, so captured graphs remain valid."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, SamplingParams
+from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.demo import DEMO_PATH
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.loop.weight_updates import update_weights
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.weight_update import tensors_of
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.registry import architecture_of
+from finwhale.models.weight_sources import DummyWeights
+
+CACHE_BYTES = 2**30
+PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=3)
+PROMPTS = [[0, *range(20, 320)], [0, 21, 22]]
+
+
+@pytest.fixture(scope="module", params=["demo", "flash"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """The demo model, and four layers of Flash with random weights."""
+    options = {
+        "max_num_seqs": 4,
+        "max_model_len": 2048,
+        "batch_invariant": True,
+        "cache_memory_bytes": CACHE_BYTES,
+        "enable_sleep_mode": True,
+    }
+    if request.param == "demo":
+        yield LLM(device="cuda", **options).engine
+        return
+    model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
+    yield start_engine(EngineConfig(device="cuda", **options), model, DummyWeights(model), None)
+
+
+def outputs(engine: Engine) -> list[object]:
+    results = [engine.add_request(str(i), ids, PARAMS) for i, ids in enumerate(PROMPTS)]
+    while not all(result.finished for result in results):
+        engine.step()
+    return [
+        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
+        for result in results
+        for o in result.outputs
+    ]
+
+
+def weights_of(engine: Engine) -> list[Tensor]:
+    return tensors_of(local_executor(engine.executor).runner.model.weights)
+
+
+def random_tensors(engine: Engine, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Weights as DummyWeights makes them; with seed 0 the same."""
+    specs = architecture_of(engine.model_config).weight_specs(engine.model_config)
+    for spec, stored in DummySource(specs, "cuda", seed=seed):
+        yield spec.name, stored.data
+        if stored.scale is not None:
+            yield spec.scale_name, stored.scale
+
+
+def first_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """The weights that the engine has loaded."""
+    if engine.model_config.vocab_size == 129280:
+        yield from random_tensors(engine, 0)
+        return
+    checkpoint = Checkpoint.open(DEMO_PATH)
+    ignored = tuple(architecture_of(engine.model_config).ignored_prefixes(engine.model_config))
+    for name in checkpoint.tensors:
+        if not name.startswith(ignored):
+            yield name, checkpoint.read(name)
+
+
+def free_bytes() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
+
+
+def test_sleep_changes_nothing(engine: Engine) -> None:
+    before, addresses = outputs(engine), [tensor.data_ptr() for tensor in weights_of(engine)]
+    size = engine.memory.weights + engine.memory.cache
+    awake = free_bytes()
+    engine.sleep()
+    assert free_bytes() - awake > 0.9 * size
+    engine.wake()
+    assert awake - free_bytes() < 2**26
+    assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
+    assert outputs(engine) == before
+    assert not sum(engine.executor.late_compilations().values())
+
+
+def test_updates_write_in_place(engine: Engine) -> None:
+    before, addresses = outputs(engine), [tensor.data_ptr() for tensor in weights_of(engine)]
+    if engine.model_config.vocab_size == 129280:
+        update_weights(engine, random_tensors(engine, 1), partial=False, requests="recompute")
+        assert outputs(engine) != before
+    engine.sleep(drop_weights=True)
+    engine.wake()
+    update_weights(engine, first_tensors(engine), partial=False, requests="recompute")
+    assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
+    assert outputs(engine) == before
+    assert not sum(engine.executor.late_compilations().values())

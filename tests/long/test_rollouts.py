@@ -1,0 +1,167 @@
+"""New weights on two ranks, in an engine that drafts, and in the layout of a GPU's table."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, CheckpointError, SamplingParams
+from finwhale.checkpoint.loading import WeightSource
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.distributed.rank import ALONE, Rank
+from finwhale.engine.loop import weight_updates
+from finwhale.engine.rank.weight_update import Loader, WeightUpdate, tensors_of
+from finwhale.models.registry import architecture_of, parse_config
+from finwhale.ops import load_ops
+from finwhale.platform import Platform
+from finwhale.testing.tiny import (
+    divisible_config,
+    random_weights,
+    tiny_config,
+    write_plain_checkpoint,
+    write_quantised_checkpoint,
+)
+
+PROMPTS = [[5, 6, 7], [9] * 300, list(range(2, 40))]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    directory, config = tmp_path_factory.mktemp("ranks"), divisible_config()
+    for seed in (3, 4):
+        write_plain_checkpoint(directory / str(seed), config, random_weights(config, seed))
+    return [directory / "3", directory / "4"]
+
+
+def open_llm(path: Path, size: int = 2, draft_tokens: int = 0) -> LLM:
+    return LLM(
+        path,
+        device="cpu",
+        activations="exact",
+        tensor_parallel_size=size,
+        max_num_seqs=4,
+        draft_tokens=draft_tokens,
+        enable_sleep_mode=size > 1,
+    )
+
+
+def outputs(llm: LLM) -> list[object]:
+    return [
+        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
+        for result in llm.generate(PROMPTS, GREEDY)
+        for o in result.outputs
+    ]
+
+
+def test_two_ranks(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_updates, "BUCKET_BYTES", 1 << 16)
+    old, new = paths
+    tensors = random_weights(divisible_config(), 4)
+    fresh = open_llm(new)
+    expected = outputs(fresh)
+    del fresh
+    llm = open_llm(old)
+    before = outputs(llm)
+    assert before != expected
+
+    buffer = torch.empty(max(t.nbytes for t in tensors.values()), dtype=torch.uint8)
+
+    def stream(fails: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            if fails and name == "layers.2.ffn.experts.1.w1.weight":
+                raise ConnectionError("the sender is gone")
+            part = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            yield name, part.copy_(tensor)
+
+    with pytest.raises(ConnectionError):
+        llm.update_weights(stream(fails=True))
+    with pytest.raises(CheckpointError, match="lacks"):
+        llm.update_weights(item for item in stream() if item[0] != "norm.weight")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        llm.update_weights(new.parent / "none")
+    assert outputs(llm) == before
+    llm.update_weights(stream())
+    assert outputs(llm) == expected
+    llm.update_weights(old)
+    assert outputs(llm) == before
+    llm.update_weights(new)
+    assert outputs(llm) == expected
+    llm.sleep()
+    llm.wake()
+    assert outputs(llm) == expected
+    llm.sleep(drop_weights=True)
+    llm.wake()
+    llm.update_weights(stream())
+    assert outputs(llm) == expected
+
+
+def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
+    """FP8 and FP4 in the layout of a GPU's table, for two ranks, with scales before and after."""
+    config = tiny_config(5, quantised=True) | {
+        "num_attention_heads": 8,
+        "o_groups": 4,
+        "o_lora_rank": 128,
+        "head_dim": 64,
+        "moe_intermediate_size": 256,
+    }
+    for seed in (1, 2):
+        write_quantised_checkpoint(tmp_path / str(seed), config, random_weights(config, seed))
+    ops = load_ops(Platform("nvidia", "sm90"))
+    ops = replace(ops, finish_experts=lambda w: w)
+    model_config = parse_config(config)
+    architecture = architecture_of(model_config)
+    old, new = (Checkpoint.open(tmp_path / str(seed)) for seed in (1, 2))
+    for rank in (ALONE, Rank(1, 2)):
+        specs = architecture.weight_specs(model_config, rank)
+        form = {
+            "dtype": torch.bfloat16,
+            "device": torch.device("cpu"),
+            "round_activations": True,
+            "round_wo_a": True,
+            "ops": ops,
+            "rank": rank,
+        }
+        sources = [WeightSource(one, specs) for one in (old, new)]
+        running, fresh = (architecture.load_weights(model_config, s, **form) for s in sources)
+        loader = Loader(
+            architecture=architecture,
+            model_config=model_config,
+            storages=sources[0].storages,
+            **form,  # type: ignore[arg-type]
+        )
+        names = sorted(new.tensors, key=lambda name: name[::-1])
+        for partial in (False, True):
+            update = WeightUpdate(loader, running, partial=partial)
+            update.add((name, new.read(name)) for name in names)
+            update.prepare()
+            update.commit()
+            for ours, theirs in zip(tensors_of(running), tensors_of(fresh), strict=True):
+                assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        update = WeightUpdate(loader, running, partial=True)
+        name = next(n for n in names if n.endswith("wq_a.weight"))
+        with pytest.raises(CheckpointError, match=r"stored as bf16.*fp8_block"):
+            update.add([(name, new.read(name).to(torch.bfloat16))])
+        update = WeightUpdate(loader, running, partial=True)
+        name = next(n for n in names if n.endswith(".scale"))
+        update.add([(name, new.read(name))])
+        with pytest.raises(CheckpointError, match="without"):
+            update.prepare()
+
+
+@pytest.mark.parametrize("requests", ["keep", "recompute", "abort"])
+def test_a_drafting_engine(requests: str, paths: list[Path]) -> None:
+    old, new = paths
+    expected, *_ = (outputs(open_llm(path, 1, draft_tokens=2)) for path in (new, old))
+    llm = open_llm(old, 1, draft_tokens=2)
+    result = llm.engine.add_request("one", [9] * 300, GREEDY)
+    while len(result.outputs[0].token_ids) < 4:
+        llm.engine.step()
+    llm.update_weights(new, requests=requests)  # type: ignore[arg-type]
+    while not result.finished:
+        llm.engine.step()
+    assert len(result.outputs[0].token_ids) == GREEDY.max_tokens or requests == "abort"
+    assert outputs(llm) == expected
