@@ -60,9 +60,9 @@ long-replicas:
 long-rollouts:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_rollouts.py
 
-# Clients of other projects, each in its own environment, against the demo model.
+# Clients of other projects, each in its own environment, against the demo model. Needs npm.
 long-clients:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_clients.py tests/long/test_measuring_clients.py tests/long/test_agents.py
 
 # `finwhale run-batch` and a server with batches, killed again and again.
 long-batch:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, sync_playwright
 
+from .servers import DemoServer
+
 if not os.environ.get("FINWHALE_LONG"):
     collect_ignore_glob = ["test_*.py"]
 
@@ -24,3 +26,12 @@ def browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@pytest.fixture(scope="module")
+def demo_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
+    server = DemoServer(tmp_path_factory.mktemp("server") / "log")
+    try:
+        yield server
+    finally:
+        server.program.close()

@@ -1,5 +1,6 @@
 """Processes that serve a model over HTTP, and what the tests ask of them."""
 
+import json
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import openai
 
@@ -49,6 +51,27 @@ class Program:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+class DemoServer:
+    """`finwhale serve` with the demo model, and its log of requests."""
+
+    def __init__(self, log: Path) -> None:
+        (self.port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        arguments = ["serve", "--device", "cpu", "--port", str(self.port)]
+        self.program = Program(python("-m", "finwhale", *arguments), log)
+        try:
+            wait_for(lambda: is_ready(self.port), 120, [self.program])
+        except BaseException:
+            self.program.close()
+            raise
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The log's entries of the requests for generation, in the order in which they ended."""
+        lines = (json.loads(line) for line in self.program.output.splitlines() if line)
+        entries = [line for line in lines if line["message"] == "request"]
+        return [entry for entry in entries if entry["method"] == "POST"]
 
 
 def python(*arguments: str) -> list[str]:

@@ -1,13 +1,12 @@
 """Clients of other projects, unmodified, against a server with the demo model."""
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from . import environments
-from .servers import Program, free_ports, is_ready, python, wait_for
+from .servers import DemoServer
 
 SCRIPT = Path(__file__).parent / "ask.py"
 CLIENTS = {
@@ -19,23 +18,9 @@ CLIENTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    (port,) = free_ports(1)
-    arguments = ["serve", "--device", "cpu", "--max-model-len", "4096", "--port", str(port)]
-    program = Program(
-        python("-m", "finwhale", *arguments), tmp_path_factory.mktemp("server") / "log"
-    )
-    try:
-        wait_for(lambda: is_ready(port), 120, [program])
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        program.close()
-
-
 @pytest.mark.parametrize("client", CLIENTS)
-def test_a_client(client: str, url: str, tmp_path: Path) -> None:
+def test_a_client(client: str, demo_server: DemoServer, tmp_path: Path) -> None:
     programs = environments.make(tmp_path / "environment", *CLIENTS[client])
-    command = [str(programs / "python"), str(SCRIPT), client, url]
+    command = [str(programs / "python"), str(SCRIPT), client, demo_server.url]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
