@@ -244,7 +244,12 @@ def test_kernels_are_built_for_the_steps_that_verify(
     sizes = (1, 2, 4)
     kinds = draft_kinds(engine.config, engine.model_config)
     largest = Largest(
-        num_tokens=40, num_seqs=4, max_len=300, decode_graphs=sizes, draft_kinds=kinds
+        num_tokens=40,
+        num_seqs=4,
+        max_len=300,
+        decode_graphs=sizes,
+        verify_graphs=sizes,
+        draft_kinds=kinds,
     )
     built = SignatureRun(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False

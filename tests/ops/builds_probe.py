@@ -71,6 +71,7 @@ DRAFTING = replace(
     LARGEST,
     num_tokens=24,
     prefill_graphs=(16, 24),
+    verify_graphs=(1, 2, 3, 8),
     draft_kinds=tuple([(kind.width, kind.drafts) for kind in step_kinds(5, block=True)]),
 )
 
@@ -126,7 +127,7 @@ class DraftingSample(SignatureRun):
         for n in range(1, largest.num_tokens + 1):
             # Also by the host: from one to all of a sequence's tokens.
             yield n, n, [(self.largest.max_len, query) for query in (1, 2, longest, n)]
-        for size in (*largest.decode_graphs, *range(1, largest.num_seqs + 1)):
+        for size in range(1, largest.num_seqs + 1):
             for width in range(1, longest + 1):
                 query = longest if width > 1 else 1
                 yield size * width, query, [(largest.max_len, query)]

@@ -119,9 +119,8 @@ class SignatureRun:
             # Steps of any width may be ragged, so they all declare the longest verification.
             longest = 1 + self.drafts
             verified = set(self.sizes.tokens(2, largest.num_seqs * longest))
-            verified |= {
-                size * (1 + count) for size in decodes for count in largest.drafts if count
-            }
+            sizes = decodes.union(largest.verify_graphs)
+            verified |= {size * (1 + count) for size in sizes for count in largest.drafts if count}
             for n in sorted(verified):
                 yield n, longest, self._bounds(n, (longest,), seen)
         for n in sorted(prefills):
@@ -135,7 +134,7 @@ class SignatureRun:
         if not self.drafts or not block or largest.max_len <= block:
             return []
         found = {size // block for size in self.sizes.tokens(1, largest.num_seqs * block)}
-        return sorted({*found, *largest.decode_graphs, 1, largest.num_seqs} - {0})
+        return sorted({*found, *largest.verify_graphs, 1, largest.num_seqs} - {0})
 
     def _captured_contexts(self) -> list[int]:
         """Contexts of captured decodes: the longest one, and powers of two below it.
