@@ -22,9 +22,16 @@ from finwhale.compiled.graph_store import GraphStore, Traceable
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.startup import launches
+from finwhale.models.deepseek_v4.dspark import DsparkHead
+from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.testing.stepping import Stepper
-from finwhale.testing.tiny import random_weights, tiny_config, write_plain_checkpoint
+from finwhale.testing.tiny import (
+    random_weights,
+    tiny_config,
+    with_dspark,
+    write_plain_checkpoint,
+)
 
 # Two graphs: the layer and the MTP layer are of one kind, and half the time of a test is g++'s.
 ONE_LAYER = tiny_config(3) | {
@@ -206,6 +213,58 @@ def test_traced_functions_give_the_layers_results(
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     one, other = (llm.generate(together, params) for llm in (traced, plain))
     assert [r.outputs[0].token_ids for r in one] == [r.outputs[0].token_ids for r in other]
+
+
+def keeping(run: Callable[..., Tensor], kept: list[Tensor]) -> Callable[..., Tensor]:
+    """`run`, which adds its results to a list."""
+
+    def noted(*args: Any) -> Tensor:
+        kept.append(run(*args))
+        return kept[-1]
+
+    return noted
+
+
+@pytest.mark.usefixtures("not_compiling")
+def test_traced_stages_of_dspark_give_their_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Stages have fewer experts than the model's layers, and their tokens see further rows."""
+    config = with_dspark(
+        ONE_LAYER | {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128]},
+        dspark_n_routed_experts=2,
+        dspark_num_experts_per_tok=1,
+    )
+    write_plain_checkpoint(tmp_path, config, random_weights(config, seed=5))
+    found = []
+    for options in ({}, {"compile": True, "cache_dir": str(tmp_path / "kept")}):
+        engine = LLM(
+            tmp_path,
+            device="cpu",
+            activations="exact",
+            max_num_seqs=4,
+            draft_tokens=5,
+            **options,  # type: ignore[arg-type]
+        ).engine
+        runner = local_executor(engine.executor).runner
+        assert isinstance(runner.model, DeepseekV4)
+        head = runner.model.draft_head
+        assert isinstance(head, DsparkHead)
+        layers = {type(layer) for layer in [*runner.model.layers, *head.layers]}
+        assert layers == {CompiledLayer if options else DecoderLayer}
+        blocks: list[Tensor] = []
+        monkeypatch.setattr(head, "run_block", keeping(head.run_block, blocks))
+        texts = [[(7 * i) % 390 for i in range(n)] for n in (3, 130, 20)]
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        results = [engine.add_request(str(i), text, params) for i, text in enumerate(texts)]
+        while engine.has_work:
+            engine.step()
+        tokens = [result.outputs[0].token_ids for result in results]
+        found.append((tokens, blocks))
+    (tokens, wanted), (compiled_tokens, compiled) = found
+    assert compiled_tokens == tokens and len(wanted) == len(compiled) >= 10
+    for one, other in zip(compiled, wanted, strict=True):
+        assert (one - other).norm() < 1e-4 * other.norm()
 
 
 @pytest.mark.usefixtures("not_compiling")

@@ -23,8 +23,10 @@ from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps
+from finwhale.engine.rank.startup import draft_kinds, new_verifications
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments
+from finwhale.ops.paging import MAX_DECODE_QUERY
 from finwhale.testing.tiny import random_weights, with_dspark, write_plain_checkpoint
 
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
@@ -231,6 +233,33 @@ def test_proposals_are_those_of_the_formulas(model: Model, new_llm: Callable[...
                 assert worse < NEAR_TIE, (key, len(text))
                 compared += int(best[0] - best[1] > NEAR_TIE * logits.abs().max())
     assert compared > 150
+
+
+def test_kernels_are_built_for_the_steps_that_verify(
+    model: Model, new_llm: Callable[..., LLM]
+) -> None:
+    """A step of any width, which may be ragged, declares the longest verification of the engine."""
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    runner = local_executor(engine.executor).runner
+    sizes = (1, 2, 4)
+    kinds = draft_kinds(engine.config, engine.model_config)
+    largest = Largest(
+        num_tokens=40,
+        num_seqs=4,
+        max_len=300,
+        decode_graphs=sizes,
+        verify_graphs=sizes,
+        draft_kinds=kinds,
+    )
+    built = SignatureRun(
+        runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
+    )
+    steps = new_verifications(runner, engine.config, None)
+    real = [steps._inputs(size, size * width, 300).tokens for size in sizes for width, _ in kinds]
+    wanted = {(len(tokens.positions), tokens.max_query) for tokens in real}
+    found = {(num_tokens, query) for num_tokens, _, bounds in built.steps() for _, query in bounds}
+    assert wanted <= found
+    assert max(query for _, query in wanted) <= MAX_DECODE_QUERY
 
 
 def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) -> None:

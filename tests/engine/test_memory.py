@@ -70,7 +70,13 @@ def test_what_counts_as_workspace(
     assert steps.workspace_bytes(graphs) == 5000 + 900 + 3 * GRAPH_BYTES
     assert isinstance(runner.model, DeepseekV4)
     config = runner.model.config
-    drafts = replace(graphs, prefill_graphs=(), draft_kinds=((2, 1),))
+    drafts = replace(
+        graphs,
+        decode_graphs=(),
+        verify_graphs=(1, 4),
+        prefill_graphs=(),
+        draft_kinds=((2, 1),),
+    )
     row = config.vocab_size * 4 + config.hc_mult * config.hidden_size * 4
     assert steps.workspace_bytes(drafts) == 800 + 60 + 5 * 2 * row + 4 * GRAPH_BYTES
 

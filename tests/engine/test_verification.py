@@ -13,13 +13,14 @@ from finwhale import LLM, RequestOutput, SamplingParams
 from finwhale.bench.drafting import ForcedAcceptance
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_policy import PLAIN, DraftChoice, FixedDrafts
+from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.kv_cache import allocate_cache
-from finwhale.engine.rank.startup import draft_on_device, new_verifications
+from finwhale.engine.rank.startup import draft_on_device, largest_steps, new_verifications
 from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -411,3 +412,42 @@ def test_sizes() -> None:
         sizes = verification_sizes(most)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
     assert torch.tensor(verification_sizes(128)).sum() < 4 * 128
+
+
+@pytest.mark.parametrize("graph_sizes", [None, (1, 5, 12)], ids=["default", "given"])
+def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
+    llm: LLM, graph_sizes: tuple[int, ...] | None
+) -> None:
+    """And every step finds a captured graph with enough tokens, of every number of drafts."""
+    config = replace(llm.engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
+    plain, auto, fixed = (
+        largest_steps(replace(config, draft_tokens=drafts), llm.engine.model_config, True, 300)
+        for drafts in (0, "auto", 2)
+    )
+    assert auto.decode_graphs == plain.decode_graphs and not plain.verify_graphs
+    assert auto.verify_graphs == fixed.verify_graphs and not fixed.decode_graphs
+    for largest in (auto, fixed):
+        steps = DeviceDrafts(
+            max_seqs=largest.verify_graphs[-1],
+            sizes=largest.verify_graphs,
+            plain_sizes=largest.decode_graphs,
+            kinds=largest.draft_kinds,
+        )
+        captured = steps.captured()
+        tokens = [size * width for size, width in captured]
+        assert tokens == sorted(tokens, reverse=True)
+        widths = [width for width, _ in steps.kinds]
+        drafting = sum(widths.count(width) for _, width in captured)
+        assert largest.num_graphs == len(captured) + drafting + len(largest.prefill_graphs)
+        for count in range(1, steps.max_seqs + 1):
+            for width, drafts in steps.kinds:
+                for num_tokens in {count, count * width - 1, count * width} - {count - 1}:
+                    found = steps.width(count, num_tokens, drafts)
+                    if found is None:
+                        assert num_tokens < count * width and drafts == 0
+                        continue
+                    size = steps.padded(count, found)
+                    assert (size, found) in captured and found <= width
+                    assert num_tokens + (count < size) <= size * found
+                    if found == 1:
+                        assert size == min(n for n in plain.decode_graphs if n >= count)

@@ -25,6 +25,7 @@ from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps
@@ -65,13 +66,28 @@ ALL_CAPTURED = replace(
 )
 
 
+# Every decode verifies drafts, on the device or planned by the host.
+DRAFTING = replace(
+    LARGEST,
+    num_tokens=24,
+    prefill_graphs=(16, 24),
+    verify_graphs=(1, 2, 3, 8),
+    draft_kinds=tuple([(kind.width, kind.drafts) for kind in step_kinds(5, block=True)]),
+)
+
 # No step is captured, so decodes also have any number of tokens and any context.
 EAGER = replace(LARGEST, num_tokens=300, num_seqs=64, decode_graphs=(), prefill_graphs=())
 
 
-def small_flash() -> ModelConfig:
-    """A small model with Flash's heads and one layer of each kind."""
-    config = ModelConfig.preset("flash").without_draft_head().with_layers(4)
+def small_flash(preset: str = "flash") -> ModelConfig:
+    """A small model with Flash's heads and one layer of each kind; with DSpark if that is Flash's
+    draft head.
+    """
+    config = ModelConfig.preset(preset).with_layers(4)
+    if config.dspark is None:
+        config = config.without_draft_head()
+    else:
+        config = replace(config, dspark=replace(config.dspark, noise_token_id=1023))
     return replace(
         config,
         hidden_size=256,
@@ -101,6 +117,23 @@ class Sample(SignatureRun):
             yield n, 1, [(self.largest.max_len, 1)]
         for n in range(1, self.largest.num_seqs + 1) if self.eager else ():
             yield n, 1, [(length(), 1) for _ in range(16)]
+
+
+class DraftingSample(SignatureRun):
+    """Steps of an engine that drafts: of every size and width, and passes of any draft head."""
+
+    def steps(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
+        largest, longest = self.largest, 1 + self.drafts
+        for n in range(1, largest.num_tokens + 1):
+            # Also by the host: from one to all of a sequence's tokens.
+            yield n, n, [(self.largest.max_len, query) for query in (1, 2, longest, n)]
+        for size in range(1, largest.num_seqs + 1):
+            for width in range(1, longest + 1):
+                query = longest if width > 1 else 1
+                yield size * width, query, [(largest.max_len, query)]
+
+    def _draft_passes(self) -> list[int]:
+        return list(range(1, self.largest.num_seqs + 1))
 
 
 def empty_gemm(a_GNK: Tensor, b_GKM: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -249,9 +282,8 @@ def load_all(variants: list[Variant]) -> None:
         kernel.preload(variant.specialization)
 
 
-def compare_launches(round_wo_a: bool) -> tuple[list[Variant], dict[str, Any]]:
-    """The launches that are built ahead, and a report: none may be missing from them."""
-    config, cpu = small_flash(), torch.device("cpu")
+def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
+    cpu = torch.device("cpu")
     weights: list[Any] = []
 
     def load() -> None:
@@ -269,7 +301,36 @@ def compare_launches(round_wo_a: bool) -> tuple[list[Variant], dict[str, Any]]:
         )
 
     collect(load)  # folds experts
-    model = DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
+    return DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
+
+
+def compare_drafting_launches() -> dict[str, Any]:
+    """What the launches of an engine that drafts with DSpark miss, and what verifications need.
+
+    A verification of 5 to 8 tokens must have the launches of one of 4.
+    """
+    config = small_flash("flash-0731")
+    model, groups = new_model(config, True), cache_spec(config)
+    cache = LargestSteps.alone(model, groups, OPS).cache
+    run = SignatureRun(model, groups, OPS, cache, DRAFTING, eager=False)
+    every = collect(DraftingSample(model, groups, OPS, cache, DRAFTING, eager=False))
+
+    def verification(query: int) -> set[tuple[str, str]]:
+        inference = torch.inference_mode()
+        return names(collect(inference(lambda: run._step(48, query, [(40000, query)]))))
+
+    return {
+        "missing": sorted(names(every) - names(collect(run)))[:5],
+        "other verifications": [
+            query for query in range(5, 9) if verification(query) != verification(4)
+        ],
+    }
+
+
+def compare_launches(round_wo_a: bool) -> tuple[list[Variant], dict[str, Any]]:
+    """The launches that are built ahead, and a report: none may be missing from them."""
+    config = small_flash()
+    model = new_model(config, round_wo_a)
     groups = cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
     walked = collect(SignatureRun(model, groups, OPS, cache, LARGEST, eager=False))
@@ -310,6 +371,7 @@ def main() -> None:
     walked, report = compare_launches(round_wo_a=True)
     cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]
     report |= {
+        "drafting": compare_drafting_launches(),
         "left out": [
             line
             for experts, topk in ((256, 6), (384, 6), (384, 8), (64, 6), (16, 4))

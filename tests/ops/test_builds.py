@@ -52,6 +52,17 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
     )
 
 
+def test_every_step_that_drafts_finds_its_kernels(report: dict[str, Any]) -> None:
+    """Of every size and width, and draft passes of any number of sequences."""
+    assert report["drafting"]["missing"] == []
+
+
+def test_verifications_of_up_to_8_tokens_launch_the_kernels_of_a_decode(
+    report: dict[str, Any],
+) -> None:
+    assert report["drafting"]["other verifications"] == []
+
+
 def test_every_number_of_tokens_finds_its_kernels_with_deepgemm(
     with_deepgemm: list[dict[str, Any]],
 ) -> None:

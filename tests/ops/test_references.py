@@ -276,9 +276,10 @@ def naive_compress(
     entries: PageTable,
     max_verify_tokens: int,
 ) -> list[Floats]:
-    assert max_verify_tokens == 4
     return [
-        pool for part in parts for pool in _compressed(part, tokens, rotary, eps, states, entries)
+        pool
+        for part in parts
+        for pool in _compressed(part, tokens, rotary, eps, states, entries, max_verify_tokens)
     ]
 
 
@@ -289,6 +290,7 @@ def _compressed(
     eps: float,
     states: PageTable,
     entries: PageTable,
+    max_verify_tokens: int,
 ) -> list[Floats]:
     w, projected = part.weight, f64(part.projected)
     before, state, out = f64(part.state_pool), f64(part.state_pool), f64(part.entry_pool)
@@ -296,8 +298,10 @@ def _compressed(
     token_at = {(b, position): n for n, b, position in places(tokens)}
     ends = {b: position + 1 for _, b, position in places(tokens)}
     counts = Counter(b for _, b, _ in places(tokens))
-    # A step of at most four tokens may be undone but for its first.
-    ends = {b: end if counts[b] > 4 else end - counts[b] + 1 for b, end in ends.items()}
+    # A step that verifies drafts may be undone but for its first token.
+    ends = {
+        b: end if counts[b] > max_verify_tokens else end - counts[b] + 1 for b, end in ends.items()
+    }
     mixed = {4: 8, 128: 128}[w.ratio]
     for n, b, position in places(tokens):
         at_block_end = w.ratio == 4 and position % 256 >= 252 and states.has_page(b, position)

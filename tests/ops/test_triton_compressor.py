@@ -15,9 +15,9 @@ from finwhale.ops.attention.layout import pack_rows, unpack_rows
 from finwhale.ops.case import E4M3_FLIP, FP4_FLIP, Chunks, Draw, strided
 from finwhale.ops.compressor import CompressPart, Rounding, ref
 from finwhale.ops.compressor import compress_triton as kernels
-from finwhale.ops.compressor.cases import EPS, compress_args
+from finwhale.ops.compressor.cases import EPS, VERIFICATIONS, compress_args
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard
 
 from . import kernels_support as kernels_support
@@ -61,8 +61,13 @@ def check(
     states: PageTable,
     entries: PageTable,
     run: Tokens | None = None,
-) -> None:
-    """`run`: the tokens that the kernel gets, if not those that the reference gets."""
+    max_verify_tokens: int = 4,
+) -> tuple[CompressPart, ...]:
+    """Returns what the kernel wrote.
+
+    Args:
+        run: the tokens that the kernel gets, if not those that the reference gets.
+    """
     rope, rows = 2 * rotary.shape[1], entries.rows_per_page
     found = tuple(packed(part, rope, rows) for part in parts)
     before = [dense(part, rope, rows) for part in found]
@@ -70,10 +75,10 @@ def check(
         replace(part, entry_pool=values.clone(), state_pool=part.state_pool.clone())
         for part, values in zip(parts, before, strict=True)
     )
-    kernels.compress(found, run or tokens, rotary, EPS, states, entries, 4)
+    kernels.compress(found, run or tokens, rotary, EPS, states, entries, max_verify_tokens)
     count = tokens.positions.shape[0]
     cut = tuple(replace(part, projected=part.projected[:count]) for part in wanted)
-    ref.compress(cut, tokens, rotary, EPS, states, entries, 4)
+    ref.compress(cut, tokens, rotary, EPS, states, entries, max_verify_tokens)
     for part, one, other, old in zip(parts, found, wanted, before, strict=True):
         assert torch.equal(one.state_pool, other.state_pool)
         values = dense(one, rope, rows)
@@ -86,6 +91,7 @@ def check(
             assert (error > allowed).float().mean() <= FLIPS
             step = FP4_FLIP if part.rounding == "key" else E4M3_FLIP
             assert (error <= step * wanted_values.abs().amax()).all()
+    return found
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
@@ -95,6 +101,46 @@ def test_against_the_reference(step: tuple[int, Chunks, tuple[int, ...], int]) -
     args = compress_args(Draw(), ratio, chunks, widths, rope, roundings)  # type: ignore[arg-type]
     parts, tokens, rotary, _, states, entries, _ = args
     check(parts, tokens, rotary, states, entries)
+
+
+@pytest.mark.parametrize("step", VERIFICATIONS, ids=str)
+def test_verifications_of_up_to_8_tokens(
+    step: tuple[int, int, Chunks, tuple[int, ...], int],
+) -> None:
+    """They run as decodes, with padding, and write the bits that a prefill writes."""
+    most, ratio, chunks, widths, rope = step
+    args = compress_args(
+        Draw(),
+        ratio,  # type: ignore[arg-type]
+        chunks,
+        widths,
+        rope,
+        ("nope", "key"),
+        max_verify_tokens=most,
+    )
+    parts, tokens, rotary, _, states, entries, _ = args
+    padded = replace(
+        tokens,
+        positions=torch.cat((tokens.positions, torch.full((3,), -1))),
+        sequence=torch.cat((tokens.sequence, torch.tensor([0, 1, 1], dtype=torch.int32))),
+        cache=StepCache(),
+    )
+    found = []
+    for max_query in (MAX_DECODE_QUERY, MAX_DECODE_QUERY + 1):
+        run = replace(padded, max_query=max_query, cache=StepCache())
+        wide = tuple(
+            replace(
+                part,
+                projected=torch.cat(
+                    (part.projected, torch.full((3, part.projected.shape[1]), torch.nan))
+                ),
+            )
+            for part in parts
+        )
+        found.append(check(wide, tokens, rotary, states, entries, run, most))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.entry_pool, other.entry_pool)
+        assert torch.equal(one.state_pool, other.state_pool)
 
 
 @pytest.mark.parametrize("ratio", (4, 128))

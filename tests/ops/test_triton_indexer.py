@@ -8,6 +8,7 @@ unpacks keys, runs here in an emulator of its instructions.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -20,7 +21,7 @@ from finwhale.ops.indexer import ref, topk_triton
 from finwhale.ops.indexer import select_entries_triton as kernels
 from finwhale.ops.indexer.cases import CASES
 from finwhale.ops.indexer.layout import pack_keys, unpack_keys
-from finwhale.ops.paging import PageTable, Tokens
+from finwhale.ops.paging import MAX_DECODE_QUERY, PageTable, StepCache, Tokens
 from finwhale.ops.rounding import hadamard, rotate_to_fp4, unscaled_fp4
 
 from . import kernels_support as kernels_support
@@ -61,6 +62,22 @@ def agree(found: Tensor, wanted: Tensor) -> bool:
 )
 def test_shared_cases(case: OpCase) -> None:
     assert agree(*selected(case.args()))
+
+
+@pytest.mark.parametrize("score_bytes", (2**20, 2**13), ids=("at once", "in parts"))
+def test_verifications_of_up_to_8_tokens(score_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as decodes, and select what a prefill selects."""
+    monkeypatch.setattr(kernels, "MAX_SCORE_BYTES", score_bytes)
+    case = next(c for c in CASES if c.args()[-1] and c.args()[4].max_query == 8)
+    args = list(case.args())
+    positions = torch.cat((args[4].positions[:-2], torch.full((2,), -1)))
+    both = []
+    for max_query in (MAX_DECODE_QUERY, MAX_DECODE_QUERY + 1):
+        args[4] = replace(args[4], positions=positions, max_query=max_query, cache=StepCache())
+        found, wanted = selected(tuple(args))
+        assert agree(found, wanted)
+        both.append(found)
+    assert torch.equal(*both)
 
 
 def test_rows_of_several_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

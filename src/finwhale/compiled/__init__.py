@@ -21,6 +21,7 @@ from finwhale.compiled.graph_store import GraphStore
 from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.compiled.step_tensors import StepTensors
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
+from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.deepseek_v4.layer import DecoderLayer, Layer
 from finwhale.models.deepseek_v4.model import DeepseekV4, MtpLayer
 from finwhale.models.protocol import Model, PagedCache
@@ -51,9 +52,7 @@ class CompiledMode:
         self._traced = traced(registered) if whole else registered
 
     def compile_layers(self, model: Model, cache: PagedCache, directory: Path) -> int:
-        """Replace the decoder layers of a model and of its MTP layer by compiled ones.
-
-        DSpark's stages are not compiled, because their tokens see rows beyond their window.
+        """Replace the decoder layers of a model and of its draft head by compiled ones.
 
         Args:
             directory: holds the graphs; created if missing.
@@ -76,8 +75,8 @@ class CompiledMode:
             tracer = LayerTracer(model, self._traced, layer, cache, step, first=first)
             return CompiledLayer(tracer, store)
 
-        parts: list[DeepseekV4 | MtpLayer] = [model]
-        if isinstance(model.draft_head, MtpLayer):
+        parts: list[DeepseekV4 | MtpLayer | DsparkHead] = [model]
+        if model.draft_head is not None:
             parts.append(model.draft_head)
         for part in parts:
             part.layers = [compiled(layer, i == 0) for i, layer in enumerate(part.layers)]

@@ -81,7 +81,7 @@ class LayerTracer:
         *,
         first: bool,
     ) -> None:
-        self.config = model.config
+        self.config = model.config.of_layer(layer.attn.layer)
         self.ops = ops
         self.layer = layer
         self.rotary = layer.attn.rotary(model.tables)

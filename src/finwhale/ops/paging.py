@@ -17,8 +17,9 @@ Ints = NDArray[np.int64]
 # cached state. The number of tokens of a page divides BLOCK_TOKENS in every group.
 BLOCK_TOKENS = 256
 
-# A step is a decode for the GPU kernels if no sequence has more tokens in it than this.
-MAX_DECODE_QUERY = 4
+# A step is a decode for the GPU kernels if no sequence has more tokens in it than this. A step that
+# verifies drafts is a decode: compressors allow it up to 8 tokens of each sequence.
+MAX_DECODE_QUERY = 8
 
 
 def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:

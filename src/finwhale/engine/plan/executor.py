@@ -46,15 +46,31 @@ class DeviceDrafts:
 
     Attributes:
         max_seqs: the most sequences of such a step.
-        sizes: the numbers of sequences to which such steps are padded, ascending; empty: they are
-            not padded.
+        sizes: the numbers of sequences to which steps that verify drafts are padded, ascending;
+            empty: no step is padded.
+        plain_sizes: the same for steps with one token of each sequence.
         kinds: pairs of a step's tokens for each padded sequence, and the drafts that each sequence
             gets after the step.
     """
 
     max_seqs: int
     sizes: tuple[int, ...]
+    plain_sizes: tuple[int, ...]
     kinds: tuple[tuple[int, int], ...]
+
+    def padded(self, num_seqs: int, width: int) -> int:
+        """The number of sequences to which a step of a width is padded."""
+        sizes = self.plain_sizes if width == 1 else self.sizes
+        return next((size for size in sizes if size >= num_seqs), num_seqs)
+
+    def captured(self) -> list[tuple[int, int]]:
+        """The sizes and widths to capture. The largest is first, because the smaller ones then fit
+        into the memory that it leaves.
+        """
+        widths = {width for width, _ in self.kinds}
+        pairs = [(size, 1) for size in self.plain_sizes if 1 in widths]
+        pairs += [(size, width) for size in self.sizes for width in widths if width > 1]
+        return sorted(pairs, key=lambda pair: pair[0] * pair[1], reverse=True)
 
     def width(self, num_seqs: int, num_tokens: int, drafts: int) -> int | None:
         """The step's tokens for each padded sequence; None: no such step exists.
@@ -64,11 +80,12 @@ class DeviceDrafts:
         """
         if num_seqs > self.max_seqs:
             return None
-        size = next((size for size in self.sizes if size >= num_seqs), num_seqs)
-        # Padding sequences need a padding token.
-        needed = num_tokens + (num_seqs < size)
-        widths = [width for width, count in self.kinds if count == drafts]
-        return next((width for width in sorted(widths) if size * width >= needed), None)
+        for width in sorted(width for width, count in self.kinds if count == drafts):
+            size = self.padded(num_seqs, width)
+            # Padding sequences need a padding token.
+            if size * width >= num_tokens + (num_seqs < size):
+                return width
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ Legend: B sequences of a step (padded to a captured size), W the width, N = B * 
 streams, D hidden, X tokens of this rank's part of the vocabulary.
 """
 
-import bisect
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -44,7 +43,7 @@ ROOM = 32
 
 
 def verification_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture. Fewer than for plain decodes: each graph holds W rows of logits."""
+    """Batch sizes to capture, fewer than for plain decodes: each needs graphs of every width."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, *range(64, 257, 32), *range(384, 1025, 128)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
@@ -74,6 +73,7 @@ class Verifications:
     Args:
         kinds: pairs of a width and a K.
         sizes: batch sizes, ascending; the last is the largest batch.
+        plain_sizes: batch sizes of steps that verify no draft, ascending.
         max_len: the longest sequence, drafts included.
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
@@ -92,6 +92,7 @@ class Verifications:
         *,
         kinds: Items[tuple[int, int]],
         sizes: Items[int],
+        plain_sizes: Items[int] = (),
         max_len: int,
         device: torch.device,
         memory: GraphMemory | None = None,
@@ -99,12 +100,14 @@ class Verifications:
         assert model.draft_head is not None
         self._model, self._head, self._cache = model, model.draft_head, cache
         self._device, self._memory, self._max_len = device, memory, max_len
-        self.sizes = list(sizes)
         self.description = DeviceDrafts(
-            sizes=() if memory is None else tuple(sizes), max_seqs=sizes[-1], kinds=tuple(kinds)
+            sizes=() if memory is None else tuple(sizes),
+            plain_sizes=() if memory is None else tuple(plain_sizes),
+            max_seqs=sizes[-1],
+            kinds=tuple(kinds),
         )
         # The most tokens of a sequence, and of the largest step.
-        rows, longest = self.sizes[-1], 1 + max(drafts for _, drafts in kinds)
+        rows, longest = sizes[-1], 1 + max(drafts for _, drafts in kinds)
         tokens = rows * max(width for width, _ in kinds)
         self._no_row, self._longest = rows, longest
         self._static = StaticInputs(max(tokens, ROOM), rows, groups, tables, max_len, device)
@@ -165,7 +168,7 @@ class Verifications:
         size, width = count, self.description.width(count, num_tokens, plan.draft.propose[0])
         assert width is not None
         if self._memory is not None:
-            size = self.sizes[bisect.bisect_left(self.sizes, count)]
+            size = self.description.padded(count, width)
             num_tokens = size * width
         self._static.fill(plan, decode=False)
         self._send_layout(plan.lengths, plan.draft, size, num_tokens)
@@ -311,14 +314,11 @@ class Verifications:
                 self._confidences[:size, place].copy_(values)
 
     def _capture_all(self, memory: GraphMemory) -> None:
-        # The largest first: the smaller graphs then fit into the memory that it leaves in the pool.
-        widths = sorted({width for width, _ in self.description.kinds}, reverse=True)
-        for size in reversed(self.sizes):
-            for width in widths:
-                inputs = self._inputs(size, size * width, self._max_len)
-                torch.cuda.synchronize(self._device)
-                with torch.cuda.stream(memory.stream):
-                    self._captured[size, width] = self._capture(inputs, width, memory)
+        for size, width in self.description.captured():
+            inputs = self._inputs(size, size * width, self._max_len)
+            torch.cuda.synchronize(self._device)
+            with torch.cuda.stream(memory.stream):
+                self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()

@@ -115,11 +115,14 @@ class SignatureRun:
                 yield n, 1, self._bounds(n, (1,), seen)
             else:
                 yield n, 1, [(length, 1) for length in self._captured_contexts()]
-        for width in (1 + count for count in largest.drafts if count):
-            # Verifications, captured or not, have a few tokens of each sequence.
-            numbers = self.sizes.tokens(2, largest.num_seqs * width)
-            for n in sorted({size * width for size in decodes} | set(numbers)):
-                yield n, width, self._bounds(n, (width,), seen)
+        if self.drafts:
+            # Steps of any width may be ragged, so they all declare the longest verification.
+            longest = 1 + self.drafts
+            verified = set(self.sizes.tokens(2, largest.num_seqs * longest))
+            sizes = decodes.union(largest.verify_graphs)
+            verified |= {size * (1 + count) for size in sizes for count in largest.drafts if count}
+            for n in sorted(verified):
+                yield n, longest, self._bounds(n, (longest,), seen)
         for n in sorted(prefills):
             # The eager part of a captured step may have one token of each sequence.
             yield n, n, self._bounds(n, (1, n), seen)
@@ -131,7 +134,7 @@ class SignatureRun:
         if not self.drafts or not block or largest.max_len <= block:
             return []
         found = {size // block for size in self.sizes.tokens(1, largest.num_seqs * block)}
-        return sorted({*found, *largest.decode_graphs, 1, largest.num_seqs} - {0})
+        return sorted({*found, *largest.verify_graphs, 1, largest.num_seqs} - {0})
 
     def _captured_contexts(self) -> list[int]:
         """Contexts of captured decodes: the longest one, and powers of two below it.

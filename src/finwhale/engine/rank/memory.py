@@ -48,7 +48,9 @@ class Largest:
         num_tokens: tokens of a step with prefill.
         num_seqs: sequences of a decode.
         max_len: tokens of the longest sequence.
-        decode_graphs, prefill_graphs: sizes of captured steps, in tokens.
+        decode_graphs: sizes of captured steps with one token of each sequence.
+        verify_graphs: sizes of captured steps that verify drafts, in sequences.
+        prefill_graphs: sizes of captured steps with prefill, in tokens.
         draft_kinds: the kinds of decodes with drafts (DeviceDrafts.kinds). The draft head never
             runs if this is ((1, 0),).
     """
@@ -57,6 +59,7 @@ class Largest:
     num_seqs: int
     max_len: int
     decode_graphs: tuple[int, ...] = ()
+    verify_graphs: tuple[int, ...] = ()
     prefill_graphs: tuple[int, ...] = ()
     draft_kinds: tuple[tuple[int, int], ...] = ((1, 0),)
 
@@ -68,6 +71,23 @@ class Largest:
     @property
     def draft_tokens(self) -> int:
         return max(self.drafts)
+
+    @property
+    def graphs(self) -> tuple[int, ...]:
+        """Sizes of all captured steps."""
+        return self.decode_graphs + self.verify_graphs + self.prefill_graphs
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of captured graphs. A step of a drafting engine has a verify graph for each width,
+        and a draft graph for each kind.
+        """
+        count = len(self.decode_graphs) + len(self.prefill_graphs)
+        if self.draft_tokens:
+            wide = [width for width, _ in self.draft_kinds if width > 1]
+            count += len(self.decode_graphs)
+            count += len(self.verify_graphs) * (len(set(wide)) + len(wide))
+        return count
 
 
 class LargestSteps:
@@ -104,23 +124,19 @@ class LargestSteps:
             torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
-        graphs = largest.decode_graphs + largest.prefill_graphs
-        if graphs:
+        if largest.graphs:
             # Graphs have their own pool: the memory of the largest, and what each graph keeps.
             workspace += max(
                 self._peak(lambda: self.decode(largest)),
-                self._peak(lambda: self.prefill(max(graphs), largest)),
+                self._peak(lambda: self.prefill(max(largest.graphs), largest)),
             )
-            num_graphs = len(graphs)
             if largest.draft_tokens:
-                # Each width has a verify graph, and each kind a draft graph, which reads the
-                # residual streams.
-                rows = sum(largest.decode_graphs) * sum(1 + count for count in largest.drafts)
+                # Each graph that verifies holds its logits and residual streams.
+                rows = sum(largest.decode_graphs)
+                rows += sum(largest.verify_graphs) * sum(1 + n for n in largest.drafts if n)
                 streams = math.prod(self.model.residual_shape) * self.model.dtype.itemsize
                 workspace += rows * (len(self.model.vocab_part) * 4 + streams)
-                graphs_a_size = len(largest.drafts) + len(largest.draft_kinds)
-                num_graphs += (graphs_a_size - 1) * len(largest.decode_graphs)
-            workspace += num_graphs * GRAPH_BYTES
+            workspace += largest.num_graphs * GRAPH_BYTES
         return workspace
 
     def _peak(self, run: Callable[[], None]) -> int:

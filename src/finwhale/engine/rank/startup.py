@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -365,11 +366,11 @@ class _Start:
 
         config, max_seqs = self.config, self.config.max_num_seqs
         largest = self._largest(runner.max_model_len)
-        if not largest.decode_graphs:
+        if not largest.graphs:
             return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
         memory = GraphMemory(self.device)
         static = StaticInputs(
-            max(largest.decode_graphs + largest.prefill_graphs),
+            max(largest.graphs),
             max_seqs,
             self.groups,
             runner.tables,
@@ -435,7 +436,8 @@ def new_verifications(
         runner.groups,
         runner.tables,
         kinds=largest.draft_kinds,
-        sizes=largest.decode_graphs or (config.max_num_seqs,),
+        sizes=largest.verify_graphs or (config.max_num_seqs,),
+        plain_sizes=largest.decode_graphs,
         max_len=runner.max_model_len,
         device=runner.device,
         memory=memory,
@@ -454,13 +456,17 @@ def largest_steps(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
 ) -> Largest:
     """The sizes of the largest steps and of the graphs to capture."""
-    decodes: tuple[int, ...] = ()
+    decodes: Iterable[int] = ()
+    verifications: Iterable[int] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
     kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
-        sizes = verification_sizes if config.draft_tokens else decode_sizes
-        decodes = config.graph_sizes or tuple(sizes(config.max_num_seqs))
+        if any(width == 1 for width, _ in kinds):
+            # Where drafting does not pay, a step is padded as in an engine that does not draft.
+            decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
+        if config.draft_tokens:
+            verifications = config.graph_sizes or verification_sizes(config.max_num_seqs)
         if config.graph_sizes is None:
             prefills = tuple(prefill_sizes(most))
     return Largest(
@@ -468,6 +474,7 @@ def largest_steps(
         num_seqs=config.max_num_seqs,
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
+        verify_graphs=tuple(sorted(set(verifications))),
         prefill_graphs=prefills,
         draft_kinds=kinds,
     )

@@ -269,6 +269,10 @@ class ModelConfig:
         top, experts = self.stage_experts
         return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
 
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """The configuration of a layer; those of the draft head follow the model's."""
+        return self if layer < self.num_hidden_layers else self.of_stage()
+
     @property
     def eos_token_id(self) -> int:
         """The first end-of-sequence token."""

@@ -143,9 +143,14 @@ class DeepseekV4:
     def new_layer(
         self, ops: Ops, weights: LayerWeights, number: int, round_activations: bool
     ) -> DecoderLayer:
-        config = self.part if number < self.config.num_hidden_layers else self.part.of_stage()
         return DecoderLayer(
-            config, ops, weights, number, round_activations, self.side_streams, self.links
+            self.part.of_layer(number),
+            ops,
+            weights,
+            number,
+            round_activations,
+            self.side_streams,
+            self.links,
         )
 
     @property

@@ -66,7 +66,8 @@ DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
 LONG = 128 * 131
 # No token; the demo model's; a first token; page edges; odd widths and pages; several blocks of
 # entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than a
-# block of them; the heads of ranks; rounded ones; the few further rows of a DSpark block.
+# block of them; the heads of ranks; rounded ones; the few further rows of a DSpark block; a
+# verification of five drafts.
 SIZES = (
     Size(chunks=(), entries=64),
     Size(chunks=((300, 301),)),
@@ -96,6 +97,7 @@ SIZES = (
     Size(chunks=(*DECODES, (20, 29)), entries=40, rounded=True),
     Size(chunks=((5, 6), (200, 203)), heads=16, head_dim=512, entries="all", rounded=True),
     Size(chunks=((3, 8), (190, 195)), heads=8, head_dim=512, entries=5),
+    Size(chunks=((125, 131), (0, 6), (300, 304)), heads=16, head_dim=512, entries=64),
 )
 # A share of values lies so close to the middle of two E4M3 ones that the sums' order, or weights
 # in bfloat16, decide: a step is 2^-3 to 2^-4 of a value, an error up to 2^-8.

@@ -48,6 +48,13 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, ((254, 258), (7, 10), (11, 13), (5, 10)), (128,), 64),
     (128, ((126, 130), (127, 129), (125, 130), (128, 131)), (64,), 32),
 )
+# Steps with a draft head that makes 5 or 7 drafts: the most tokens of a verification, and the step.
+VERIFICATIONS: tuple[tuple[int, Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
+    (6, 4, ((253, 259), (6, 11), (510, 516), (3, 4), (0, 6)), (128, 64), 64),
+    (8, 4, ((250, 258), (5, 12), (7, 15), (1, 9), (512, 517)), (512, 128), 64),
+    (6, 128, ((124, 130), (127, 132), (255, 261), (379, 384), (122, 128)), (64,), 32),
+    (8, 128, ((120, 128), (127, 135), (252, 258), (510, 517)), (512,), 64),
+)
 
 
 def first_kept(count: int, ratio: int) -> int:
@@ -56,12 +63,14 @@ def first_kept(count: int, ratio: int) -> int:
     return max(0, count // align * align - before)
 
 
-def settled(start: int, end: int) -> int:
+def settled(start: int, end: int, max_verify_tokens: int) -> int:
     """The earliest position at which a sequence may continue after a step, if drafts are wrong."""
-    return end if end - start > MAX_VERIFY_TOKENS else start + 1
+    return end if end - start > max_verify_tokens else start + 1
 
 
-def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
+def state_rows(
+    chunks: Chunks, ratio: int, max_verify_tokens: int = MAX_VERIFY_TOKENS
+) -> list[list[range]]:
     """For each chunk, the state rows that exist before it, and those that the step must keep.
 
     Every second block that ends within a chunk has a page for the rows at its end.
@@ -69,7 +78,7 @@ def state_rows(chunks: Chunks, ratio: int) -> list[list[range]]:
     return [
         [
             range(first_kept(start, ratio), start),
-            range(max(start, first_kept(settled(start, end), ratio)), end),
+            range(max(start, first_kept(settled(start, end, max_verify_tokens), ratio)), end),
             *(
                 range(max(start, block_end - 4), block_end)
                 for block_end in range(2 * BLOCK_TOKENS, end, 2 * BLOCK_TOKENS)
@@ -90,13 +99,15 @@ def compress_args(
     *,
     columns_behind: int = 16,
     scale: float = 2.0,
+    max_verify_tokens: int = MAX_VERIFY_TOKENS,
 ) -> Args:
     """The arguments. All parts are views of one projection, which has more columns after them."""
     tokens = draw.tokens(chunks)
     mixed, share = (8, 4) if ratio == 4 else (128, 2)
     columns = [share * width for width in widths]
     projected = draw.normal(len(tokens.positions), sum(columns) + columns_behind, scale=scale)
-    states, num_states = draw.page_table(state_rows(chunks, ratio), PAGES[ratio][0])
+    kept = state_rows(chunks, ratio, max_verify_tokens)
+    states, num_states = draw.page_table(kept, PAGES[ratio][0])
     entries, num_entries = draw.page_table(entry_rows(chunks, ratio), PAGES[ratio][1])
 
     def pool(width: int, rounding: Rounding) -> Tensor:
@@ -117,18 +128,25 @@ def compress_args(
         )
     )
     rotation = draw.rotation(tokens.max_len, rope)
-    return parts, tokens, rotation, EPS, states, entries, MAX_VERIFY_TOKENS
+    return parts, tokens, rotation, EPS, states, entries, max_verify_tokens
 
 
 def _case(
-    ratio: Literal[4, 128], chunks: Chunks, widths: tuple[int, ...], rope: int, rounding: Rounding
+    ratio: Literal[4, 128],
+    chunks: Chunks,
+    widths: tuple[int, ...],
+    rope: int,
+    rounding: Rounding,
+    max_verify_tokens: int = MAX_VERIFY_TOKENS,
 ) -> OpCase:
     # A layer's second part holds the indexer's keys.
     roundings: tuple[Rounding, ...] = (rounding, "none" if rounding == "none" else "key")
     return OpCase(
         operator="compress",
         name=f"{ratio} {chunks} {(*widths, rope)} {rounding}",
-        args=lambda: compress_args(Draw(), ratio, chunks, widths, rope, roundings),
+        args=lambda: compress_args(
+            Draw(), ratio, chunks, widths, rope, roundings, max_verify_tokens=max_verify_tokens
+        ),
         written=(0,),
         flips=0.0 if rounding == "none" else 0.005,
         flip=FP4_FLIP if "key" in roundings[: len(widths)] else E4M3_FLIP,
@@ -140,6 +158,9 @@ CASES = tuple(
     for step in STEPS
     for rounding in ROUNDINGS
     if rounding != "key" or is_power_of_two(step[2][0])
+) + tuple(
+    _case(ratio, chunks, widths, rope, "nope", most)
+    for most, ratio, chunks, widths, rope in VERIFICATIONS
 )
 
 

@@ -589,7 +589,7 @@ def compress(
     if num_tokens == 0 or not parts:
         return
     # The kernel skips tokens whose sequence has a token 8 places ahead in the step.
-    assert max_verify_tokens <= 8, max_verify_tokens
+    assert max_verify_tokens <= MAX_DECODE_QUERY <= 8, max_verify_tokens
     if len(parts) > MAX_PARTS:
         raise ValueError(f"one launch takes at most {MAX_PARTS} compressors, got {len(parts)}")
     ratio, rope = parts[0].weight.ratio, 2 * rotary_LR.shape[1]
