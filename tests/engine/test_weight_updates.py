@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from finwhale import LLM, CheckpointError, RequestError, RequestOutput, SamplingParams
+from finwhale import (
+    LLM,
+    CheckpointError,
+    RequestError,
+    RequestOutput,
+    ResourceError,
+    SamplingParams,
+)
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.weight_update import tensors_of
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint
@@ -82,7 +89,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def expected(other_path: Path) -> list[object]:
-    """What a fresh start with the other weights gives."""
+    """The outputs of a fresh start with the other weights."""
     return outputs(LLM(other_path, device="cpu", activations="exact", max_num_seqs=4))
 
 
@@ -185,6 +192,15 @@ def test_a_failed_update_leaves_outputs_and_prefixes(
     assert outputs(engine) == before
 
 
+def test_weights_that_do_not_fit_the_host_are_refused(
+    engine: LLM, before: list[object], other_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finwhale.engine.rank.devices.available_memory", lambda: 1)
+    with pytest.raises(ResourceError, match="staged in host memory, take"):
+        engine.update_weights(other_path)
+    assert outputs(engine) == before
+
+
 def test_another_models_directory_is_refused(
     engine: LLM, tmp_path: Path, config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> None:
@@ -248,7 +264,7 @@ def test_requests_are_kept(engine: LLM, other_path: Path) -> None:
     engine.update_weights(other_path, requests="keep")
     assert end(engine, result)[: len(so_far)] == so_far
     assert engine.engine.scheduler.counts.preemptions == preemptions
-    # What it has cached is never reused.
+    # Its cached blocks are never reused.
     assert engine.generate(LONG, params())[0].num_cached_tokens == 0
 
 

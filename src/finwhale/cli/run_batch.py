@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from finwhale.cli.options import PATH_HELP, add_engine_options, add_revision
-from finwhale.cli.serve import DEMO_NAME, checkpoint_name, open_checkpoint
+from finwhale.cli.serve import open_checkpoint, options_of_model
 from finwhale.cli.settings import parse_settings
 from finwhale.distributed.hosts import Place, work_at
 from finwhale.errors import EngineDeadError, FinwhaleError
@@ -69,13 +69,10 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _server_config(args: argparse.Namespace) -> ServerConfig:
-    demo = args.model is None
-    name = DEMO_NAME if demo else checkpoint_name(args.model)
     return read_options(
         args,
         ServerConfig,
-        model_names=tuple(args.model_names or [name]),
-        default_thinking=not demo if args.default_thinking is None else args.default_thinking,
+        **options_of_model(args, args.model),
         log_level="warning",
         max_queue=1 << 30,
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
@@ -75,15 +76,12 @@ def open_checkpoint(
 
 def _server_config(args: argparse.Namespace, environment: Mapping[str, str]) -> ServerConfig:
     """The server's options from the arguments and the environment. Raises FinwhaleError."""
-    demo = args.path is None
-    name = DEMO_NAME if demo else checkpoint_name(args.path)
     return read_options(
         args,
         ServerConfig,
-        model_names=tuple(args.model_names or [name]),
+        **options_of_model(args, args.path),
         allowed_hosts=_allowed_hosts(args, environment),
         otlp_traces_endpoint=_traces_endpoint(args, environment),
-        default_thinking=not demo if args.default_thinking is None else args.default_thinking,
         api_keys=_api_keys(args.api_keys or [], _given_keys(args, environment)),
     )
 
@@ -129,7 +127,17 @@ def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> lis
     return [*(args.api_key or ()), *environment.get(KEYS_VARIABLE, "").split(",")]
 
 
-def checkpoint_name(path: str) -> str:
+def options_of_model(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
+    """The options of ServerConfig whose defaults depend on the checkpoint; None: the demo model."""
+    name = DEMO_NAME if path is None else _checkpoint_name(path)
+    thinking = args.default_thinking
+    return {
+        "model_names": tuple(args.model_names or [name]),
+        "default_thinking": path is not None if thinking is None else thinking,
+    }
+
+
+def _checkpoint_name(path: str) -> str:
     """The name of a checkpoint's directory; a repository is called by its whole id."""
     return Path(path).resolve().name if Path(path).exists() else path
 

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import get_args
@@ -58,6 +59,7 @@ class Metrics:
         self.registry.register(_EngineCollector(client))
         self.registry.register(_ServerCollector(client, budget))
         registry = self.registry
+        seconds = partial(Histogram, buckets=SECONDS, registry=registry)
         self._requests = Counter(
             "finwhale_requests",
             "HTTP requests by endpoint and status",
@@ -71,17 +73,12 @@ class Metrics:
             "finwhale_prompt_tokens", "tokens of accepted prompts", registry=registry
         )
         self._output = Counter("finwhale_output_tokens", "generated tokens", registry=registry)
-        self._first = Histogram(
+        self._first = seconds(
             "finwhale_time_to_first_token_seconds",
             "time from a request's arrival to its first token",
-            buckets=SECONDS,
-            registry=registry,
         )
-        self._between = Histogram(
-            "finwhale_time_per_output_token_seconds",
-            "time between a request's tokens",
-            buckets=SECONDS,
-            registry=registry,
+        self._between = seconds(
+            "finwhale_time_per_output_token_seconds", "time between a request's tokens"
         )
         self._duration = Histogram(
             "finwhale_request_seconds",
@@ -96,17 +93,12 @@ class Metrics:
             ["result"],
             registry=registry,
         )
-        self._grammar_seconds = Histogram(
-            "finwhale_grammar_trial_seconds",
-            "CPU time of a grammar's trial",
-            buckets=SECONDS,
-            registry=registry,
+        self._grammar_seconds = seconds(
+            "finwhale_grammar_trial_seconds", "CPU time of a grammar's trial"
         )
-        self._compile_seconds = Histogram(
+        self._compile_seconds = seconds(
             "finwhale_grammar_compile_seconds",
             "time in which the engine's process compiled a request's grammar",
-            buckets=SECONDS,
-            registry=registry,
         )
         self._refusals = Counter(
             "finwhale_refusals",
@@ -116,11 +108,9 @@ class Metrics:
         )
         for reason in (*get_args(ErrorCode), *get_args(ConnectionRefusal)):
             self._refusals.labels(reason)
-        self._loop_delay = Histogram(
+        self._loop_delay = seconds(
             "finwhale_event_loop_delay_seconds",
             "time by which the server's event loop wakes up too late, ten times a second",
-            buckets=SECONDS,
-            registry=registry,
         )
         self._recent: deque[tuple[float, int]] = deque()
 

@@ -119,17 +119,21 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     return Platform.detect(index), torch.device(name or kind)
 
 
-def check_host_memory(num_bytes: int) -> None:
+def check_host_memory(
+    num_bytes: int,
+    what: str = "on a CPU the weights",
+    remedy: str = "`finwhale inspect` says which GPUs hold the model",
+) -> None:
     """Checks that weights fit the host's free memory. Otherwise the system would kill the process.
 
     Raises:
-        ResourceError: they do not fit.
+        ResourceError: they do not fit. The message names `what` and the remedy.
     """
     free = available_memory()
     if free is not None and num_bytes > free:
         raise ResourceError(
-            f"on a CPU the weights take {num_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of "
-            "memory are free: `finwhale inspect` says which GPUs hold the model"
+            f"{what} take {num_bytes / 1e9:,.1f} GB, and {free / 1e9:,.1f} GB of memory are free: "
+            f"{remedy}"
         )
 
 

@@ -19,11 +19,11 @@ from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
-from finwhale.errors import CheckpointError, FinwhaleError, ResourceError
+from finwhale.engine.rank.devices import check_host_memory
+from finwhale.errors import CheckpointError, FinwhaleError
 from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading
 from finwhale.models.registry import parse_config
 from finwhale.ops import Ops
-from finwhale.platform import available_memory
 
 if TYPE_CHECKING:
     from finwhale.engine.rank.executor import LocalExecutor
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loader:
-    """All that loading this rank's weights depends on.
+    """The arguments with which this rank's weights are loaded.
 
     Attributes:
         model_config: the whole model's.
@@ -77,7 +77,11 @@ class WeightUpdate:
     def __init__(self, loader: Loader, weights: Any, *, partial: bool) -> None:
         self._loader, self._weights, self._partial = loader, weights, partial
         if not partial:
-            _check_room(sum(tensor.nbytes for tensor in tensors_of(weights)))
+            check_host_memory(
+                sum(tensor.nbytes for tensor in tensors_of(weights)),
+                "new weights, which are staged in host memory,",
+                "end other programs, or start the engine again with the new weights",
+            )
         self._loading: WeightLoading | None = loader.begin()
         architecture, config = loader.architecture, loader.model_config
         self._specs = architecture.weight_specs(config, loader.rank)
@@ -133,19 +137,10 @@ class WeightUpdate:
         """Write the staged weights into the memory of the present ones."""
         for old, new in self._staged:
             old.copy_(new)
-            # What operators derive from a weight, they keep as attributes of the tensor.
+            # Operators keep derived forms of a weight as attributes of its tensor.
             vars(old).clear()
         if self._loader.device.type == "cuda":
             torch.cuda.synchronize(self._loader.device)
-
-
-def _check_room(num_bytes: int) -> None:
-    free = available_memory()
-    if free is not None and num_bytes > free:
-        raise ResourceError(
-            f"new weights are staged in host memory: they take {num_bytes / 1e9:,.1f} GB, and "
-            f"{free / 1e9:,.1f} GB are free"
-        )
 
 
 def tensors_of(value: object) -> list[Tensor]:

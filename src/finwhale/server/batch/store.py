@@ -1,7 +1,8 @@
 """Files and batches on disk: a private directory, with a folder for each owner.
 
-An owner is the name of API keys, or everybody if the server needs no key. Nobody can name a file of
-another owner's folder. A file is its content and, once it is complete, a description beside it.
+All API keys with the same name are one owner; without API keys, all clients are one. An owner
+cannot reach another owner's folder. A file is its content and, once it is complete, a description
+beside it.
 """
 
 import fcntl
@@ -124,8 +125,7 @@ class Owner:
 
     def add(self, file: StoredFile) -> None:
         """Describes a file whose content is complete."""
-        text = json.dumps(asdict(file)).encode()
-        write_whole(self.directory / "files" / f"{file.id}.json", text)
+        self._write("files", file)
         self.files[file.id] = file
 
     def delete(self, file_id: str) -> None:
@@ -139,9 +139,12 @@ class Owner:
         del self.files[file_id]
 
     def save(self, batch: Batch) -> None:
-        text = json.dumps(asdict(batch)).encode()
-        write_whole(self.directory / "batches" / f"{batch.id}.json", text)
+        self._write("batches", batch)
         self.batches[batch.id] = batch
+
+    def _write(self, folder: str, described: StoredFile | Batch) -> None:
+        text = json.dumps(asdict(described)).encode()
+        write_whole(self.directory / folder / f"{described.id}.json", text)
 
     def make_room(self, max_batches: int) -> None:
         """Forgets the oldest batches that have ended.
