@@ -121,8 +121,8 @@ class EngineConfig:
     )
     enable_sleep_mode: bool = option(
         False,
-        "keep weights and cache in memory that `sleep` can give back to the system and `wake` "
-        "takes again, as between rollouts",
+        "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
+        "it again at the same addresses, for example between rollouts",
     )
     compile: bool = option(
         False,

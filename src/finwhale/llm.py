@@ -468,7 +468,7 @@ class _Bar:
             self._bar.stop()
 
     def update(self) -> None:
-        """Show what has been done, some times a second."""
+        """Show the progress, a few times a second."""
         if self._bar is not None and time.monotonic() - self._shown > BAR_INTERVAL_S:
             self._show(self._bar)
 

@@ -418,7 +418,7 @@ def test_sizes() -> None:
 def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
     llm: LLM, graph_sizes: tuple[int, ...] | None
 ) -> None:
-    """And every step finds a captured graph with enough tokens, of every number of drafts."""
+    """Every step, with any number of drafts, finds a captured graph with enough tokens."""
     config = replace(llm.engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
     plain, auto, fixed = (
         largest_steps(replace(config, draft_tokens=drafts), llm.engine.model_config, True, 300)

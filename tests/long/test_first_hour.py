@@ -70,7 +70,7 @@ class Terminal:
         self.process.stdin.flush()
 
     def run(self, text: str) -> str:
-        """What the commands print."""
+        """Runs the commands; returns what they print."""
         self.marks += 1
         start = len(self.output)
         self.type(f"{text}\necho finished-{self.marks}\n")
@@ -86,7 +86,7 @@ class Terminal:
         return self.log.read_text()
 
     def interrupt(self) -> None:
-        """Ctrl-C, which goes to what runs in the terminal."""
+        """Sends Ctrl-C to the program that runs in the terminal."""
         for pid in descendants(self.process.pid)[:1]:
             os.kill(pid, signal.SIGINT)
         assert self.process.stdin is not None

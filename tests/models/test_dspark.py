@@ -45,7 +45,7 @@ class Drafting:
     def draft(
         self, texts: Sequence[list[int]], count: int, cuts: Sequence[int] = ()
     ) -> tuple[list[Tensor], Drafts]:
-        """Draft after each text, whose last token is the newest: logits [B,V] of each draft."""
+        """Draft after each text's last token. Returns the logits [B,V] of each draft."""
         stepper = self.stepper
         sequences = [stepper.sequence(text) for text in texts]
         for begin, end in pairwise(sorted({0, *cuts, max(map(len, texts)) - 1})):

@@ -305,7 +305,7 @@ def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
 
 
 def compare_drafting_launches() -> dict[str, Any]:
-    """What the launches of an engine that drafts with DSpark miss, and what verifications need.
+    """The missing launches of an engine that drafts with DSpark, and the launches of verifications.
 
     A verification of 5 to 8 tokens must have the launches of one of 4.
     """

@@ -53,7 +53,7 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
 
 
 def test_every_step_that_drafts_finds_its_kernels(report: dict[str, Any]) -> None:
-    """Of every size and width, and draft passes of any number of sequences."""
+    """Steps have every size and width, and draft passes have any number of sequences."""
     assert report["drafting"]["missing"] == []
 
 

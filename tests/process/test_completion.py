@@ -14,7 +14,7 @@ import shtab
 from finwhale.cli.completion import SHELLS, whole_parser
 from finwhale.cli.main import COMMANDS
 
-# What is typed, and words that the shell must offer, and must not.
+# For each typed text: words that the shell must offer, and words that it must not.
 CASES = {
     "finwhale ": (set(COMMANDS), {"ops.py"}),
     "finwhale ser": ({"serve"}, {"chat"}),
@@ -48,7 +48,7 @@ def asked(shell: str, typed: str, directory: Path) -> set[str]:
     if shell == "fish":
         command = f"source ./fish; complete -C '{typed}'"
     else:
-        # What bash does when Tab is pressed.
+        # bash runs this when a user presses Tab.
         words = typed.split(" ")
         quoted = " ".join(f"'{word}'" for word in words)
         command = (
@@ -86,7 +86,7 @@ def in_terminal(typed: str, directory: Path) -> set[str]:
 
 
 def read_until(end: int, words: set[str]) -> str:
-    """What a terminal shows until it has shown all of these words, or for ten seconds."""
+    """Reads a terminal until it has shown all of these words, for at most ten seconds."""
     shown, deadline = "", time.monotonic() + 10
     while time.monotonic() < deadline and not words <= set(shown.replace("\a", " ").split()):
         if select.select([end], [], [], 1)[0]:

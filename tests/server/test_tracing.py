@@ -170,7 +170,7 @@ def test_spans_of_a_request(
     places = [(attributes(span)["finwhale.prompt.index"], span.name) for span in spans]
     assert sorted(places) == [(i, name) for i in (0, 1) for name in ("decode", "prefill", "queue")]
 
-    # What is not sampled or not a request is not sent.
+    # The server sends no trace of an unsampled request or of a health check.
     _, unsampled = post(server, "/v1/completions", ASK, traceparent=traceparent[:-1] + "0")
     assert request(server, "GET", "/health/ready")[0] == request(server, "GET", "/")[0] == 200
     collector.root(post(server, "/v1/completions", ASK)[1])

@@ -59,7 +59,7 @@ def test_pictures_are_shown_and_small() -> None:
 
 
 def test_the_examples_are_listed_and_the_notebook_has_no_outputs() -> None:
-    """Outputs would become old, and every run would change the file."""
+    """Outputs would go stale, and every run would change the file."""
     listed = (ROOT / "docs/examples.md").read_text()
     for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "examples").glob("*.ipynb")]:
         assert f"`examples/{path.name}`" in listed, path

@@ -1,4 +1,4 @@
-"""What benchmarks check before they begin, and how they end when they are stopped."""
+"""The checks of benchmarks before they begin, and their end when they are stopped."""
 
 import argparse
 import os

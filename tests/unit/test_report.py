@@ -1,4 +1,4 @@
-"""`finwhale bench report`: the records of this repository, comparisons, and what is no record."""
+"""`finwhale bench report`: the records of this repository, comparisons, and broken records."""
 
 import json
 import re

@@ -26,7 +26,7 @@ from finwhale.bench.workload import Load, described
 from finwhale.errors import FinwhaleError
 
 REQUESTS, ROUNDS = 64, 6
-# What is compared: the names of a value in `summarise`, and whether more is better.
+# The compared values: their names in `summarise`, and whether more is better.
 VALUES: dict[str, tuple[tuple[str, ...], bool]] = {
     "output tokens/s": (("output_tokens_per_second",), True),
     "TTFT, mean": (("ttft_ms", "mean"), False),

@@ -41,7 +41,7 @@ class Limits:
 def summarise(
     results: Sequence[Result], seconds: float, limits: Limits | None = None
 ) -> dict[str, Any]:
-    """Summarise a load test: mean, P50 and P99 of each latency in milliseconds, and throughput.
+    """Compute the mean, P50 and P99 of each latency in milliseconds, and the throughput.
 
     With limits, "goodput" counts the requests that meet all of them.
     """

@@ -1,4 +1,4 @@
-"""What a benchmark checks before it begins, so that a long run does not fail at its end."""
+"""Checks before a benchmark begins, so that a long run does not fail at its end."""
 
 import argparse
 import os

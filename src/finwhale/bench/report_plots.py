@@ -49,7 +49,7 @@ def plots_of(group: Group) -> list[LinePlot | BarPlot]:
     try:
         return list(make(group)) if make else []
     except (KeyError, TypeError, ValueError, ZeroDivisionError):
-        return []  # The records of this kind have other fields, and stand in the table.
+        return []  # Records of this kind have other fields and appear only in the table.
 
 
 def _line(run: Run, label: str, points: Any, *, dashed: bool = False) -> Line:

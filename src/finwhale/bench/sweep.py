@@ -15,7 +15,7 @@ from finwhale.bench.record import read_records
 from finwhale.bench.workload import Load
 
 OVER = {"concurrency": "concurrency", "rate": "request_rate"}
-# A point of a sweep sends so many requests unless the user gives a number.
+# The number of requests of a point, unless the user gives another.
 REQUESTS_PER_CLIENT, SECONDS, FEWEST = 8, 60, 16
 
 

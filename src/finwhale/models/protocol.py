@@ -392,7 +392,7 @@ class Model(Protocol):
 
     @property
     def weights(self) -> Any:
-        """What `load_weights` returned: data classes and tuples of tensors."""
+        """The result of `load_weights`: data classes and tuples of tensors."""
         ...
 
     @property
@@ -605,7 +605,7 @@ class Architecture:
             model with weights stored in these ways; empty: they support it.
         cache_groups: declares the cache, including that of draft layers.
         load_weights: loads the weights.
-        begin_loading: does so too, but the caller brings each weight.
+        begin_loading: allocates the weights; the caller then adds each of them.
         build: creates the model.
         chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
         describe: describes each part of the model for people: title and text.

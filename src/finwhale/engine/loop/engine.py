@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 Requests = Literal["recompute", "keep", "abort"]
-"""What becomes of the running requests when weights or memory change.
+"""How to treat running requests when weights or memory change.
 
 "recompute": they wait, and their tokens so far are computed again. "keep": they continue with what
 the old weights have cached. "abort": they end with their tokens so far and the finish reason
@@ -66,7 +66,7 @@ the old weights have cached. "abort": they end with their tokens so far and the 
 MemoryTag = Literal["weights", "cache"]
 """What can sleep."""
 
-# A call of `step` on a paused engine waits so long, because its callers call it again.
+# The time that `step` waits on a paused engine, so that callers in a loop do not spin.
 PAUSED_WAIT_S = 0.05
 
 # Steps that were in flight when an engine died. Freeing them would end the process.

@@ -166,7 +166,7 @@ class _Access(ctypes.Structure):
 
 
 class _Pointer:
-    """What torch needs to see device memory as a tensor, which keeps this object alive."""
+    """Lets torch see device memory as a tensor, which keeps this object alive."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {

@@ -27,7 +27,7 @@ class Sleep:
     def __call__(self, executor: "LocalExecutor") -> None:
         if "weights" in self.tags:
             for tensor in tensors_of(executor.runner.model.weights):
-                vars(tensor).clear()  # what operators have derived from it
+                vars(tensor).clear()  # forms that operators have derived from it
         for tag in self.tags:
             executor.arenas[tag].release(keep=self.keep and tag == "weights")
         gc.collect()
@@ -46,4 +46,4 @@ class Wake:
             executor.arenas[tag].restore()
         if "cache" in self.tags:
             for pages in executor.runner.cache.pages.values():
-                pages.zero_()  # page 0 and rows that nobody has written must be finite
+                pages.zero_()  # page 0, and rows that no step has written, must be finite

@@ -38,7 +38,7 @@ class Batches:
         self._scanning = asyncio.Semaphore(1)
 
     def start(self) -> None:
-        """Continues the batches that a server before this one has left."""
+        """Continues the batches that an earlier server has not finished."""
         keys: list[ApiKey | None] = [*self._state.keys] or [None]
         for name, key in {owner_name(key): key for key in keys}.items():
             if name in self.store.owners:
@@ -76,7 +76,7 @@ class Batches:
         return batch
 
     def cancel(self, key: ApiKey | None, batch_id: str) -> Batch:
-        """Stops a batch. Results that it has stay. Raises ApiError (404, 409)."""
+        """Stops a batch, and keeps its results so far. Raises ApiError (404, 409)."""
         owner = self.store.owner(key)
         batch = owner.find_batch(batch_id)
         if batch.ended:

@@ -22,7 +22,7 @@ class InsideCall:
 
 @dataclass(slots=True)
 class Answer:
-    """A whole answer."""
+    """The status, headers and whole body of an answer."""
 
     status: int = 0
     headers: Mapping[str, str] = field(default_factory=dict)

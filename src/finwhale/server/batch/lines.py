@@ -1,8 +1,8 @@
-"""The input of a batch: its lines, and what is wrong with them.
+"""The input of a batch: reads its lines and checks them.
 
 A line is {"custom_id": ..., "method": "POST", "url": ..., "body": {...}}. A file is read line by
 line, so that its size costs no memory. A digest identifies each line: a result names it, so that a
-batch that was stopped finds the lines that have a result.
+stopped batch can find the lines that have a result.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from finwhale.server.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_CUSTOM_ID = 512
-# What a line has besides the body of its request.
+# The most bytes of a line beside the body of its request.
 ENVELOPE_BYTES = 16 << 10
 _FIELDS = {"custom_id", "method", "url", "body"}
 _CHUNK = 1 << 16
@@ -62,12 +62,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a whole file has.
+    """The lines of a whole file, counted and compared.
 
     Attributes:
-        digests: those of the lines: that of line n is at n - 1.
+        digests: the digest of each line; that of line n is at n - 1.
         num_lines: number of lines that are not blank.
-        duplicate: two lines that have one custom_id; None: there are none.
+        duplicate: the numbers of two lines with the same custom_id; None: there are none.
     """
 
     digests: "array[int]"
@@ -128,7 +128,7 @@ def scan(path: Path, max_bytes: int, max_items: int, *, shares_cpu: bool) -> Sca
 
 
 def _duplicate(names: bytearray, numbers: "array[int]") -> tuple[int, int] | None:
-    """The first line whose name an earlier line has, with that line."""
+    """The first line that repeats a name, after the earlier line with that name."""
     found = np.frombuffer(names, "S16")
     order = np.argsort(found, kind="stable")
     same = np.flatnonzero(found[order[1:]] == found[order[:-1]])

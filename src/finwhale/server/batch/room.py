@@ -1,4 +1,4 @@
-"""A limit of what may be in use at once, in the order of arrival."""
+"""Limits how much is in use at once. Callers wait in the order of their arrival."""
 
 import asyncio
 from collections import deque
@@ -15,7 +15,7 @@ class Room:
         self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, count: int) -> None:
-        """Waits for room for `count` units; more units than there are need all the room."""
+        """Waits for room for `count` units. A larger count than the limit takes all of it."""
         waiting = asyncio.get_running_loop().create_future()
         entry = (count, waiting)
         self._queue.append(entry)
@@ -36,7 +36,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, count: int) -> AsyncGenerator[None, None]:
-        """Waits for room, and gives it back at the end."""
+        """Waits for room, and frees it at the end."""
         await self.take(count)
         try:
             yield

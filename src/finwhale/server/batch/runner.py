@@ -78,7 +78,7 @@ class Job:
 
 
 async def run(app: Starlette, job: Job, held: Room) -> None:
-    """Writes the result of each line that has none.
+    """Runs each line that has no result, and writes its result.
 
     Args:
         app: the application that answers requests.
