@@ -1,5 +1,6 @@
 """Connecting ranks: the self-check names a faulty rank, a missing rank is named in time."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -7,12 +8,13 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from finwhale.distributed import connect as connecting
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.gloo import Gloo
+from finwhale.distributed.nccl import FromZero
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.errors import FinwhaleError
@@ -33,6 +35,33 @@ def test_ranks_on_a_cpu_connect_over_gloo() -> None:
 def test_a_rank_that_never_comes_is_named() -> None:
     with pytest.raises(FinwhaleError, match="rank 1 did not connect within 1 s"):
         connect(Rank(0, 2), CPU, HashStore(), timeout=timedelta(seconds=1))
+
+
+def test_ranks_that_find_each_other_but_do_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(connecting, "_choose", lambda *_: release.wait(60))
+    store = HashStore()
+    store.set("finwhale.host/1", "here")
+    with pytest.raises(FinwhaleError, match="rank 0 found the other ranks, but"):
+        connect(Rank(0, 2), CPU, store, timeout=timedelta(seconds=0.1))
+    release.set()
+
+
+def test_symmetric_memory_of_a_process_that_has_connected_before() -> None:
+    """torch's keys in an old process, whose numbers begin at 7, and in a new one.
+
+    A PrefixStore calls the Python object from C++, as torch does.
+    """
+    store = HashStore()
+    places = FromZero(store)
+    old, new = PrefixStore("a", places), PrefixStore("a", store)
+    for exchange in range(3):
+        new.set(f"{exchange}/1", f"new {exchange}")
+        old.set(f"{exchange + 7}/0", f"old {exchange}")
+        old.wait([f"{exchange + 7}/1"], timedelta(seconds=5))
+        assert old.get(f"{exchange + 7}/1") == b"new %d" % exchange
+        assert new.get(f"{exchange}/0") == b"old %d" % exchange
+    assert old.add("10", 1) + new.add("3", 1) == 3
 
 
 class Faulty:

@@ -401,12 +401,27 @@ def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]
     return operator(ranks.collectives.all_reduce(x).to(torch.bfloat16))
 
 
+def _agree(result: Tensor, wanted: Tensor) -> bool:
+    """Whether float32 values agree to 2e-6, and bfloat16 values but for a last bit of one in 1,000.
+
+    A kernel that sums may multiply and add in another order than one that reads sums, so their
+    float32 values differ in the last bits. On an H200, 50 of 1,024 values of `res` differed by up
+    to 2e-7, and 3 of 262,144 values of the residual streams by a last bit of bfloat16.
+    """
+    if result.dtype == torch.float32:
+        return torch.allclose(result, wanted, rtol=2e-6, atol=2e-6)
+    differing = int((result != wanted).sum())
+    return differing <= result.numel() / 1000 and torch.allclose(
+        result.float(), wanted.float(), rtol=2**-7, atol=2e-6
+    )
+
+
 def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Tensor, ...]) -> Line:
-    """Time one call, after comparing the bits of its results."""
-    right = all(map(torch.equal, call(), wanted))
+    """Time one call, after comparing its results."""
+    right = all(map(_agree, call(), wanted))
     ranks.synchronise()
     times, result = time_calls(ranks, lambda: call()[0])
-    right &= torch.equal(result, wanted[0])
+    right &= _agree(result, wanted[0])
     same = all(torch.equal(part, result) for part in ranks.gathered(result))
     return {"us": times, "right": right, "same_on_all_ranks": same}
 

@@ -5,10 +5,11 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.gloo import Gloo
-from finwhale.distributed.nccl import Nccl, new_group
+from finwhale.distributed.nccl import FromZero, Nccl, new_group
 from finwhale.distributed.push_sizes import PushSizes
 from finwhale.distributed.rank import Rank
 from finwhale.distributed.self_check import self_check
@@ -34,6 +35,7 @@ NO_MULTICAST = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 HOPPER = (9, 0)
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 _connections = itertools.count()
 
@@ -58,19 +60,30 @@ def connect(
         check: called while this rank waits; it raises if another rank has failed.
 
     Raises:
-        FinwhaleError: a rank did not connect in time, or failed the self-check.
+        FinwhaleError: a rank did not connect in time, or failed the self-check. Each of two phases
+            has `timeout`: until all ranks are here, and until they are connected.
     """
     if rank.size == 1:
         return Alone()
     os.environ.update(NO_MULTICAST)
 
+    def find() -> list[str]:
+        host = f"{socket.gethostname()} {device.index}"
+        return _exchange(rank, store, "host", host, timeout)
+
     def work() -> Collectives:
-        collectives = _choose(rank, device, store, ordered, timeout)
+        collectives = _choose(rank, device, store, hosts, ordered, timeout)
         self_check(collectives, device)
         return collectives
 
     try:
-        return _watched(work, check)
+        hosts = _watched(find, check)
+        return _watched(work, check, timeout)
+    except TimeoutError as error:
+        raise FinwhaleError(
+            f"rank {rank.index} found the other ranks, but was not connected with them within "
+            f"{timeout.total_seconds():.0f} s"
+        ) from error
     except (RuntimeError, dist.DistError) as error:
         lines = str(error).splitlines() or [type(error).__name__]
         raise FinwhaleError(f"rank {rank.index} cannot connect: {lines[0]}") from error
@@ -86,12 +99,15 @@ def disconnect(collectives: Collectives) -> None:
         close()
 
 
-def _watched(work: Callable[[], Collectives], check: Callable[[], None]) -> Collectives:
-    """Call `work` on another thread, until `check` raises.
+def _watched(
+    work: Callable[[], T], check: Callable[[], None], timeout: timedelta | None = None
+) -> T:
+    """Call `work` on another thread, until `check` raises or the time is over (TimeoutError).
 
-    Without a rank, NCCL and Gloo wait until their time is over. Then that thread is abandoned.
+    Without a rank, NCCL, Gloo and symmetric memory wait. Then that thread is abandoned.
     """
-    done: Future[Collectives] = Future()
+    done: Future[T] = Future()
+    end = None if timeout is None else time.monotonic() + timeout.total_seconds()
 
     def run() -> None:
         try:
@@ -102,21 +118,30 @@ def _watched(work: Callable[[], Collectives], check: Callable[[], None]) -> Coll
     threading.Thread(target=run, name="connect", daemon=True).start()
     while not wait([done], POLL_S).done:
         check()
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError
     return done.result()
 
 
 def _choose(
-    rank: Rank, device: torch.device, store: Store, ordered: bool, timeout: timedelta
+    rank: Rank,
+    device: torch.device,
+    store: Store,
+    hosts: list[str],
+    ordered: bool,
+    timeout: timedelta,
 ) -> Collectives:
-    host = f"{socket.gethostname()} {device.index}"
-    hosts = _exchange(rank, store, "host", host, timeout)
     if device.type == "cpu":
         return Gloo(rank, store, timeout)
     torch.cuda.set_device(device)
     # torch finds a group by its name, which must be new in every process.
-    own_name = f"finwhale-{os.getpid()}-{next(_connections)}"
+    number = next(_connections)
+    own_name = f"finwhale-{os.getpid()}-{number}"
     name, *_ = _exchange(rank, store, "name", own_name, timeout)
-    group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout)
+    places: Store = PrefixStore("finwhale.symmetric", store)
+    if number > 0:
+        places = FromZero(places)
+    group = new_group(rank, PrefixStore("finwhale.nccl", store), name, timeout, places)
     nccl = Nccl(rank, group, ordered=ordered)
     nccl.all_reduce(torch.zeros(1, device=device))  # NCCL connects at its first call
     access = _exchange(rank, store, "access", _lacking_access(rank, device, hosts), timeout)

@@ -13,11 +13,50 @@ from finwhale.distributed.rank import Rank
 from finwhale.ops.ranks import Channel
 
 
-def new_group(rank: Rank, store: c10d.Store, name: str, timeout: timedelta) -> dist.ProcessGroup:
+class FromZero(c10d.Store):
+    """A store in which torch's exchanges of symmetric memory have the numbers 0, 1, 2, ...
+
+    torch numbers them as long as a process lives, and a number is a part of the keys
+    (`StoreExchange` in CUDASymmetricMemoryUtils.hpp). The process of rank 0 may have opened engines
+    before, while the processes of other ranks are new: their keys would differ.
+    """
+
+    def __init__(self, store: c10d.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        name, number, *rest = key.split("/")
+        place = self._numbers.setdefault(number, len(self._numbers))
+        return "/".join((name, str(place), *rest))
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+def new_group(
+    rank: Rank,
+    store: c10d.Store,
+    name: str,
+    timeout: timedelta,
+    places: c10d.Store | None = None,
+) -> dist.ProcessGroup:
     """A process group over NCCL, for symmetric memory too. torch's default group remains free.
 
     Args:
         name: equal on all ranks, and new in every process: torch keeps what it knows of a name.
+        places: where the ranks exchange the places of symmetric memory; None: within `store`. The
+            caller keeps this object until all such memory is made, because torch does not.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -31,7 +70,7 @@ def new_group(rank: Rank, store: c10d.Store, name: str, timeout: timedelta) -> d
     group._set_group_name(typed)
     # Symmetric memory finds the group, or its store in some versions of torch, by the name.
     c10d._register_process_group(typed, group)
-    places = c10d.PrefixStore("symmetric", store)
+    places = places or c10d.PrefixStore("symmetric", store)
     c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, places)
     return group
 

@@ -75,7 +75,7 @@ class Push:
         self._small = self._channel(allocate, device, words, bulk=False)
         self._bulk = self._channel(allocate, device, self.sizes.bulk // rank.size, bulk=True)
         self._fused: Channel | None = None
-        if self.sizes.fused_tokens > 0:
+        if self.sizes.fused_tokens > 0 and not ordered:  # see PushSizes.fused_tokens
             block, programs = self.sizes.fused_block, self.sizes.fused_programs
             self._fused = self._channel(
                 allocate, device, WORD_BYTES * block * programs, bulk=False, block=block
@@ -194,7 +194,7 @@ class Push:
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         fits = num_tokens <= self.sizes.fused_tokens and num_programs <= self.sizes.fused_programs
-        return self._fused if fits else None
+        return self._fused if fits else None  # None too if sums are ordered
 
     def check(self) -> None:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]

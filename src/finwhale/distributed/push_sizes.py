@@ -19,7 +19,8 @@ class PushSizes:
         block: words of a program whose words carry flags; one warp checks them without a barrier.
         bulk_block: words of a program that sends flags for itself.
         fused_tokens: the most tokens whose partial sums the operator that reads them adds itself
-            (`Collectives.channel`); 0: none.
+            (`Collectives.channel`); 0: none. Not if sums are ordered: the operator's last bits
+            differ from those of the same operator after an all-reduce.
         fused_programs: the most programs of such an operator. All of them run at once on an H200.
         fused_block: the most words of such a program.
     """
@@ -45,7 +46,8 @@ class PushSizes:
 
 
 SIZES = {
-    2: PushSizes(one_shot=2**19, two_shot=2**19, nccl=2**62),  # on two H200s NCCL is never faster
+    # On two H200s NCCL is never faster, and fused sums are, up to this number of tokens and beyond.
+    2: PushSizes(one_shot=2**19, two_shot=2**19, nccl=2**62, fused_tokens=32),
     4: PushSizes(one_shot=2**17, two_shot=2**20),
     8: PushSizes(one_shot=2**16, two_shot=2**20),
 }
