@@ -1,6 +1,6 @@
 """The Triton kernels of mHC in the interpreter, against the reference."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -98,6 +98,24 @@ def test_the_most_tokens_have_the_bits_of_fewer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(kernels, "MOST_TOKENS", 66)
     for one, other in zip(fewer, both(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_more_tokens_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With batch_invariant, the kernels for few tokens take any number."""
+    inputs = Inputs()
+    args = state(inputs, 20, 100, torch.bfloat16)
+    always = kernels.Options(few_tokens=kernels.ANY_NUMBER)
+    wanted = kernels.mhc_post(*args, options=always)
+    few_grid, grids = kernels._few_grid, []
+
+    def noted(*sizes: Any) -> tuple[int, int]:
+        grids.append(few_grid(*sizes))
+        return grids[-1]
+
+    monkeypatch.setattr(kernels, "MAX_GRID_Y", 16)
+    monkeypatch.setattr(kernels, "_few_grid", noted)
+    assert torch.equal(kernels.mhc_post(*args, options=always), wanted)
+    assert [rows for _, rows in grids] == [2]
 
 
 def test_a_token_s_bits_do_not_depend_on_the_batch() -> None:

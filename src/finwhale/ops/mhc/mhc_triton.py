@@ -48,6 +48,7 @@ from finwhale.ops.ranks import Channel, PartialSum, Phases
 
 NUM_STREAMS = 4
 MAX_WIDTH = 16384
+MAX_GRID_Y = 65_535  # of a launch
 FEW_TOKENS = 128
 ANY_NUMBER = 2**31  # for Options.few_tokens
 
@@ -130,7 +131,7 @@ POST_MANY = Plan(block_n=4, block_d=512, slots=4, num_warps=4)
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
     last = MOST_TOKENS - 1
-    return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last))
+    return up_to(most, (1, FEW_TOKENS, last, model.num_ranks * last, MAX_GRID_Y))
 
 
 def num_programs(num_tokens: int, width: int, *, options: Options = DEFAULT) -> int:
@@ -206,7 +207,7 @@ def _run_streams(
     constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": how.inline_asm}
     if few:
         options = {"launch_pdl": True} if how.early_launch else {}
-        plan = POST_FEW if fn is None else FEW
+        plan = POST_FEW if fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
         constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(options)}
         grid = _few_grid(plan, num_tokens, width)
         if channel is not None:
