@@ -4,17 +4,19 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from finwhale.distributed import connect as connecting
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.gloo import Gloo
-from finwhale.distributed.nccl import FromZero
+from finwhale.distributed.nccl import FromZero, new_group
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.distributed.self_check import self_check
 from finwhale.errors import FinwhaleError
@@ -62,6 +64,22 @@ def test_symmetric_memory_of_a_process_that_has_connected_before() -> None:
         assert old.get(f"{exchange + 7}/1") == b"new %d" % exchange
         assert new.get(f"{exchange}/0") == b"old %d" % exchange
     assert old.add("10", 1) + new.add("3", 1) == 3
+
+
+def test_symmetric_memory_gets_the_store_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 takes the store of the group that it finds by the name."""
+
+    class Nccl(c10d.ProcessGroupGloo):
+        Options = SimpleNamespace  # type: ignore[assignment]
+
+        def __init__(self, store: Store, rank: int, size: int, options: object) -> None:
+            super().__init__(store, rank, size, timedelta(seconds=10))
+
+    monkeypatch.setattr(c10d, "ProcessGroupNCCL", Nccl, raising=False)
+    places = FromZero(HashStore())
+    group = new_group(Rank(0, 1), HashStore(), "a group", timedelta(seconds=10), places)
+    assert c10d._resolve_process_group("a group").get_group_store() is places
+    c10d._unregister_process_group(group.group_name)
 
 
 class Faulty:

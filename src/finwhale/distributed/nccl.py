@@ -62,15 +62,16 @@ def new_group(
     options._timeout = timeout
     backend = c10d.ProcessGroupNCCL(store, rank.index, rank.size, options)
     backend._set_sequence_number_for_group()
-    group = dist.ProcessGroup(store, rank.index, rank.size)
+    places = places or c10d.PrefixStore("symmetric", store)
+    group = dist.ProcessGroup(places, rank.index, rank.size)
     kind = dist.ProcessGroup.BackendType.NCCL
     group._set_default_backend(kind)
     group._register_backend(torch.device("cuda"), kind, backend)
     typed: Any = name
     group._set_group_name(typed)
-    # Symmetric memory finds the group, or its store in some versions of torch, by the name.
+    # By the name, symmetric memory finds the group and uses its store (torch 2.11), or finds what
+    # set_group_info was given.
     c10d._register_process_group(typed, group)
-    places = places or c10d.PrefixStore("symmetric", store)
     c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, places)
     return group
 
