@@ -6,6 +6,7 @@ it twice a layer. The
 backward kernel keeps nothing: it recomputes each iterate from the input, which is 16 numbers a
 token.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
@@ -15,21 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Triton takes no other annotations than tl.constexpr.
 if importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
 
     @triton.jit
-    def _normalise(x: Any, i: Any, eps: Any) -> Any:
+    def _normalise(x, i, eps):
         """Step i of the iteration on x [N, 4, 4]: columns when i is even, rows when it is odd."""
         columns = x / (tl.sum(x, axis=1, keep_dims=True) + eps)
         rows = x / (tl.sum(x, axis=2, keep_dims=True) + eps)
         return tl.where(i % 2 == 0, columns, rows)
 
     @triton.jit
-    def _forward_kernel(
-        x_ptr: Any, y_ptr: Any, num_tokens: Any, num_steps: Any, eps: Any, BLOCK: tl.constexpr
-    ) -> None:
+    def _forward_kernel(x_ptr, y_ptr, num_tokens, num_steps, eps, BLOCK: tl.constexpr):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.arange(0, 4)
         offset = token[:, None, None] * 16 + j[None, :, None] * 4 + j[None, None, :]
@@ -41,14 +41,14 @@ if importlib.util.find_spec("triton") is not None:
 
     @triton.jit
     def _backward_kernel(
-        x_ptr: Any,
-        dy_ptr: Any,
-        dx_ptr: Any,
-        num_tokens: Any,
-        num_steps: Any,
-        eps: Any,
+        x_ptr,
+        dy_ptr,
+        dx_ptr,
+        num_tokens,
+        num_steps,
+        eps,
         BLOCK: tl.constexpr,
-    ) -> None:
+    ):
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         j = tl.arange(0, 4)
         offset = token[:, None, None] * 16 + j[None, :, None] * 4 + j[None, None, :]

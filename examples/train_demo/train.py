@@ -329,8 +329,9 @@ class Trainer:
         sums = torch.zeros(length, dtype=torch.float64)
         for start in range(0, len(rows) - size + 1, size):
             batch = cut(rows, start, size, self.device)
-            output = self.model(batch, self.switches, 1)  # with gradients: compiled that way
-            logits = self.model.logits(output.hidden.detach())
+            # With gradients, as it was compiled; the graph goes before the next one is built.
+            hidden = self.model(batch, self.switches, 1).hidden.detach()
+            logits = self.model.logits(hidden)
             for row, labels in zip(logits, labels_of(batch.tokens, batch.doc, 1), strict=True):
                 loss = F.cross_entropy(row.float(), labels, ignore_index=-100, reduction="none")
                 sums += loss.detach().double().cpu()
