@@ -84,7 +84,10 @@ def started(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def join(parts: Path, out: Path) -> None:
-    """Writes a checkpoint of several files as one file beside its config, and no other tensors."""
+    """Writes a checkpoint of several files as one file beside its config, and no other tensors.
+
+    The tokenizer of `out` stays, and gets the model's context.
+    """
     tensors: dict[str, Tensor] = {}
     for file in sorted(parts.glob("*.safetensors")):
         tensors |= {name: value.clone() for name, value in load_file(file).items()}
@@ -92,6 +95,11 @@ def join(parts: Path, out: Path) -> None:
         old.unlink()
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(parts / "config.json", out / "config.json")
+    context = json.loads((out / "config.json").read_text())["max_position_embeddings"]
+    tokenizer = out / "tokenizer_config.json"
+    if tokenizer.exists():
+        options = json.loads(tokenizer.read_text()) | {"model_max_length": context}
+        tokenizer.write_text(json.dumps(options, indent=2, ensure_ascii=False) + "\n")
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ import export_dspark  # noqa: E402
 import train  # noqa: E402
 import train_dspark  # noqa: E402
 from corpus import PAD  # noqa: E402
-from export import dequantised, load_shipped  # noqa: E402
+from export import dequantised, join, load_shipped  # noqa: E402
 from generate import hidden_of  # noqa: E402
 from layout import kind_of, official_tensors  # noqa: E402
 from model import Batch, DemoConfig, DemoModel, Switches  # noqa: E402
@@ -297,8 +297,15 @@ def test_scripts_train_and_export_what_finwhale_loads(
     config.write_text(json.dumps(tiny_config()))
     arguments = short(corpus, base, 2)
     run(monkeypatch, train.main, *arguments, "--config", config, "--long-tokens", 0)
+    shipped = tmp_path / "shipped"
+    shipped.mkdir()
     for file in DEMO_PATH.glob("tokenizer*.json"):
         (base / file.name).write_bytes(file.read_bytes())
+        (shipped / file.name).write_bytes(file.read_bytes())
+    join(base, shipped)
+    assert Checkpoint.open(shipped).tensors.keys() == Checkpoint.open(base).tensors.keys()
+    tokenizer = json.loads((shipped / "tokenizer_config.json").read_text())
+    assert tokenizer["model_max_length"] == tiny_config()["max_position_embeddings"]
     options = ("--base", base, "--row-anchors", 16, "--measure-steps", 2)
     run(monkeypatch, train_dspark.main, *short(corpus, head, 1), *options)
     run(monkeypatch, train_dspark.main, *short(corpus, head, 2), *options)  # resumes
