@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from finwhale.async_llm import AsyncLLM
+    from finwhale.engine.loop.weight_updates import BroadcastTensors, SharedTensors
     from finwhale.errors import (
         CheckpointError,
         EngineDeadError,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BroadcastTensors",
     "CheckpointError",
     "CompletionOutput",
     "EngineDeadError",
@@ -33,6 +35,7 @@ __all__ = [
     "RequestOutput",
     "ResourceError",
     "SamplingParams",
+    "SharedTensors",
     "__version__",
 ]
 
@@ -44,5 +47,7 @@ def __getattr__(name: str) -> Any:
         return import_module("finwhale.llm").LLM
     if name == "AsyncLLM":
         return import_module("finwhale.async_llm").AsyncLLM
+    if name.endswith("Tensors"):
+        return getattr(import_module("finwhale.engine.loop.weight_updates"), name)
     home = "errors" if name.endswith("Error") else "request"
     return getattr(import_module(f"finwhale.{home}"), name)

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial as partial_of
-from pathlib import Path
 from typing import Any, Literal
 
+from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
-from finwhale.engine.loop.weight_updates import NamedTensors
+from finwhale.engine.loop.weight_updates import WeightsSource
 from finwhale.errors import FinwhaleError, RequestError
 from finwhale.llm import Job, LoadedModel, Messages, Prompt, add_job
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
@@ -81,14 +81,40 @@ class AsyncLLM(LoadedModel):
 
     async def update_weights(
         self,
-        source: str | Path | NamedTensors,
+        source: WeightsSource,
         *,
         partial: bool = False,
         requests: Requests = "recompute",
     ) -> None:
         """Replaces the weights, as `LLM.update_weights` does. An iterable runs on a thread."""
-        update = partial_of(self.replace_weights, source, partial=partial, requests=requests)
+        update = partial_of(self.updates.update, source, partial=partial, requests=requests)
         await asyncio.to_thread(update)
+
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int = 1,
+        world_size: int | None = None,
+        group_name: str = GROUP_NAME,
+        backend: GroupBackend | None = None,
+        timeout_seconds: float = TIMEOUT_S,
+    ) -> None:
+        """Joins a process group with a trainer, as `LLM.init_weights_update_group` does."""
+        join = partial_of(
+            self.updates.join,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout_seconds=timeout_seconds,
+        )
+        await asyncio.to_thread(join, master_address, master_port)
+
+    async def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
+        """Leaves a group."""
+        await asyncio.to_thread(self.updates.leave, group_name)
 
     async def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Runs no more steps until `resume`; requests wait.

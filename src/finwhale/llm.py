@@ -27,10 +27,11 @@ from finwhale.config import (
     WoAInput,
 )
 from finwhale.distributed.hosts import Place
+from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupBackend
 from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.request_checks import new_matcher
-from finwhale.engine.loop.weight_updates import NamedTensors, update_weights
+from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
 from finwhale.engine.plan.sampling import TokenMatcher
 from finwhale.errors import RequestError
 from finwhale.models.protocol import ModelConfig
@@ -110,6 +111,7 @@ class LoadedModel:
         self._directory = checkpoint_directory(path, revision)
         self.engine = open_engine(config, self._directory, progress)
         self.tokenizer = self.engine.tokenizer
+        self.updates = WeightUpdates(self.engine)
         self._template: ChatTemplate | None = None
         self._ids = itertools.count()
         self.on_open()
@@ -125,11 +127,6 @@ class LoadedModel:
             f"context of {self.engine.max_model_len} tokens, "
             f"up to {self.engine.config.max_num_seqs} sequences at once>"
         )
-
-    def replace_weights(
-        self, source: str | Path | NamedTensors, *, partial: bool, requests: Requests
-    ) -> None:
-        update_weights(self.engine, source, partial=partial, requests=requests)
 
     def chat_template(self) -> ChatTemplate:
         """The checkpoint's chat format. Raises RequestError if the checkpoint has no tokenizer."""
@@ -347,7 +344,7 @@ class LLM(LoadedModel):
 
     def update_weights(
         self,
-        source: str | Path | NamedTensors,
+        source: WeightsSource,
         *,
         partial: bool = False,
         requests: Requests = "recompute",
@@ -358,9 +355,9 @@ class LLM(LoadedModel):
         written in place between two steps, and the prefix cache is cleared.
 
         Args:
-            source: the directory of a checkpoint of the same model, or pairs of an official name
-                and a tensor on any device, in any order. A tensor's memory may be reused when the
-                next pair is asked for.
+            source: the directory of a checkpoint of the same model; pairs of an official name and
+                a tensor on any device, in any order, of which a tensor's memory may be reused when
+                the next pair is asked for; BroadcastTensors; or SharedTensors.
             partial: accept some of the weights; the others stay. Weights that are packed into one
                 tensor must come together.
             requests: what becomes of requests that run. "recompute": their tokens so far are
@@ -370,8 +367,49 @@ class LLM(LoadedModel):
         Raises:
             CheckpointError: a tensor is missing, unknown, or has a wrong shape, dtype or value.
             ResourceError: the host has too little memory to stage the weights.
+            FinwhaleError: a broadcast did not come in time. The engine has left the group.
         """
-        self.replace_weights(source, partial=partial, requests=requests)
+        self.updates.update(source, partial=partial, requests=requests)
+
+    def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int = 1,
+        world_size: int | None = None,
+        group_name: str = GROUP_NAME,
+        backend: GroupBackend | None = None,
+        timeout_seconds: float = TIMEOUT_S,
+    ) -> None:
+        """Joins a process group, over which a trainer broadcasts weights. It is rank 0.
+
+        Blocks until all members have joined. No step runs meanwhile.
+
+        Args:
+            master_address, master_port: where the trainer listens (torch's TCPStore).
+            rank_offset: the first rank of this engine in the group.
+            world_size: number of members; None: the trainer and this engine.
+            backend: "nccl" or "gloo"; None: "nccl" on GPUs.
+            timeout_seconds: time limit for this call, and for each broadcast.
+
+        Raises:
+            RequestError: an argument is wrong, or the engine is in a group of this name.
+            FinwhaleError: the members did not join in time.
+        """
+        self.updates.join(
+            master_address,
+            master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+            timeout_seconds=timeout_seconds,
+        )
+
+    def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:
+        """Leaves a group. Raises RequestError if the engine is not in it."""
+        self.updates.leave(group_name)
 
     def pause(self, mode: Literal["keep", "abort"] = "keep") -> None:
         """Runs no more steps until `resume`; calls of other threads wait.

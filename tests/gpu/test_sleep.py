@@ -14,7 +14,7 @@ from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
-from finwhale.engine.loop.weight_updates import update_weights
+from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.weight_update import tensors_of
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -101,11 +101,11 @@ def test_sleep_changes_nothing(engine: Engine) -> None:
 def test_updates_write_in_place(engine: Engine) -> None:
     before, addresses = outputs(engine), [tensor.data_ptr() for tensor in weights_of(engine)]
     if engine.model_config.vocab_size == 129280:
-        update_weights(engine, random_tensors(engine, 1), partial=False, requests="recompute")
+        WeightUpdates(engine).update(random_tensors(engine, 1))
         assert outputs(engine) != before
     engine.sleep(drop_weights=True)
     engine.wake()
-    update_weights(engine, first_tensors(engine), partial=False, requests="recompute")
+    WeightUpdates(engine).update(first_tensors(engine))
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert outputs(engine) == before
     assert not sum(engine.executor.late_compilations().values())

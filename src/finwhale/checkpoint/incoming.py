@@ -1,7 +1,10 @@
 """Pairs named tensors that arrive in any order with a model's weights, and checks each of them."""
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from finwhale.checkpoint.formats import find_nan
@@ -17,6 +20,23 @@ from finwhale.checkpoint.names import official_tensors
 from finwhale.checkpoint.reader import TensorInfo
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """A tensor that a sender is going to send."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def meta(self) -> Tensor:
+        """A tensor of this dtype and shape, without data."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class Incoming:
@@ -44,7 +64,7 @@ class Incoming:
     def add(self, name: str, tensor: Tensor) -> Iterator[tuple[WeightSpec, StoredWeight]]:
         """Take one tensor, under an official or a transformers name; yields the complete weights.
 
-        The tensor is kept beyond this call only as a copy.
+        The tensor is kept beyond this call only as a copy. Values of a meta tensor are not checked.
 
         Raises:
             CheckpointError: the model has no such tensor, it came before, or it has a wrong shape,
@@ -94,7 +114,7 @@ class Incoming:
                 raise CheckpointError(f"the update does not fit the model: {mismatch}")
         elif name != weight or spec.scale_name in self._waiting:
             raise CheckpointError(f"{weight} is stored as {storage}, so it has no scales")
-        fault = find_nan(data, scale)
+        fault = None if data.is_meta else find_nan(data, scale)
         if fault is not None:
             raise CheckpointError(f"{weight} holds {fault}")
         yield spec, StoredWeight(data, scale, storage).sliced(spec.slice)

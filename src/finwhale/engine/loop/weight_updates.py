@@ -1,46 +1,261 @@
-"""Updates an engine's weights from named tensors or from a checkpoint's directory."""
+"""Updates an engine's weights: from tensors, a directory, a process group or CUDA IPC."""
 
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from finwhale.checkpoint.incoming import Announced
+from finwhale.checkpoint.loading import DTYPE_NAMES
+from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 from finwhale.engine.loop.engine import Engine, Requests
+from finwhale.engine.rank.weight_transfer import Announce, Join, Leave, Open, Receive
 from finwhale.engine.rank.weight_update import Add, Begin, Commit, Discard, Prepare, Read
 from finwhale.errors import EngineDeadError, RequestError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
-# Tensors are sent to the processes of other ranks in messages of at most this size, or one tensor.
+# Tensors are sent to the processes of other ranks, and received from a trainer, in messages of at
+# most this size, or one tensor. Steps run between the messages.
 BUCKET_BYTES = 2**28
 
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
 
-def update_weights(
-    engine: Engine,
-    source: str | Path | NamedTensors,
-    *,
-    partial: bool,
-    requests: Requests,
-) -> None:
-    """Replace the weights (`LLM.update_weights`)."""
-    if partial and isinstance(source, str | Path):
-        raise RequestError("a directory holds all weights: leave out partial")
-    engine.check_weights_can_change(partial)
-    engine.on_ranks(Begin(partial))
-    try:
-        if isinstance(source, str | Path):
-            engine.on_ranks(Read(Path(source)))
-        else:
-            for bucket in _buckets(source, alone=engine.executor.description.num_ranks == 1):
-                engine.on_ranks(Add(bucket))
-        engine.on_ranks(Prepare())
-        engine.change_weights(Commit(), requests)
-    except EngineDeadError:
-        raise
-    except BaseException:
-        engine.on_ranks(Discard())
-        raise
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastTensors:
+    """Tensors that a trainer broadcasts over a group, in this order.
+
+    Attributes:
+        names, dtypes, shapes: one entry for each tensor; a dtype is a name such as "bfloat16".
+        group_name: a group that the engine has joined (`init_weights_update_group`).
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    group_name: str = GROUP_NAME
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedTensors:
+    """Tensors in a buffer on each GPU of the engine, one after the other.
+
+    Attributes:
+        names, dtypes, shapes: one entry for each tensor; a dtype is a name such as "bfloat16".
+        handles: a handle of each buffer (distributed/cuda_ipc.py) by the UUID of its GPU.
+    """
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    handles: Mapping[str, IpcHandle]
+
+
+WeightsSource = str | Path | NamedTensors | BroadcastTensors | SharedTensors
+
+
+class WeightUpdates:
+    """Updates the weights of one engine, one update at a time. Several threads may call it.
+
+    Attributes:
+        version: the name of the present weights: what the last update called them, or its number.
+        begun: whether an update has begun and neither succeeded nor failed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.version = "0"
+        self.begun = False
+        self._engine = engine
+        self._count = 0
+        self._groups: set[str] = set()
+        self._lock = threading.Lock()
+
+    # --- Groups -----------------------------------------------------------------------------------
+
+    def join(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int = 1,
+        world_size: int | None = None,
+        group_name: str = GROUP_NAME,
+        backend: GroupBackend | None = None,
+        timeout_seconds: float = TIMEOUT_S,
+    ) -> None:
+        """Join a group with a trainer (LLM.init_weights_update_group)."""
+        rank = self._engine.executor.description
+        native: GroupBackend = "gloo" if rank.device.startswith("cpu") else "nccl"
+        if backend == "nccl" and native == "gloo":
+            raise RequestError('the backend "nccl" needs GPUs: use "gloo"')
+        if group_name in self._groups:
+            raise RequestError(f"the engine is in a group {group_name!r} already: destroy it first")
+        last = rank_offset + rank.num_ranks
+        world_size = last if world_size is None else world_size
+        if rank_offset < 1 or last > world_size:
+            raise RequestError(
+                f"{rank.num_ranks} ranks from rank_offset {rank_offset} do not fit a group of "
+                f"world_size {world_size}, in which the trainer is rank 0"
+            )
+        if not 0 < timeout_seconds <= 86_400:
+            raise RequestError(f"timeout_seconds must be above 0, to 86400, got {timeout_seconds}")
+        address = GroupAddress(
+            master_address=master_address,
+            master_port=master_port,
+            world_size=world_size,
+            backend=backend or native,
+            group_name=group_name,
+            timeout_seconds=timeout_seconds,
+        )
+        try:
+            self._engine.on_ranks(Join(address, rank_offset))
+        except EngineDeadError:
+            raise
+        except BaseException:
+            self._engine.on_ranks(Leave(group_name))
+            raise
+        self._groups.add(group_name)
+
+    def leave(self, group_name: str = GROUP_NAME) -> None:
+        """Leave a group. Raises RequestError if the engine is not in it."""
+        if group_name not in self._groups:
+            raise RequestError(f"the engine is in no group {group_name!r}")
+        self._groups.remove(group_name)
+        self._engine.on_ranks(Leave(group_name))
+
+    # --- Updates ----------------------------------------------------------------------------------
+
+    def update(
+        self,
+        source: WeightsSource,
+        *,
+        partial: bool = False,
+        requests: Requests = "recompute",
+        version: str | None = None,
+    ) -> None:
+        """Replace the weights (LLM.update_weights)."""
+        if partial and isinstance(source, str | Path):
+            raise RequestError("a directory holds all weights: leave out partial")
+        self.begin(partial=partial)
+        self._add(source, last=True)
+        self.finish(requests=requests, version=version)
+
+    def begin(self, *, partial: bool = False) -> None:
+        """Begin an update, to which `add` brings the weights, until `finish`.
+
+        Raises:
+            RequestError: another update has begun, or the weights cannot be written now.
+            ResourceError: the host has too little memory to stage the weights.
+        """
+        self._engine.check_weights_can_change(partial)
+        with self._lock:
+            if self.begun:
+                raise RequestError("another update of the weights has begun: finish it first")
+            self.begun = True
+        try:
+            self._engine.on_ranks(Begin(partial))
+        except BaseException as error:
+            self._discard(error)
+            raise
+
+    def add(self, source: WeightsSource) -> None:
+        """Stage weights of an update that has begun. If this fails, the update ends."""
+        self._add(source, last=False)
+
+    def finish(self, *, requests: Requests = "recompute", version: str | None = None) -> None:
+        """Write the staged weights. If this fails, the old ones stay, and the update ends."""
+        self._check_begun()
+        try:
+            self._engine.on_ranks(Prepare())
+            self._engine.change_weights(Commit(), requests)
+        except BaseException as error:
+            self._discard(error)
+            raise
+        self.begun = False
+        self._count += 1
+        self.version = str(self._count) if version is None else version
+
+    def _check_begun(self) -> None:
+        if not self.begun:
+            raise RequestError("no update of the weights has begun, or it has failed")
+
+    def _add(self, source: WeightsSource, *, last: bool) -> None:
+        """Stage weights. `last`: the update gets no others."""
+        self._check_begun()
+        engine = self._engine
+        try:
+            if isinstance(source, str | Path):
+                engine.on_ranks(Read(Path(source)))
+            elif isinstance(source, BroadcastTensors):
+                self._receive(source, last)
+            elif isinstance(source, SharedTensors):
+                announced = _announced(source)
+                engine.on_ranks(Announce(announced, last))
+                engine.on_ranks(Open(dict(source.handles), announced))
+            else:
+                for bucket in _buckets(source, alone=engine.executor.description.num_ranks == 1):
+                    engine.on_ranks(Add(bucket))
+        except BaseException as error:
+            self._discard(error)
+            raise
+
+    def _receive(self, source: BroadcastTensors, last: bool) -> None:
+        name = source.group_name
+        if name not in self._groups:
+            raise RequestError(
+                f"the engine is in no group {name!r}: a failed update closes the group"
+            )
+        try:
+            announced = _announced(source)
+            self._engine.on_ranks(Announce(announced, last))
+            for piece in _pieces(announced):
+                self._engine.on_ranks(Receive(name, piece))
+        except EngineDeadError:
+            raise
+        except BaseException:
+            # The trainer's next broadcast would be taken for one that has not been received.
+            self.leave(name)
+            raise
+
+    def _discard(self, error: BaseException) -> None:
+        self.begun = False
+        if not isinstance(error, EngineDeadError):
+            self._engine.on_ranks(Discard())
+
+
+def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
+    """The tensors of a source. Raises RequestError."""
+    names, dtypes, shapes = source.names, source.dtypes, source.shapes
+    if not len(names) == len(dtypes) == len(shapes):
+        raise RequestError(
+            f"there are {len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes"
+        )
+    unknown = set(dtypes) - set(_DTYPES)
+    if unknown:
+        raise RequestError(f"the dtype {min(unknown)} is none of {', '.join(_DTYPES)}")
+    return [
+        Announced(name, _DTYPES[dtype], tuple(shape))
+        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+    ]
+
+
+def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
+    """The tensors in their order, some at a time."""
+    piece: list[Announced] = []
+    size = 0
+    for one in announced:
+        if piece and size + one.nbytes > BUCKET_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(one)
+        size += one.nbytes
+    if piece:
+        yield piece
 
 
 def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, Tensor]]]:

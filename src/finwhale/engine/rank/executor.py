@@ -8,6 +8,7 @@ from torch import Tensor
 
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
+from finwhale.distributed.weight_group import WeightGroup
 from finwhale.engine.plan.executor import (
     DeviceDrafts,
     Executor,
@@ -58,6 +59,7 @@ class LocalExecutor:
         loader: loads weights as this rank does; None: the weights cannot be replaced.
         arenas: the memory of "weights" and "cache", if it can be given back.
         update: the new weights that are being staged.
+        groups: the process groups over which trainers send weights, by name.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class LocalExecutor:
     ) -> None:
         self.loader, self.arenas = loader, arenas or {}
         self.update: WeightUpdate | None = None
+        self.groups: dict[str, WeightGroup] = {}
         self.runner, self.builds, self.description = runner, builds, description
         self.collectives = collectives
         self.sampler = Sampler(runner.model.sample, runner.model.config.vocab_size)
@@ -162,6 +165,8 @@ class LocalExecutor:
     def close(self) -> None:
         """Free the captured steps, then the connections to other ranks. No call may follow."""
         self._open = None
+        for group in self.groups.values():
+            group.close()
         runner = self.runner
         runner.graphs = runner.prefill_graphs = runner.verifications = None
         disconnect(self.collectives)

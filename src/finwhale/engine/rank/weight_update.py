@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.incoming import Incoming
+from finwhale.checkpoint.incoming import Announced, Incoming
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.spec import Storage
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
+# Bounds of what a sender may announce. No tensor of a model is near them.
+MAX_DIM, MAX_TENSOR_BYTES = 2**20, 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +92,23 @@ class WeightUpdate:
         self._packed = loader.ops.capabilities.quantised_weights
         storages = loader.storages if self._packed else None
         self._incoming = Incoming(self._specs, self._ignored, storages)
+        self._announced = Incoming(self._specs, self._ignored, storages)
         self._whole = False
         self._staged: list[tuple[Tensor, Tensor]] = []
+
+    def announce(self, tensors: Iterable[Announced], *, last: bool) -> None:
+        """Check the names, dtypes and shapes of tensors before they come. Raises CheckpointError.
+
+        Args:
+            last: no other tensors will come.
+        """
+        for one in tensors:
+            if any(not 0 < size < MAX_DIM for size in one.shape) or one.nbytes > MAX_TENSOR_BYTES:
+                raise CheckpointError(f"no weight has the shape {list(one.shape)} of {one.name}")
+            for _ in self._announced.add(one.name, one.meta()):
+                pass
+        if last:
+            self._announced.check_complete(partial=self._partial)
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Stage tensors. Raises CheckpointError."""
@@ -165,9 +182,7 @@ class Begin:
     partial: bool
 
     def __call__(self, executor: "LocalExecutor") -> None:
-        loader = executor.loader
-        if loader is None:
-            raise FinwhaleError("the weights of a compiled engine cannot be updated")
+        loader = loader_of(executor)
         executor.update = None
         executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=self.partial)
 
@@ -179,7 +194,7 @@ class Add:
     tensors: Sequence[tuple[str, Tensor]]
 
     def __call__(self, executor: "LocalExecutor") -> None:
-        _update(executor).add(self.tensors)
+        update_of(executor).add(self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +204,7 @@ class Read:
     path: Path
 
     def __call__(self, executor: "LocalExecutor") -> None:
-        _update(executor).read(self.path)
+        update_of(executor).read(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +212,7 @@ class Prepare:
     """Complete the staged weights."""
 
     def __call__(self, executor: "LocalExecutor") -> None:
-        _update(executor).prepare()
+        update_of(executor).prepare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +220,7 @@ class Commit:
     """Write the staged weights: after every rank has prepared its own."""
 
     def __call__(self, executor: "LocalExecutor") -> None:
-        _update(executor).commit()
+        update_of(executor).commit()
         executor.update = None
 
 
@@ -217,6 +232,14 @@ class Discard:
         executor.update = None
 
 
-def _update(executor: "LocalExecutor") -> WeightUpdate:
+def loader_of(executor: "LocalExecutor") -> Loader:
+    """How this rank loads weights. Raises FinwhaleError if they cannot be updated."""
+    if executor.loader is None:
+        raise FinwhaleError("the weights of a compiled engine cannot be updated")
+    return executor.loader
+
+
+def update_of(executor: "LocalExecutor") -> WeightUpdate:
+    """The update that has begun."""
     assert executor.update is not None, "no update has begun"
     return executor.update

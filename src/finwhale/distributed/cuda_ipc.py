@@ -1,0 +1,144 @@
+"""Shares a buffer of a GPU with other processes of the host, over CUDA IPC.
+
+A handle is plain data: torch's description of the buffer's memory. So a client can send it as JSON.
+Nobody unpickles it, because pickle runs code.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finwhale.errors import FinwhaleError, RequestError
+
+MAX_HANDLE_BYTES = 4096  # torch's handles have less than 200
+MAX_SIZE = 2**48
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IpcHandle:
+    """The memory of a buffer, as torch describes it (`UntypedStorage._share_cuda_`).
+
+    The owner of the memory must keep the buffer until the receiver has answered.
+
+    Attributes:
+        memory: CUDA's handle of the allocation.
+        size_bytes, offset_bytes: the place of the buffer in the allocation.
+        counter, counter_offset: torch's count of the receivers.
+        event: CUDA's handle of an event, after which the buffer is filled.
+        waits: whether the receiver must wait for the event.
+    """
+
+    memory: bytes
+    size_bytes: int
+    offset_bytes: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    waits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """The handle as a JSON object; bytes are in base64."""
+        return {
+            name: base64.b64encode(value).decode() if isinstance(value, bytes) else value
+            for name, value in asdict(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "IpcHandle":
+        """The handle of a JSON object, in which every field has its type.
+
+        Raises:
+            RequestError: the bytes are not base64, or a value is out of range.
+        """
+        values = dict(given)
+        for name in ("memory", "counter", "event"):
+            try:
+                values[name] = base64.b64decode(given[name], validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise RequestError(f"{name} of an IPC handle is not base64") from error
+            if len(values[name]) > MAX_HANDLE_BYTES:
+                raise RequestError(
+                    f"{name} of an IPC handle has more than {MAX_HANDLE_BYTES} bytes"
+                )
+        for name in ("size_bytes", "offset_bytes", "counter_offset"):
+            if not 0 <= given[name] < MAX_SIZE:
+                raise RequestError(f"{name} of an IPC handle is out of range: {given[name]}")
+        return cls(**values)
+
+
+def share(buffer: Tensor) -> tuple[str, IpcHandle]:
+    """The UUID of a buffer's GPU, and a handle of the buffer.
+
+    One process may open the handle, once. The buffer must stay as it is until then.
+
+    Args:
+        buffer: contiguous, uint8, on a GPU.
+    """
+    assert buffer.is_cuda and buffer.is_contiguous() and buffer.dtype == torch.uint8
+    assert buffer.storage_offset() == 0 and buffer.nbytes == buffer.untyped_storage().nbytes()
+    _, memory, size, offset, counter, counter_offset, event, waits = (
+        buffer.untyped_storage()._share_cuda_()
+    )
+    handle = IpcHandle(
+        memory=memory,
+        size_bytes=size,
+        offset_bytes=offset,
+        counter=counter,
+        counter_offset=counter_offset,
+        event=event,
+        waits=waits,
+    )
+    return uuid_of(buffer.device), handle
+
+
+def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tensor:
+    """The buffer on this GPU, as uint8. It is the memory of the other process, not a copy.
+
+    Args:
+        handles: handles by the UUID of their GPU.
+
+    Raises:
+        FinwhaleError: no handle is of this GPU, or CUDA cannot open it.
+    """
+    handle = handle_of(handles, uuid_of(device))
+    torch.cuda.set_device(device)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            device.index,
+            handle.memory,
+            handle.size_bytes,
+            handle.offset_bytes,
+            handle.counter,
+            handle.counter_offset,
+            handle.event,
+            handle.waits,
+        )
+    except RuntimeError as error:
+        line = str(error).strip().partition("\n")[0]
+        raise FinwhaleError(f"cannot open the IPC handle for {device}: {line}") from error
+    return _as_bytes(storage, device)
+
+
+def _as_bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def uuid_of(device: torch.device) -> str:
+    """The UUID of a GPU. Raises FinwhaleError on a CPU."""
+    if device.type != "cuda":
+        raise FinwhaleError(f"CUDA IPC needs a GPU, but this engine runs on {device}")
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def handle_of(handles: Mapping[str, IpcHandle], uuid: str) -> IpcHandle:
+    """The handle of the GPU with a UUID. Raises FinwhaleError if there is none."""
+    for name, handle in handles.items():
+        if name.removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
+            return handle
+    known = ", ".join(sorted(handles)) or "none"
+    raise FinwhaleError(f"no IPC handle is of this rank's GPU {uuid}; the handles are of: {known}")

@@ -1,0 +1,180 @@
+"""The process group over which a trainer broadcasts weights to the ranks of engines.
+
+The trainer is rank 0, and each rank of an engine is one of the others. The group is not part of
+torch.distributed's state in the process. It finds its members as the groups do that SGLang's
+`init_custom_process_group` makes, which slime, verl and OpenRLHF have copied: a trainer may use
+either side.
+"""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from finwhale.checkpoint.incoming import Announced
+from finwhale.distributed.connect import NO_MULTICAST
+from finwhale.errors import FinwhaleError
+
+GroupBackend = Literal["nccl", "gloo"]
+GROUP_NAME = "weight_update_group"
+TIMEOUT_S = 300.0
+POLL_S = 0.0002
+# NCCL's watchdog would end the process when a broadcast fails; here the engine goes on.
+_NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_NEVER = timedelta(days=365)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """Where the members of a group meet.
+
+    Attributes:
+        master_address, master_port: a TCP port of the trainer's host, where rank 0 listens.
+        world_size: number of members: the trainer, and each rank of each engine.
+        backend: "nccl" for tensors on GPUs, "gloo" for tensors on CPUs.
+        timeout_seconds: time limit for the members to connect, and for each broadcast.
+    """
+
+    master_address: str
+    master_port: int
+    world_size: int
+    backend: GroupBackend
+    group_name: str = GROUP_NAME
+    timeout_seconds: float = TIMEOUT_S
+
+
+class WeightGroup:
+    """One member of a group. All members construct it at once.
+
+    Args:
+        rank: 0 for the trainer.
+        device: the device of this member's tensors; a GPU for "nccl", a CPU for "gloo".
+
+    Raises:
+        FinwhaleError: a member did not connect in time.
+    """
+
+    def __init__(self, address: GroupAddress, rank: int, device: torch.device) -> None:
+        self.address, self.device = address, device
+        seconds = address.timeout_seconds
+        limit = timedelta(seconds=seconds)
+        try:
+            store: c10d.Store = c10d.TCPStore(
+                address.master_address.strip("[]"),
+                address.master_port,
+                address.world_size,
+                is_master=rank == 0,
+                timeout=limit,
+            )
+            name = address.group_name
+            place = "cuda" if address.backend == "nccl" else "cpu"
+            for prefix in (name, f"{name}/", f"{place}/"):
+                store = c10d.PrefixStore(prefix, store)
+            self._backend = _open(address, store, rank, limit)
+        except (RuntimeError, dist.DistError) as error:
+            raise FinwhaleError(
+                f"the group {address.group_name!r} at {address.master_address}:"
+                f"{address.master_port} was not complete within {seconds:g} s: {_line(error)}"
+            ) from error
+
+    def send(self, tensors: Iterable[Tensor]) -> None:
+        """Broadcast tensors in their order, as rank 0. Returns when they have been sent.
+
+        Raises:
+            FinwhaleError: another member did not take part in time. The group is of no further use.
+        """
+        self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors])
+
+    def receive(self, announced: Sequence[Announced]) -> list[tuple[str, Tensor]]:
+        """Receive the next tensors of rank 0, in its order.
+
+        Raises:
+            FinwhaleError: they did not come in time. The group is of no further use.
+        """
+        received = [torch.empty(a.shape, dtype=a.dtype, device=self.device) for a in announced]
+        self._broadcast(received)
+        return [(one.name, tensor) for one, tensor in zip(announced, received, strict=True)]
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        options = c10d.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        end = time.monotonic() + self.address.timeout_seconds
+        try:
+            # The tensors travel as bytes, because no backend knows every dtype.
+            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+            works = [self._backend.broadcast([part], options) for part in parts]
+            for work in works:
+                work.wait()
+            if self.device.type == "cuda":
+                # `wait` has only ordered the streams. Completion is read from an event, because
+                # NCCL also calls a broadcast complete if it failed.
+                arrived = torch.cuda.Event()
+                arrived.record(torch.cuda.current_stream(self.device))
+                while not arrived.query():
+                    if time.monotonic() > end:
+                        raise RuntimeError("NCCL has not finished")
+                    time.sleep(POLL_S)
+        except (RuntimeError, dist.DistError) as error:
+            self.close()
+            raise FinwhaleError(
+                f"a broadcast in the group {self.address.group_name!r} failed (its time limit is "
+                f"{self.address.timeout_seconds:g} s): {_line(error)}"
+            ) from error
+
+    def close(self) -> None:
+        """Leave the group. Other members get an error at their next broadcast, or wait in vain."""
+        backend, self._backend = self._backend, _Closed()
+        if self.address.backend == "nccl":
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+
+
+class _Closed:
+    """The backend of a group that is closed."""
+
+    def broadcast(self, tensors: Sequence[Tensor], options: object) -> Any:
+        raise RuntimeError("the group is closed")
+
+    def abort(self) -> None:
+        """Nothing is left to end."""
+
+
+def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta) -> Any:
+    if address.backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        return gloo(store, rank, address.world_size, limit)
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = _NEVER  # this module has time limits of its own
+    os.environ.update(NO_MULTICAST)  # NCCL reads this when it connects, at the first broadcast
+    with _environment(_NO_WATCHDOG):
+        return c10d.ProcessGroupNCCL(store, rank, address.world_size, options)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables that a library reads meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, without the place in torch's source that Gloo puts before it."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"^\[\S+:\d+\] ", "", line) or type(error).__name__

@@ -1,0 +1,252 @@
+"""New weights over a process group and over CUDA IPC: the bits of a fresh start, or no change."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from finwhale import LLM, FinwhaleError, RequestError, SamplingParams, SharedTensors
+from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.engine.loop import weight_updates
+from finwhale.engine.rank import weight_transfer
+from finwhale.engine.rank.executor import local_executor
+from finwhale.engine.rank.weight_update import tensors_of
+from finwhale.testing.tiny import random_weights, write_plain_checkpoint
+
+from .trainers import HOST, InThread, TorchTrainer, broadcast_of, described, free_port
+
+LONG = [7 * i % 400 for i in range(300)]  # more than a block
+PROMPTS = [LONG, [1, 2, 3]]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+LAST = "norm.weight"
+
+
+def outputs(llm: LLM) -> list[object]:
+    """Tokens and log-probabilities, with all their bits."""
+    return [
+        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
+        for result in llm.generate(PROMPTS, GREEDY)
+        for o in result.outputs
+    ]
+
+
+def weights_of(llm: LLM) -> list[Tensor]:
+    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
+
+
+@pytest.fixture(scope="module")
+def tensors(tiny_path: Path) -> dict[str, Tensor]:
+    return random_weights(dict(json.loads((tiny_path / "config.json").read_text())), seed=4)
+
+
+@pytest.fixture(scope="module")
+def expected(
+    tiny_path: Path, tensors: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory
+) -> list[object]:
+    """The outputs of a fresh start with the new weights."""
+    path = tmp_path_factory.mktemp("new") / "model"
+    write_plain_checkpoint(path, json.loads((tiny_path / "config.json").read_text()), tensors)
+    return outputs(LLM(path, device="cpu", activations="exact", max_num_seqs=4))
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_path: Path) -> LLM:
+    return LLM(tiny_path, device="cpu", activations="exact", max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def before(shared: LLM) -> list[object]:
+    return outputs(shared)
+
+
+@pytest.fixture
+def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None) -> Iterator[LLM]:
+    """One engine for all tests of this module, which get it with its first weights."""
+    yield shared
+    executor = local_executor(shared.engine.executor)
+    assert executor.update is None and not shared.updates.begun
+    for name in list(executor.groups):
+        shared.destroy_weights_update_group(name)
+    shared.update_weights(tiny_path)
+
+
+Connect = Callable[..., TorchTrainer]
+
+
+@pytest.fixture
+def connect(engine: LLM) -> Iterator[Connect]:
+    """Makes a group of a trainer and the engine, called "trainer"."""
+    made: list[TorchTrainer] = []
+
+    def work(seconds: float = 30) -> TorchTrainer:
+        port = free_port()
+        trainer = InThread(lambda: TorchTrainer(port, 2, "trainer", seconds))
+        engine.init_weights_update_group(HOST, port, group_name="trainer", timeout_seconds=seconds)
+        made.append(trainer.end())
+        return made[-1]
+
+    yield work
+    for trainer in made:
+        trainer.close()
+
+
+def test_a_broadcast_gives_the_bits_of_a_fresh_start(
+    engine: LLM,
+    connect: Connect,
+    tensors: dict[str, Tensor],
+    expected: list[object],
+    before: list[object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_updates, "BUCKET_BYTES", 1 << 16)
+    trainer = connect()
+    addresses = [tensor.data_ptr() for tensor in weights_of(engine)]
+    assert outputs(engine) == before != expected
+    sending = InThread(lambda: trainer.send(tensors.values()))
+    engine.update_weights(broadcast_of(tensors.items()))
+    sending.end()
+    assert engine.generate(LONG, GREEDY)[0].num_cached_tokens == 0
+    assert outputs(engine) == expected
+    assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
+    assert engine.updates.version != "0"
+    # Some weights only, over the same group.
+    some = [item for item in tensors.items() if item[0].startswith("layers.1.")]
+    sending = InThread(lambda: trainer.send(tensor for _, tensor in some))
+    engine.update_weights(broadcast_of(some), partial=True)
+    sending.end()
+    assert outputs(engine) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"names": ["none.weight"]}, "no tensor none.weight"),
+        ({"shapes": [[3]]}, "norm.weight is BF16"),
+        ({"shapes": [[2**40]]}, "no weight has the shape"),
+        ({"dtypes": ["int64"]}, "norm.weight is I64"),
+        ({"dtypes": ["complex64"]}, "complex64 is none of"),
+        ({"dtypes": []}, "1 names, 0 dtypes"),
+        ({}, "lacks"),
+    ],
+)
+def test_wrong_tensors_are_refused_before_they_move(
+    change: dict[str, Any],
+    message: str,
+    engine: LLM,
+    connect: Connect,
+    before: list[object],
+    tensors: dict[str, Tensor],
+) -> None:
+    connect()  # a trainer that sends nothing
+    source = described([(LAST, tensors[LAST].bfloat16())]) | change
+    with pytest.raises(FinwhaleError, match=message):
+        engine.update_weights(weight_updates.BroadcastTensors(**source, group_name="trainer"))
+    assert outputs(engine) == before
+    with pytest.raises(RequestError, match="in no group 'trainer'"):
+        engine.update_weights(broadcast_of(tensors.items()))
+
+
+@pytest.mark.parametrize("how", ["silent", "gone", "nan"])
+def test_a_failed_broadcast_keeps_the_old_weights(
+    how: str,
+    engine: LLM,
+    connect: Connect,
+    before: list[object],
+    tensors: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_updates, "BUCKET_BYTES", 1 << 16)
+    trainer = connect(0.5 if how == "silent" else 30)
+    announced = {name: tensor for name, tensor in tensors.items() if name != LAST}
+    announced[LAST] = tensors[LAST]
+    sent = dict(announced)
+    if how == "nan":
+        sent[LAST] = torch.full_like(sent[LAST], torch.nan)
+    else:
+        del sent[LAST]
+
+    def send() -> None:
+        trainer.send(sent.values())
+        if how == "gone":
+            trainer.close()
+
+    running = engine.engine.add_request("one", [1, 2, 3], GREEDY)
+    sending = InThread(send)
+    message = {"silent": "Timed out", "gone": "closed", "nan": "not finite"}[how]
+    with pytest.raises(FinwhaleError, match=message):
+        engine.update_weights(broadcast_of(announced.items()))
+    sending.end()
+    while not running.finished:
+        engine.engine.step()
+    assert not local_executor(engine.engine.executor).groups
+    assert outputs(engine) == before
+
+
+def test_wrong_groups_are_refused(engine: LLM, connect: Connect) -> None:
+    port = free_port()
+    for options, message in (
+        ({"backend": "nccl"}, "needs GPUs"),
+        ({"rank_offset": 0}, "do not fit"),
+        ({"rank_offset": 2, "world_size": 2}, "do not fit"),
+        ({"timeout_seconds": 0.0}, "timeout_seconds"),
+        ({"timeout_seconds": 0.2}, "not complete within 0.2 s"),
+    ):
+        with pytest.raises(FinwhaleError, match=message):
+            engine.init_weights_update_group(HOST, port, **options)  # type: ignore[arg-type]
+    connect()
+    with pytest.raises(RequestError, match="already"):
+        engine.init_weights_update_group(HOST, port, group_name="trainer")
+    engine.destroy_weights_update_group("trainer")
+    with pytest.raises(RequestError, match="no group"):
+        engine.destroy_weights_update_group("trainer")
+
+
+def test_one_update_at_a_time(engine: LLM, tiny_path: Path, before: list[object]) -> None:
+    engine.updates.begin()
+    with pytest.raises(RequestError, match="another update"):
+        engine.update_weights(tiny_path)
+    with pytest.raises(FinwhaleError, match="lacks"):
+        engine.updates.finish()
+    with pytest.raises(RequestError, match="no update"):
+        engine.updates.finish()
+    assert outputs(engine) == before
+
+
+# --- CUDA IPC -------------------------------------------------------------------------------------
+
+
+def test_shared_tensors(
+    engine: LLM,
+    before: list[object],
+    expected: list[object],
+    tensors: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffer is opened by a stand-in, because there is no GPU."""
+    buffer = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors.values()])
+    handle = IpcHandle(memory=b"m", size_bytes=buffer.nbytes, offset_bytes=0, counter=b"c",
+                       counter_offset=0, event=b"e", waits=False)  # fmt: skip
+    source = SharedTensors(**described(tensors.items()), handles={"GPU-1": handle})
+    with pytest.raises(FinwhaleError, match="CUDA IPC needs a GPU"):
+        engine.update_weights(source)
+    opened: list[Any] = []
+
+    def open_buffer(handles: Any, device: torch.device) -> Tensor:
+        opened.append(handles)
+        return buffer[:-1] if len(opened) == 1 else buffer
+
+    monkeypatch.setattr(weight_transfer, "open_buffer", open_buffer)
+    with pytest.raises(FinwhaleError, match="fewer than the"):
+        engine.update_weights(source)
+    with pytest.raises(FinwhaleError, match="lacks"):
+        engine.update_weights(
+            SharedTensors(names=[], dtypes=[], shapes=[], handles={"GPU-1": handle})
+        )
+    assert outputs(engine) == before
+    engine.update_weights(source)
+    assert outputs(engine) == expected
+    assert opened == [{"GPU-1": handle}] * 2
