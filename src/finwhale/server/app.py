@@ -33,6 +33,7 @@ from finwhale.server.limits import STATIC_PATH, Gate
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
 from finwhale.server.page import PAGE_PATH, PageFiles, page_response
+from finwhale.server.rollouts import add_rollouts
 from finwhale.server.schemas import (
     Body,
     ChatBody,
@@ -108,6 +109,7 @@ def create_app(state: ServerState) -> FastAPI:
     batches = None if state.store is None else Batches(app, state, state.store)
     app.state.batches = batches
     add_batches(app, state, batches, _ERRORS)
+    add_rollouts(app, state, _ERRORS)
     return app
 
 

@@ -370,7 +370,8 @@ class _Answers:
             logprobs = [_pair(i, t, num_top) for i, t in zip(ids, delta.logprobs, strict=True)]
         events += stream.feed(ids, logprobs, unseen_last=stopped)
         if delta.finish_reason is not None:
-            events += stream.finish("length" if delta.finish_reason == "length" else "stop")
+            # The protocols have no word for an aborted answer, which is incomplete.
+            events += stream.finish("stop" if delta.finish_reason == "stop" else "length")
         return events
 
     def _new_stream(self, delta: Delta) -> AnswerStream:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
@@ -22,6 +22,8 @@ from finwhale.server.wire import (
     Abort,
     Accepted,
     Add,
+    Answered,
+    Call,
     Command,
     Delta,
     Failed,
@@ -31,6 +33,9 @@ from finwhale.server.wire import (
     Step,
     Stop,
 )
+
+if TYPE_CHECKING:
+    from finwhale.server.rollout_control import RolloutControl
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +156,7 @@ class EngineClient:
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._ids = itertools.count()
         self._live: dict[str, _Live] = {}
+        self._calls: dict[str, asyncio.Future[Any]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()
         self._closing = False
@@ -210,10 +216,7 @@ class EngineClient:
         Raises:
             EngineDeadError: the engine is not ready or has died.
         """
-        if self._closing:
-            raise StoppingError("the server is stopping")
-        if not self.alive:
-            raise EngineDeadError(self.failure or "the engine is not ready")
+        self._check_alive()
         request_ids = [f"r{next(self._ids)}" for _ in prompts]
         generation = Generation(self, request_ids, params.n)
         for request_id, prompt in zip(request_ids, prompts, strict=True):
@@ -221,6 +224,28 @@ class EngineClient:
             self._num_sequences += params.n
             self._send(Add(request_id, prompt, params, stop_after, priority, prefix_owner))
         return generation
+
+    async def call(self, work: Callable[["RolloutControl"], Any]) -> Any:
+        """Calls a method of RolloutControl in the engine's process.
+
+        Raises:
+            FinwhaleError: what the method raises.
+            EngineDeadError: the engine is not ready or has died.
+        """
+        self._check_alive()
+        call_id = f"c{next(self._ids)}"
+        self._calls[call_id] = asyncio.get_running_loop().create_future()
+        self._send(Call(call_id, work))
+        try:
+            return await self._calls[call_id]
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _check_alive(self) -> None:
+        if self._closing:
+            raise StoppingError("the server is stopping")
+        if not self.alive:
+            raise EngineDeadError(self.failure or "the engine is not ready")
 
     def cut_off(self) -> int:
         """Ends all requests with a StoppingError. Returns the number of their sequences."""
@@ -312,6 +337,14 @@ class EngineClient:
             if report.request_id in self._live:
                 self._live[report.request_id].generation._put(RequestError(report.message))
                 self._forget(report.request_id, abort=False)
+        elif isinstance(report, Answered):
+            call = self._calls.get(report.call_id)
+            if call is None or call.done():  # nobody waits for it any more
+                return
+            if report.error is None:
+                call.set_result(report.value)
+            else:
+                call.set_exception(report.error)
         elif isinstance(report, Ready):
             self.ready = report
             self._settled.set()
@@ -342,5 +375,8 @@ class EngineClient:
     def _fail_all(self, error: Exception) -> None:
         for generation in {id(live): live.generation for live in self._live.values()}.values():
             generation._put(error)
+        for call in self._calls.values():
+            if not call.done():
+                call.set_exception(error)
         self._live.clear()
         self._num_sequences = 0

@@ -146,6 +146,11 @@ class ServerConfig:
     max_files: int = option(
         200, "maximum number of uploaded files, and of batches, of each API key", metavar="N"
     )
+    enable_rollout_endpoints: bool = option(
+        False,
+        "serve the endpoints with which a trainer pauses the engine, lets it sleep and replaces "
+        "its weights; every client of the server may call them. Without it, they answer 404",
+    )
     health_port: int | None = option(
         None,
         "second port for /health and /metrics, which needs no API key and answers even if the "

@@ -1,10 +1,15 @@
 """Messages between the server and the engine's process, over one pipe: plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
+from finwhale.errors import FinwhaleError
 from finwhale.request import FinishReason, Logprob, RequestTimes, SamplingParams
+
+if TYPE_CHECKING:
+    from finwhale.server.rollout_control import RolloutControl
 
 # --- Server to engine -----------------------------------------------------------------------------
 
@@ -33,7 +38,15 @@ class Stop:
     """Ends the process."""
 
 
-Command = Add | Abort | Stop
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Calls a method of RolloutControl; `work` can be pickled."""
+
+    call_id: str
+    work: Callable[["RolloutControl"], Any]
+
+
+Command = Add | Abort | Stop | Call
 
 # --- Engine to server -----------------------------------------------------------------------------
 
@@ -134,10 +147,19 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A call has ended. `error`: why it failed; None: it returned `value`."""
+
+    call_id: str
+    value: Any = None
+    error: FinwhaleError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """The engine has failed and sends nothing more; `message` says why."""
 
     message: str
 
 
-Report = Ready | Accepted | Refused | Step | Failed
+Report = Ready | Accepted | Refused | Step | Answered | Failed

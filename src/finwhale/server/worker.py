@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -18,10 +19,12 @@ from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.request import CompletionOutput, RequestOutput
 from finwhale.server.grammar_compiler import GrammarCompiler
 from finwhale.server.heartbeat import Heartbeat
+from finwhale.server.rollout_control import RolloutControl
 from finwhale.server.wire import (
     Abort,
     Accepted,
     Add,
+    Call,
     Command,
     Delta,
     Failed,
@@ -74,6 +77,8 @@ class EngineLoop:
         self._engine = engine
         self._phases = phases or {}
         self._connection = connection
+        self._sending = threading.Lock()  # the thread of the rollout calls sends, too
+        self._rollouts = RolloutControl(engine, self._send_unless_closed)
         if isinstance(engine.executor, Ranks):
             engine.executor.workers.on_stuck = self._end_stuck
         tokenizer = engine.tokenizer
@@ -109,6 +114,7 @@ class EngineLoop:
                 self._send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
             raise
         finally:
+            self._rollouts.close()
             for request_id in list(self._sent):
                 self._engine.abort(request_id)
             if self._grammars is not None:
@@ -149,8 +155,10 @@ class EngineLoop:
             else:
                 raise result
 
-    def _carry_out(self, command: Add | Abort) -> None:
-        if isinstance(command, Abort):
+    def _carry_out(self, command: Add | Abort | Call) -> None:
+        if isinstance(command, Call):
+            self._rollouts.submit(command)
+        elif isinstance(command, Abort):
             if self._grammars is not None:
                 self._grammars.drop(command.request_id)
             self._engine.abort(command.request_id)
@@ -211,7 +219,12 @@ class EngineLoop:
         return metrics
 
     def _send(self, report: Report) -> None:
-        self._connection.send(report)
+        with self._sending:
+            self._connection.send(report)
+
+    def _send_unless_closed(self, report: Report) -> None:
+        with contextlib.suppress(OSError):
+            self._send(report)
 
 
 class _Sent:

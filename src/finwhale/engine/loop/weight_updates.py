@@ -72,6 +72,7 @@ class WeightUpdates:
         self.begun = False
         self._engine = engine
         self._count = 0
+        self._next_version: str | None = None
         self._groups: set[str] = set()
         self._lock = threading.Lock()
 
@@ -157,15 +158,21 @@ class WeightUpdates:
             if self.begun:
                 raise RequestError("another update of the weights has begun: finish it first")
             self.begun = True
+            self._next_version = None
         try:
             self._engine.on_ranks(Begin(partial))
         except BaseException as error:
             self._discard(error)
             raise
 
-    def add(self, source: WeightsSource) -> None:
-        """Stage weights of an update that has begun. If this fails, the update ends."""
+    def add(self, source: WeightsSource, *, version: str | None = None) -> None:
+        """Stage weights of an update that has begun. If this fails, the update ends.
+
+        Args:
+            version: what `finish` calls the new weights, unless it is told another name.
+        """
         self._add(source, last=False)
+        self._next_version = version or self._next_version
 
     def finish(self, *, requests: Requests = "recompute", version: str | None = None) -> None:
         """Write the staged weights. If this fails, the old ones stay, and the update ends."""
@@ -178,7 +185,12 @@ class WeightUpdates:
             raise
         self.begun = False
         self._count += 1
-        self.version = str(self._count) if version is None else version
+        self.version = version or self._next_version or str(self._count)
+
+    def discard(self) -> None:
+        """Drop an update that has begun; do nothing if there is none."""
+        if self.begun:
+            self._discard(None)
 
     def _check_begun(self) -> None:
         if not self.begun:
@@ -222,7 +234,7 @@ class WeightUpdates:
             self.leave(name)
             raise
 
-    def _discard(self, error: BaseException) -> None:
+    def _discard(self, error: BaseException | None) -> None:
         self.begun = False
         if not isinstance(error, EngineDeadError):
             self._engine.on_ranks(Discard())

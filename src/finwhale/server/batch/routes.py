@@ -68,7 +68,7 @@ def _add_files(
     @app.post("/v1/files", responses=responses, openapi_extra=_FORM)
     async def upload_file(request: Request) -> dict[str, Any]:
         owner, config = _owner(batches, request), state.config
-        _check_origin(request, config.cors_origins)
+        check_origin(request, config.cors_origins)
         if len(owner.files) + owner.uploading >= config.max_files:
             message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
             raise ApiError(400, f"{message}: delete some", code="too_many_files")
@@ -138,7 +138,7 @@ def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | st
         return _on(batches).cancel(_key(request), batch_id).answer()
 
 
-def _check_origin(request: Request, allowed: Sequence[str]) -> None:
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
     """A browser sends a form of any web page without asking, unlike a JSON body.
 
     Raises:
@@ -147,7 +147,7 @@ def _check_origin(request: Request, allowed: Sequence[str]) -> None:
     origin = request.headers.get("origin")
     own = f"//{request.headers.get('host', '')}"
     if origin is not None and origin not in allowed and not origin.endswith(own):
-        raise ApiError(403, "pages of this origin may not upload files: see --cors-origin",
+        raise ApiError(403, "pages of this origin may not do this: see --cors-origin",
                        code="origin_not_allowed")  # fmt: skip
 
 

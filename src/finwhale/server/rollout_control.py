@@ -1,0 +1,113 @@
+"""What the rollout endpoints do, in the engine's process, beside its step loop."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from finwhale.engine.loop.engine import Engine, MemoryTag, Requests
+from finwhale.engine.loop.weight_updates import WeightsSource, WeightUpdates
+from finwhale.errors import FinwhaleError
+from finwhale.server.wire import Answered, Call
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutControl:
+    """Carries out the calls of one server, one at a time, on a thread of its own.
+
+    So steps go on while weights are staged.
+
+    Attributes:
+        updates: the engine's updates. An update that begins while the engine is paused takes the
+            weights of several calls, and ends with `finish` or with `resume`.
+    """
+
+    def __init__(self, engine: Engine, send: Callable[[Answered], None]) -> None:
+        self.engine = engine
+        self.updates = WeightUpdates(engine)
+        self._send = send
+        self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, call: Call) -> None:
+        """Carry out a call, and then answer it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """End the thread after its present call."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                answer = Answered(call.call_id, call.work(self))
+            except FinwhaleError as error:
+                answer = Answered(call.call_id, error=error)
+            except Exception as error:
+                logger.exception("a rollout call failed")
+                message = f"internal error: {type(error).__name__}"
+                answer = Answered(call.call_id, error=FinwhaleError(message))
+            self._send(answer)
+
+    # --- The calls --------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "is_paused": self.engine.is_paused,
+            "is_sleeping": self.engine.is_sleeping,
+            "weight_version": self.updates.version,
+            "world_size": self.engine.executor.description.num_ranks,
+        }
+
+    def pause(self, *, abort: bool) -> None:
+        self.engine.pause("abort" if abort else "keep")
+
+    def resume(self) -> None:
+        """Continue; first, finish an update that has begun. If that fails, stay paused."""
+        if self.updates.begun:
+            self.updates.finish()
+        self.engine.resume()
+
+    def sleep(self, tags: tuple[MemoryTag, ...], *, drop_weights: bool, abort: bool) -> None:
+        requests: Any = "abort" if abort else "recompute"
+        self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
+
+    def wake(self, tags: tuple[MemoryTag, ...]) -> None:
+        self.engine.wake(tags)
+
+    def reset_prefix_cache(self) -> None:
+        self.engine.reset_prefix_cache()
+
+    def join(self, **arguments: Any) -> None:
+        self.updates.join(**arguments)
+
+    def leave(self, group_name: str) -> None:
+        self.updates.leave(group_name)
+
+    def begin(self, *, partial: bool) -> None:
+        """Begin an update, and drop one that has begun: its trainer may be gone."""
+        self.updates.discard()
+        self.updates.begin(partial=partial)
+
+    def update(self, source: WeightsSource, *, version: str | None = None) -> None:
+        """Bring weights: to the update that has begun, or as an update of their own."""
+        if self.updates.begun:
+            self.updates.add(source, version=version)
+        elif self.engine.is_paused:
+            self.updates.begin()
+            self.updates.add(source, version=version)
+        else:
+            self.updates.update(source, version=version)
+
+    def update_from_directory(self, path: str, *, version: str | None, abort: bool) -> None:
+        requests: Requests = "abort" if abort else "recompute"
+        self.updates.discard()
+        self.updates.update(path, version=version, requests=requests)
+
+    def finish(self, *, version: str | None, requests: Requests) -> None:
+        self.updates.finish(version=version, requests=requests)

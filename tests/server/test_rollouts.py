@@ -1,0 +1,82 @@
+"""The endpoints for trainers, over a real socket. tests/long/test_rollout_endpoints.py has more."""
+
+from collections.abc import Callable, Iterator
+
+import httpx2 as httpx
+import pytest
+
+from finwhale import LLM
+from finwhale.demo import DEMO_PATH
+
+from .rollouts import Asked, info_of, read_tensors, send
+from .running import RunningServer
+
+Start = Callable[..., RunningServer]
+REFUSAL = "this server has no rollout endpoints: start it with --enable-rollout-endpoints"
+
+
+@pytest.fixture
+def server(start: Start, demo_llm: LLM) -> Iterator[Asked]:
+    yield Asked(start(enable_rollout_endpoints=True).url)
+    demo_llm.engine.resume()
+    if demo_llm.engine.is_paused:
+        demo_llm.engine.wake()
+
+
+def test_a_trainer_changes_some_weights(server: Asked) -> None:
+    tensors = [item for item in read_tensors(DEMO_PATH) if item[0] == "norm.weight"]
+    other = [(name, tensor.flip(0)) for name, tensor in tensors]
+    before = server.answer()
+    assert server.get("/get_world_size") == {"world_size": 1}
+    assert server.get("/weight_info") == {"weight_version": "0"}
+    trainer = server.group("weight_update_group", "/init_weight_transfer_engine")
+    assert server.post("/pause?mode=keep") == {"status": "paused"}
+    for sent, version in ((other, "step 7"), (tensors, None)):
+        server.post("/start_weight_update", {"partial": True})
+        sending = send(trainer, sent)
+        server.post("/update_weights", {"update_info": info_of(sent)})
+        sending.end()
+        server.post("/finish_weight_update", {"weight_version": version})
+        assert server.get("/weight_info") == {"weight_version": version or "2"}
+        assert server.post("/resume") == {"status": "resumed"}
+        assert (server.answer() == before) == (sent is tensors)
+    server.post("/destroy_weights_update_group", {})
+    trainer.close()
+
+
+def test_ipc_handles_are_plain_data(server: Asked) -> None:
+    handle = {"memory": "AAAA", "size_bytes": 8, "offset_bytes": 0, "counter": "AAAA",
+              "counter_offset": 0, "event": "AAAA", "waits": False}  # fmt: skip
+    info = {"names": ["norm.weight"], "dtype_names": ["float32"], "shapes": [[64]]}
+
+    def refused(**more: object) -> str:
+        return server.refusal("/update_weights", {"update_info": info | more})
+
+    server.post("/init_weight_transfer_engine", {"init_info": None})
+    assert "ipc_handles_pickled" in refused(ipc_handles_pickled="gASVAAAA")
+    size = {"GPU-1": handle | {"size_bytes": "8"}}
+    assert "Input should be a valid integer" in refused(ipc_handles=size)
+    assert "not base64" in refused(ipc_handles={"GPU-1": handle | {"event": "!"}})
+    server.post("/start_weight_update", {"partial": True})
+    assert "norm.weight is F32 [1]" in refused(ipc_handles={"GPU-1": handle}, shapes=[[1]])
+    server.post("/update_weights_from_tensor", {"serialized_named_tensors": ["gASV"]}, status=404)
+
+
+def test_only_an_option_serves_them(start: Start) -> None:
+    server = Asked(start().url)
+    for path in ("/pause", "/sleep", "/update_weights", "/init_weights_update_group"):
+        assert server.post(path, {}, status=404)["error"]["message"] == REFUSAL
+    assert httpx.get(server.url + "/flush_cache").json()["error"]["message"] == REFUSAL
+    assert "/pause" not in server.get("/openapi.json")["paths"]
+
+
+def test_they_need_a_key_and_no_foreign_page(start: Start) -> None:
+    server = start(enable_rollout_endpoints=True, api_keys=("secret-of-ann",))
+    assert httpx.post(server.url + "/pause").status_code == 401
+    headers = {"authorization": "Bearer secret-of-ann"}
+    assert httpx.get(server.url + "/is_paused", headers=headers).json() == {"is_paused": False}
+    foreign = httpx.post(server.url + "/pause", headers=headers | {"origin": "http://a.example"})
+    assert foreign.status_code == 403
+    unknown = httpx.post(server.url + "/pause?wait_for_inflight_requests=true", headers=headers)
+    assert unknown.json()["error"]["param"] == "wait_for_inflight_requests"
+    assert not server.engine.is_paused
