@@ -68,6 +68,7 @@ def test_the_storage_is_opened_on_this_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(cuda_ipc, "_as_bytes", lambda storage, device: storage.nbytes())
     assert open_buffer({UUID: HANDLE}, torch.device("cuda:3")) == 5

@@ -1,14 +1,25 @@
 """New weights on two ranks, in an engine that drafts, and in the layout of a GPU's table."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.engine.trainers import described, free_port
 from torch import Tensor
 
-from finwhale import LLM, CheckpointError, SamplingParams
+from finwhale import (
+    LLM,
+    BroadcastTensors,
+    CheckpointError,
+    FinwhaleError,
+    RequestError,
+    SamplingParams,
+)
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.distributed.rank import ALONE, Rank
@@ -97,6 +108,53 @@ def test_two_ranks(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     llm.wake()
     llm.update_weights(stream())
     assert outputs(llm) == expected
+
+
+def test_a_trainers_process_broadcasts_to_two_ranks(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_updates, "BUCKET_BYTES", 1 << 16)
+    old, new = paths
+    tensors = random_weights(divisible_config(), 4)
+    fresh = open_llm(new)
+    expected = outputs(fresh)
+    del fresh
+    llm = open_llm(old)
+    before = outputs(llm)
+    assert before != expected
+
+    def update(count: int, **change: Any) -> None:
+        """Update from a trainer that sends some tensors, and then dies or waits."""
+        port = free_port()
+        script = Path(__file__).parent / "trainer_process.py"
+        command = [sys.executable, str(script), str(port), "3", str(count)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as trainer:
+            try:
+                llm.init_weights_update_group(
+                    "127.0.0.1", port, rank_offset=1, world_size=3, timeout_seconds=60
+                )
+                assert trainer.stdin is not None
+                trainer.stdin.write(b"\n")
+                trainer.stdin.flush()
+                source = described(tensors.items()) | change
+                llm.update_weights(BroadcastTensors(**source))
+            finally:
+                trainer.kill()
+
+    for _ in range(2):  # the trainer dies; the engine goes on, and takes the next one
+        with pytest.raises(FinwhaleError, match=r"broadcast in the group .* failed"):
+            update(40)
+        assert outputs(llm) == before
+        with pytest.raises(RequestError, match="in no group"):
+            llm.destroy_weights_update_group()
+    with pytest.raises(CheckpointError, match="no tensor"):
+        update(0, names=["none", *list(tensors)[1:]])
+    assert outputs(llm) == before
+    update(len(tensors))
+    assert outputs(llm) == expected
+    llm.destroy_weights_update_group()
+    llm.update_weights(old)
+    assert outputs(llm) == before
 
 
 def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tenso
     torch.cuda.set_device(device)
     try:
         storage = torch.UntypedStorage._new_shared_cuda(
-            device.index,
+            torch.cuda.current_device(),
             handle.memory,
             handle.size_bytes,
             handle.offset_bytes,
