@@ -56,9 +56,9 @@ long-hosts:
 long-replicas:
     FINWHALE_LONG=1 pytest -n0 tests/long/test_replicas.py
 
-# New weights on two ranks.
+# New weights on two ranks, and the rollout endpoints.
 long-rollouts:
-    FINWHALE_LONG=1 pytest -n0 tests/long/test_rollouts.py
+    FINWHALE_LONG=1 pytest -n0 tests/long/test_rollouts.py tests/long/test_rollout_endpoints.py
 
 # Clients of other projects, each in its own environment, against the demo model. Needs npm.
 long-clients:

@@ -18,6 +18,7 @@ PROGRAMS = {
     "structured_output.py": ["'name': ", "'mood': "],
     "drafting.py": ["accepted drafts by position", "drafting changed nothing"],
     "several_gpus.py": ["2 ranks", "there was a"],
+    "trainer.py": ["step 1 ", "step 2 ", "the same answer as before: True"],
     "openai_client.py": ["finwhale-demo:", "The capital of France is Paris."],
 }
 
@@ -30,9 +31,10 @@ def test_every_program_runs_here() -> None:
 def test_a_program(name: str, tmp_path: Path) -> None:
     arguments = []
     server = None
-    if name == "openai_client.py":
+    if name in ("openai_client.py", "trainer.py"):
         (port,) = free_ports(1)
         command = python("-m", "finwhale", "serve", "--device", "cpu", "--port", str(port))
+        command += ["--enable-rollout-endpoints"]
         server = Program(command, tmp_path / "log")
         arguments = [f"http://127.0.0.1:{port}"]
     try:

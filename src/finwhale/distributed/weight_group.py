@@ -28,8 +28,8 @@ GroupBackend = Literal["nccl", "gloo"]
 GROUP_NAME = "weight_update_group"
 TIMEOUT_S = 300.0
 POLL_S = 0.0002
-# torch's threads that watch NCCL would end the process when a broadcast fails or the trainer's store
-# is gone; here the engine goes on.
+# torch's threads that watch NCCL would end the process when a broadcast fails, or when the trainer
+# is gone. Here the engine goes on.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 _NEVER = timedelta(days=365)
 
