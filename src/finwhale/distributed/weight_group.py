@@ -9,8 +9,9 @@ either side.
 import contextlib
 import os
 import re
-import time
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -27,11 +28,11 @@ from finwhale.errors import FinwhaleError
 GroupBackend = Literal["nccl", "gloo"]
 GROUP_NAME = "weight_update_group"
 TIMEOUT_S = 300.0
-POLL_S = 0.0002
+GRACE_S = 1.0  # for a backend to report that the time is over
+ABORT_S = 10.0  # for NCCL to end its kernels
 # torch's threads that watch NCCL would end the process when a broadcast fails, or when the trainer
 # is gone. Here the engine goes on.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-_NEVER = timedelta(days=365)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,37 +107,50 @@ class WeightGroup:
         return [(one.name, tensor) for one, tensor in zip(announced, received, strict=True)]
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        options = c10d.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        end = time.monotonic() + self.address.timeout_seconds
+        if self.device.type == "cuda":
+            # Another thread, with another stream, uses the tensors. And no kernel that waits for
+            # another rank may run beside NCCL's.
+            torch.cuda.synchronize(self.device)
+        done: Future[None] = Future()
+        threading.Thread(
+            target=self._exchange, args=(tensors, done), name="broadcast", daemon=True
+        ).start()
         try:
-            # The tensors travel as bytes, because no backend knows every dtype.
-            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
-            works = [self._backend.broadcast([part], options) for part in parts]
-            for work in works:
-                work.wait()
-            if self.device.type == "cuda":
-                # `wait` has only ordered the streams. Completion is read from an event, because
-                # NCCL also calls a broadcast complete if it failed.
-                arrived = torch.cuda.Event()
-                arrived.record(torch.cuda.current_stream(self.device))
-                while not arrived.query():
-                    if time.monotonic() > end:
-                        raise RuntimeError("NCCL has not finished")
-                    time.sleep(POLL_S)
-        except (RuntimeError, dist.DistError) as error:
-            self.close()
+            done.result(self.address.timeout_seconds + GRACE_S)
+        except torch.AcceleratorError:
+            raise
+        except (RuntimeError, dist.DistError, TimeoutError) as error:
+            self.close()  # ends NCCL's kernel, too
             raise FinwhaleError(
                 f"a broadcast in the group {self.address.group_name!r} failed (its time limit is "
                 f"{self.address.timeout_seconds:g} s): {_line(error)}"
             ) from error
 
+    def _exchange(self, tensors: Sequence[Tensor], done: "Future[None]") -> None:
+        """Broadcast tensors on a thread of their own. Without a member, NCCL waits for ever."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            # The tensors travel as bytes, because no backend knows every dtype.
+            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+            for work in [self._backend.broadcast([part], options) for part in parts]:
+                work.wait()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            done.set_result(None)
+        except Exception as error:
+            done.set_exception(error)
+
     def close(self) -> None:
         """Leave the group. Other members get an error at their next broadcast, or wait in vain."""
         backend, self._backend = self._backend, _Closed()
         if self.address.backend == "nccl":
-            with contextlib.suppress(RuntimeError):
-                backend.abort()
+            # NCCL may be connecting, and not return.
+            ending = threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True)
+            ending.start()
+            ending.join(ABORT_S)
 
 
 class _Closed:
@@ -149,12 +163,17 @@ class _Closed:
         """Nothing is left to end."""
 
 
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(RuntimeError, dist.DistError):
+        backend.abort()
+
+
 def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta) -> Any:
     if address.backend == "gloo":
         gloo: Any = dist.ProcessGroupGloo
         return gloo(store, rank, address.world_size, limit)
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = _NEVER  # this module has time limits of its own
+    options._timeout = 2 * limit + timedelta(minutes=1)  # later than the limits of this module
     os.environ.update(NO_MULTICAST)  # NCCL reads this when it connects, at the first broadcast
     with _environment(_NO_WATCHDOG):
         return c10d.ProcessGroupNCCL(store, rank, address.world_size, options)
