@@ -66,12 +66,14 @@ def before(shared: LLM) -> list[object]:
 @pytest.fixture
 def engine(shared: LLM, tiny_path: Path, before: list[object], one_thread: None) -> Iterator[LLM]:
     """One engine for all tests of this module, which get it with its first weights."""
+    version = shared.updates.version
     yield shared
     executor = local_executor(shared.engine.executor)
     assert executor.update is None and not shared.updates.begun
     for name in list(executor.groups):
         shared.destroy_weights_update_group(name)
-    shared.update_weights(tiny_path)
+    if shared.updates.version != version:
+        shared.update_weights(tiny_path)
 
 
 Connect = Callable[..., TorchTrainer]
@@ -193,7 +195,6 @@ def test_wrong_groups_are_refused(engine: LLM, connect: Connect) -> None:
         ({"rank_offset": 0}, "do not fit"),
         ({"rank_offset": 2, "world_size": 2}, "do not fit"),
         ({"timeout_seconds": 0.0}, "timeout_seconds"),
-        ({"timeout_seconds": 0.2}, "not complete within 0.2 s"),
     ):
         with pytest.raises(FinwhaleError, match=message):
             engine.init_weights_update_group(HOST, port, **options)  # type: ignore[arg-type]

@@ -195,6 +195,23 @@ def test_dropped_weights_must_come(server: Asked, new: Path, expected: Answer) -
     assert server.answer() == expected
 
 
+def test_weights_come_before_the_cache_wakes(
+    server: Asked, tensors: NamedTensors, expected: Answer
+) -> None:
+    trainer = server.group("weight_update_group", "/init_weight_transfer_engine")
+    server.post("/sleep?level=2")
+    server.post("/wake_up?tags=weights")
+    for bucket in buckets(tensors):
+        sending = send(trainer, bucket)
+        server.post("/update_weights", {"update_info": info_of(bucket)})
+        sending.end()
+    server.post("/wake_up?tags=kv_cache")
+    assert server.get("/is_sleeping") == {"is_sleeping": False}
+    assert server.answer() == expected
+    server.post("/destroy_weights_update_group", {})
+    trainer.close()
+
+
 def test_requests_go_on_while_weights_change(server: Asked, new: Path) -> None:
     """Clients that never pause cannot keep an update from the engine."""
     asking = True

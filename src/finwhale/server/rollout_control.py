@@ -20,8 +20,8 @@ class RolloutControl:
     So steps go on while weights are staged.
 
     Attributes:
-        updates: the engine's updates. An update that begins while the engine is paused takes the
-            weights of several calls, and ends with `finish` or with `resume`.
+        updates: the engine's updates. An update that begins while the engine is paused or sleeps
+            takes the weights of several calls, and ends when the engine goes on, or before.
     """
 
     def __init__(self, engine: Engine, send: Callable[[Answered], None]) -> None:
@@ -78,7 +78,10 @@ class RolloutControl:
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: tuple[MemoryTag, ...]) -> None:
+        """Take memory again; then finish an update that has begun, if nothing else is awaited."""
         self.engine.wake(tags)
+        if self.updates.begun and not self.engine.is_held:
+            self.updates.finish()
 
     def reset_prefix_cache(self) -> None:
         self.engine.reset_prefix_cache()
@@ -98,7 +101,7 @@ class RolloutControl:
         """Bring weights: to the update that has begun, or as an update of their own."""
         if self.updates.begun:
             self.updates.add(source, version=version)
-        elif self.engine.is_paused:
+        elif self.engine.is_held:
             self.updates.begin()
             self.updates.add(source, version=version)
         else:

@@ -252,7 +252,7 @@ class Endpoints:
         return OK
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
-        """Takes memory again."""
+        """Takes memory again. An update that has begun ends when nothing sleeps or is paused."""
         await self._call(partial(RolloutControl.wake, tags=_tags(tags)))
         return OK
 
@@ -298,8 +298,9 @@ class Endpoints:
     async def update(self, body: UpdateBody) -> dict[str, str]:
         """Brings weights over a process group or over CUDA IPC.
 
-        If an update has begun, or the engine is paused, the weights are staged until
-        /finish_weight_update or /resume. Otherwise they must be all weights, and take effect now.
+        If an update has begun, or the engine is paused or sleeps, the weights are staged until
+        /finish_weight_update, or until the engine goes on. Otherwise they must be all weights, and
+        take effect now.
         """
         info = body.update_info
         described: dict[str, Any] = {

@@ -152,6 +152,11 @@ class Engine:
         return self._paused or self.is_sleeping
 
     @property
+    def is_held(self) -> bool:
+        """Whether `resume` or `wake` must be called before the engine can run."""
+        return self._paused or bool(self._asleep)
+
+    @property
     def is_sleeping(self) -> bool:
         return bool(self._asleep) or self._lacks_weights
 
