@@ -1,5 +1,6 @@
 """Engines that draft with DSpark: no token changes, and every proposal is that of the formulas."""
 
+import json
 import random
 from collections.abc import Callable
 from itertools import accumulate
@@ -13,11 +14,15 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.bench import drafting as bench_drafting
+from finwhale.bench.drafting import ForcedAcceptance
+from finwhale.bench.offline import main as bench_offline
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_estimates import LARGEST_LOGIT, Calibration
 from finwhale.engine.plan.draft_policy import DraftChoice, DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
@@ -141,6 +146,78 @@ def test_numbers_of_drafts_follow_the_confidences(
     while engine.has_work:
         engine.step()
     assert len(steps) > 5 and (sum(steps) > 5) is ahead
+
+
+def test_forced_acceptance_is_calibrated(
+    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft is right with the probability that stands for its confidence, in ragged steps too.
+    The mean of these probabilities is the forced rate.
+    """
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
+    on_the_device(engine, monkeypatch)
+    local = local_executor(engine.executor)
+    local.sampler.choose_with(ForcedAcceptance(local, 0.6, varied=True))
+    verified = engine.scheduler.verified
+    made: dict[str, list[float]] = {}
+    chances: list[float] = []
+    right = 0
+
+    def noted(chunk: Chunk, num_accepted: int) -> None:
+        nonlocal right
+        key = chunk.sequence.key
+        if key in made and chunk.old_confidences:
+            decided = min(len(chunk.drafts), num_accepted + 1)
+            chances.extend(made[key][:decided])
+            right += num_accepted
+        made[key] = list(chunk.sequence.confidences)
+        verified(chunk, num_accepted)
+
+    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(4)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert all(len(result.outputs[0].token_ids) == 120 for result in results)
+    assert any(len(set(counts)) > 1 for counts in chooser.seen)
+    assert len(chances) > 150 and right == pytest.approx(sum(chances), abs=0.06 * len(chances))
+    assert sum(chances) / len(chances) == pytest.approx(0.6, abs=0.03)
+    assert 0.4 <= min(chances) < 0.5 and 0.7 < max(chances) <= 0.8
+
+
+def test_bench_of_auto(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench offline --draft-tokens auto` measures plain decoding and "auto" at each batch size."""
+    monkeypatch.setattr(bench_drafting, "ADAPT_STEPS", 12)
+    # The real choice depends on the machine's speed.
+    kind = StepKind(3, 5)
+    monkeypatch.setattr(
+        DraftPolicy, "_choose_kind", lambda _, size, __: setattr(size, "best", kind)
+    )
+    record = tmp_path / "record.jsonl"
+    arguments = ["--model", str(model[0]), "--device", "cpu", "--max-num-batched-tokens", "128"]
+    arguments += ["--draft-tokens", "auto", "--accept", "1", "--batches", "1", "2"]
+    arguments += ["--context", "24", "--steps", "12", "--record", str(record)]
+    assert bench_offline(arguments) == 0
+    rows = json.loads(record.read_text())["results"]
+    assert [(row["batch"], row["draft_tokens"]) for row in rows] == [
+        *((1, 0), (2, 0)),
+        *((1, "auto"), (2, "auto")),
+    ]
+    for row, plain in zip(rows, rows[:2] * 2, strict=True):
+        batch, num_steps = row["batch"], row["step_ms"]["count"]
+        numbers = {int(drafts): times for drafts, times in row["numbers_of_drafts"].items()}
+        assert sum(numbers.values()) == batch * num_steps
+        drafts = sum(drafts * times for drafts, times in numbers.items())
+        assert row["rows"] == pytest.approx(1 + drafts / (batch * num_steps), abs=1e-3)
+        assert row["tokens_per_step"] == pytest.approx(1 + row["accepted"], abs=1e-3)
+        speed = row["tokens_per_s"] / plain["tokens_per_s"]
+        assert row["speed_over_plain"] == pytest.approx(speed, abs=1e-3)
+        assert row["accepted"] == pytest.approx(2 if row["draft_tokens"] else 0, abs=0.5)
+        if row["draft_tokens"]:
+            # Both have read the same contexts: as many tokens as plain decoding gives.
+            assert num_steps <= 12 <= num_steps * row["tokens_per_step"]
 
 
 def limit(engine: Engine, blocks: int) -> None:
