@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from math import exp
 from operator import mul
@@ -37,6 +38,7 @@ from finwhale.testing.tiny import random_weights, with_dspark, write_plain_check
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
 from ..models.drafts import RandomDrafts  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
+from .dspark_steps import PARAMS, Proposals, RunTwice, compare, generate, texts_of
 from .plans import planned
 from .test_async import play
 from .test_drafting import Oracle, runs
@@ -361,3 +363,30 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
     )._call_all()
     assert {count for count, _ in blocks} >= {1, 4}
+
+
+def test_a_step_and_a_draft_pass_can_run_again(
+    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests/gpu/test_dspark.py does with captured steps: they depend on nothing but what
+    `RunTwice` restores, and their drafts and confidences are those of the formulas.
+    """
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 200, "max_model_len": 400}
+    engine = new_llm(model[0], **options, draft_tokens="auto", cache_memory_bytes=2**23).engine
+    engine.scheduler.drafting.chooser = RandomDrafts(5, 1, block=True)
+    steps = on_the_device(engine, monkeypatch)
+    twice, proposals = RunTwice(engine, steps), Proposals(engine, steps)
+    prompts = [[7 + i % 50 for i in range(n)] for n in (3, 40, 130, 11)]
+    results = generate(engine, prompts, [replace(one, max_tokens=20) for one in PARAMS])
+    assert twice.num_drafts == {0, 5} and len({width for _, width, _ in twice.steps}) >= 3
+    found = compare(
+        engine,
+        model[0],
+        texts_of(results),
+        proposals.found,
+        near_tie=NEAR_TIE,
+        as_trained=False,
+    )
+    assert len(found) == 5
+    for one in found:
+        assert one.compared == one.equal > 5 and one.worst < NEAR_TIE and one.confidence < 1e-4

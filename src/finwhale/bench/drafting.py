@@ -103,7 +103,7 @@ def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
         draft_on_device(executor, config)
 
 
-def _choose(rate: float | None, varied: bool, executor: LocalExecutor) -> None:
+def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) -> None:
     """Make a rank sample with forced acceptance; None: as usual."""
     runner = executor.runner
     if rate is not None:
@@ -146,7 +146,7 @@ def measure(
                 row["tensor_parallel_size"] = size
                 # The engine begins anew to choose numbers of drafts.
                 engine.reset()
-                call_ranks(engine.executor, partial(_choose, rate, drafts == "auto"))
+                call_ranks(engine.executor, partial(force_acceptance, rate, drafts == "auto"))
                 if drafts == "auto":
                     row["adapt_steps"] = adapt_steps
                     _adapt(engine, batch, max(1, context - steps // 2), adapt_steps)
