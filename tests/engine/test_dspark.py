@@ -38,6 +38,7 @@ from finwhale.testing.tiny import random_weights, with_dspark, write_plain_check
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
 from ..models.drafts import RandomDrafts  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
+from .capture_rules import Guard
 from .dspark_steps import PARAMS, Proposals, RunTwice, compare, generate, texts_of
 from .plans import planned
 from .test_async import play
@@ -390,3 +391,25 @@ def test_a_step_and_a_draft_pass_can_run_again(
     assert len(found) == 5
     for one in found:
         assert one.compared == one.equal > 5 and one.worst < NEAR_TIE and one.confidence < 1e-4
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["dspark", "mtp"])
+def test_captured_code_neither_waits_nor_mixes_devices(
+    model: Model,
+    tiny_path: Path,
+    new_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    block: bool,
+) -> None:
+    guard = Guard(monkeypatch)
+    engine = new_llm(model[0] if block else tiny_path, **OPTIONS, draft_tokens="auto").engine
+    chooser = RandomDrafts(5 if block else 3, 1, block=block)
+    engine.scheduler.drafting.chooser = chooser
+    guard.watch(on_the_device(engine, monkeypatch))
+    for i in range(3):
+        params = SamplingParams(temperature=0.4 * i, seed=i, max_tokens=12, ignore_eos=True)
+        engine.add_request(str(i), [9 + i, 8], params)
+    while engine.has_work:
+        engine.step()
+    assert guard.calls > 10 and any(len(set(counts)) > 1 for counts in chooser.seen)
+    assert {"index_select", "cumprod"} <= guard.rules.names

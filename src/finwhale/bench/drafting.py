@@ -76,7 +76,7 @@ class ForcedAcceptance:
         count = len(positions_BK)
         # Half of the spread belongs to the request, and half to the position.
         of_request = (torch.arange(count, device=positions_BK.device)[:, None] + 0.5) / count
-        of_position = (positions_BK * GOLDEN).frac()
+        of_position = (positions_BK.double() * GOLDEN).frac()
         return (self.rate + self._spread * (of_request + of_position - 1)).float()
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
