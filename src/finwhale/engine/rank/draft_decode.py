@@ -356,6 +356,8 @@ class Verifications:
             with torch.cuda.stream(memory.stream):
                 self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
+        # Other streams cannot use the memory that the warm-ups cached on the capture stream.
+        torch.cuda.empty_cache()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
         self._advanced.zero_()
