@@ -48,11 +48,14 @@ HISTORIC = (
 
 
 def small_config() -> dict[str, Any]:
-    """Sizes of the embedded model, so that the kernels of GPUs run; fewer layers, which two ranks
-    can divide, and a DSpark head.
+    """A narrow model with Flash's heads, so that all kernels of GPUs run, and with a DSpark head.
+
+    Two ranks can divide it.
     """
     config = read_config(DEMO_PATH) | {
         "vocab_size": 1024,
+        "num_attention_heads": 64,
+        "head_dim": 512,
         "num_hidden_layers": 4,
         "num_hash_layers": 1,
         "compress_ratios": [0, 4, 128, 4, 0],
@@ -60,7 +63,7 @@ def small_config() -> dict[str, Any]:
         "max_position_embeddings": 2048,
     }
     return with_dspark(
-        config, dspark_block_size=BLOCK_SIZE, dspark_markov_rank=64, dspark_target_layer_ids=[1, 3]
+        config, dspark_block_size=BLOCK_SIZE, dspark_markov_rank=256, dspark_target_layer_ids=[1, 3]
     )
 
 

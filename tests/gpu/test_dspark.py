@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
     # Steps of 9 to 11 sequences are padded to 12.
     "max_num_seqs": 12,
     "max_model_len": 1024,
-    "cache_memory_bytes": 2**27,
+    "cache_memory_bytes": 2**28,
 }
 TEXTS = [*prompts(small_config()["vocab_size"]), [5, 6], [9]]
 # With the bfloat16 definitions, 95% of the drafts that are no near tie are those of the formulas,
@@ -159,8 +159,8 @@ def test_reference_proposals_are_those_of_the_formulas(path: Path) -> None:
     steps = draft_on_device(local_executor(engine.executor), engine.config)
     found = agreement(engine, steps, path)
     # A value that lies between two FP8 numbers may be rounded the other way.
-    assert sum(one.equal for one in found) >= 0.98 * sum(one.compared for one in found)
-    assert all(one.mean_confidence < 0.01 for one in found)
+    assert sum(one.equal for one in found) >= 0.95 * sum(one.compared for one in found)
+    assert all(one.mean_confidence < 0.03 for one in found)
 
 
 @pytest.mark.parametrize("draft_tokens", [BLOCK_SIZE, "auto"])
