@@ -45,13 +45,14 @@ OPTIONS: dict[str, Any] = {
     "device": "cuda",
     # Steps of 9 to 11 sequences are padded to 12.
     "max_num_seqs": 12,
+    "max_num_batched_tokens": 256,
     "max_model_len": 1024,
     "cache_memory_bytes": 2**28,
 }
 TEXTS = [*prompts(small_config()["vocab_size"]), [5, 6], [9]]
-# With the bfloat16 definitions, 95% of the drafts that are no near tie are those of the formulas,
-# and confidences differ by 0.05 on average; with one row of the context missing, 77% and 0.1.
-NEAR_TIE, LEAST_EQUAL, CONFIDENCE = 0.05, 0.88, 0.08
+# With the bfloat16 definitions, 97% of the drafts that are no near tie are those of the formulas,
+# and confidences differ by 0.03 on average; with one row of the context missing, 80% and 0.07.
+NEAR_TIE, LEAST_EQUAL, CONFIDENCE = 0.05, 0.88, 0.05
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,10 @@ def plain(path: Path) -> dict[int, list[RequestOutput]]:
     return {len(params): generate(engine, TEXTS, params) for params in (PARAMS, HISTORIC)}
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 3, BLOCK_SIZE, "auto"])
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["captured", "eager"])
+@pytest.mark.parametrize(
+    ("draft_tokens", "enforce_eager"),
+    [(1, False), (BLOCK_SIZE, False), ("auto", False), (BLOCK_SIZE, True), ("auto", True)],
+)
 def test_no_token_changes(
     path: Path,
     plain: dict[int, list[RequestOutput]],
@@ -102,14 +105,15 @@ def test_no_token_changes(
     assert oracle.count > 20 and oracle.ahead > 0.5 * oracle.count
     accepted = engine.metrics().drafts_accepted
     assert accepted[0] > 50
-    assert draft_tokens not in (3, 5) or accepted[int(draft_tokens) - 1] > 10
+    assert draft_tokens != BLOCK_SIZE or accepted[-1] > 10
     found = generate(engine, TEXTS, HISTORIC)
     assert token_ids(found) == token_ids(plain[len(HISTORIC)])
     assert not any(engine.metrics().late_compilations.values())
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True], ids=["default", "batch-invariant"])
-@pytest.mark.parametrize("draft_tokens", [BLOCK_SIZE, "auto"])
+@pytest.mark.parametrize(
+    ("draft_tokens", "batch_invariant"), [(BLOCK_SIZE, False), ("auto", False), ("auto", True)]
+)
 def test_captured_steps_give_the_eager_bits(
     path: Path, draft_tokens: DraftTokens, batch_invariant: bool
 ) -> None:
@@ -185,28 +189,29 @@ def test_a_step_waits_for_tokens_alone(path: Path, draft_tokens: DraftTokens) ->
         engine.abort(str(i))
 
 
-@pytest.mark.parametrize("rate", [0, 0.5, 0.9])
-def test_auto_with_forced_acceptance(path: Path, rate: float) -> None:
+def test_auto_with_forced_acceptance(path: Path) -> None:
     """The policy itself, as `finwhale bench offline --draft-tokens auto` measures it."""
     engine = new_engine(path, "auto")
-    engine.reset()  # its own policy again
     local = local_executor(engine.executor)
-    local.sampler.choose_with(ForcedAcceptance(local, rate, varied=True))
     params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-    results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
-    kinds = set()
-    while engine.has_work:
-        engine.step()
-        chooser = engine.scheduler.drafting.chooser
-        assert chooser is not None
-        kinds.add(chooser.kind)
-    engine.check_integrity()
-    assert all(len(result.outputs[0].token_ids) == 500 for result in results)
-    metrics = engine.metrics()
-    print(f"rate {rate}: kinds {sorted(kinds)}, acceptance {metrics.acceptance}")
-    assert metrics.drafts_proposed[0] > 0 and not any(metrics.late_compilations.values())
-    # The first drafts of the better requests are verified more often.
-    assert rate - 0.05 <= metrics.acceptance[0] <= min(1, 1.5 * rate) + 0.05
+    for rate in (0, 0.5, 0.9):
+        engine.reset()  # also its own policy again
+        local.sampler.choose_with(ForcedAcceptance(local, rate, varied=True))
+        results = [engine.add_request(str(i), [5 + i] * 30, params) for i in range(8)]
+        kinds = set()
+        while engine.has_work:
+            engine.step()
+            chooser = engine.scheduler.drafting.chooser
+            assert chooser is not None
+            kinds.add(chooser.kind)
+        engine.check_integrity()
+        assert all(len(result.outputs[0].token_ids) == 500 for result in results)
+        metrics = engine.metrics()
+        print(f"rate {rate}: kinds {sorted(kinds)}, acceptance {metrics.acceptance}")
+        assert metrics.drafts_proposed[0] > 0
+        # The first drafts of the better requests are verified more often.
+        assert rate - 0.05 <= metrics.acceptance[0] <= min(1, 1.5 * rate) + 0.05
+    assert not any(engine.metrics().late_compilations.values())
 
 
 @pytest.fixture
