@@ -1,7 +1,9 @@
 """Engines that draft with DSpark: no token changes, and every proposal is that of the formulas."""
 
+import json
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from math import exp
 from operator import mul
@@ -13,11 +15,15 @@ import torch
 from torch import Tensor
 
 from finwhale import LLM, RequestOutput, SamplingParams
+from finwhale.bench import drafting as bench_drafting
+from finwhale.bench.drafting import ForcedAcceptance
+from finwhale.bench.offline import main as bench_offline
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.draft_estimates import LARGEST_LOGIT, Calibration
 from finwhale.engine.plan.draft_policy import DraftChoice, DraftPolicy, StepKind
 from finwhale.engine.plan.pages import PageManager, pages_at_block_end, windowed_pages
 from finwhale.engine.plan.scheduler import Scheduler
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
@@ -32,6 +38,8 @@ from finwhale.testing.tiny import random_weights, with_dspark, write_plain_check
 from ..conftest import engine_config, write_tokenizer  # noqa: TID252
 from ..models.drafts import RandomDrafts  # noqa: TID252
 from ..models.dspark_transcription import context_rows, draft, main_feature  # noqa: TID252
+from .capture_rules import Guard
+from .dspark_steps import PARAMS, Proposals, RunTwice, compare, generate, texts_of
 from .plans import planned
 from .test_async import play
 from .test_drafting import Oracle, runs
@@ -141,6 +149,78 @@ def test_numbers_of_drafts_follow_the_confidences(
     while engine.has_work:
         engine.step()
     assert len(steps) > 5 and (sum(steps) > 5) is ahead
+
+
+def test_forced_acceptance_is_calibrated(
+    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draft is right with the probability that stands for its confidence, in ragged steps too.
+    The mean of these probabilities is the forced rate.
+    """
+    engine = new_llm(model[0], **OPTIONS, draft_tokens="auto").engine
+    chooser = engine.scheduler.drafting.chooser = RandomDrafts(5, 2, block=True)
+    on_the_device(engine, monkeypatch)
+    local = local_executor(engine.executor)
+    local.sampler.choose_with(ForcedAcceptance(local, 0.6, varied=True))
+    verified = engine.scheduler.verified
+    made: dict[str, list[float]] = {}
+    chances: list[float] = []
+    right = 0
+
+    def noted(chunk: Chunk, num_accepted: int) -> None:
+        nonlocal right
+        key = chunk.sequence.key
+        if key in made and chunk.old_confidences:
+            decided = min(len(chunk.drafts), num_accepted + 1)
+            chances.extend(made[key][:decided])
+            right += num_accepted
+        made[key] = list(chunk.sequence.confidences)
+        verified(chunk, num_accepted)
+
+    engine.scheduler.verified = noted  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+    results = [engine.add_request(str(i), [9 + i, 8], params) for i in range(4)]
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    assert all(len(result.outputs[0].token_ids) == 120 for result in results)
+    assert any(len(set(counts)) > 1 for counts in chooser.seen)
+    assert len(chances) > 150 and right == pytest.approx(sum(chances), abs=0.06 * len(chances))
+    assert sum(chances) / len(chances) == pytest.approx(0.6, abs=0.03)
+    assert 0.4 <= min(chances) < 0.5 and 0.7 < max(chances) <= 0.8
+
+
+def test_bench_of_auto(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench offline --draft-tokens auto` measures plain decoding and "auto" at each batch size."""
+    monkeypatch.setattr(bench_drafting, "ADAPT_STEPS", 12)
+    # The real choice depends on the machine's speed.
+    kind = StepKind(3, 5)
+    monkeypatch.setattr(
+        DraftPolicy, "_choose_kind", lambda _, size, __: setattr(size, "best", kind)
+    )
+    record = tmp_path / "record.jsonl"
+    arguments = ["--model", str(model[0]), "--device", "cpu", "--max-num-batched-tokens", "128"]
+    arguments += ["--draft-tokens", "auto", "--accept", "1", "--batches", "1", "2"]
+    arguments += ["--context", "24", "--steps", "12", "--record", str(record)]
+    assert bench_offline(arguments) == 0
+    rows = json.loads(record.read_text())["results"]
+    assert [(row["batch"], row["draft_tokens"]) for row in rows] == [
+        *((1, 0), (2, 0)),
+        *((1, "auto"), (2, "auto")),
+    ]
+    for row, plain in zip(rows, rows[:2] * 2, strict=True):
+        batch, num_steps = row["batch"], row["step_ms"]["count"]
+        numbers = {int(drafts): times for drafts, times in row["numbers_of_drafts"].items()}
+        assert sum(numbers.values()) == batch * num_steps
+        drafts = sum(drafts * times for drafts, times in numbers.items())
+        assert row["rows"] == pytest.approx(1 + drafts / (batch * num_steps), abs=1e-3)
+        assert row["tokens_per_step"] == pytest.approx(1 + row["accepted"], abs=1e-3)
+        speed = row["tokens_per_s"] / plain["tokens_per_s"]
+        assert row["speed_over_plain"] == pytest.approx(speed, abs=1e-3)
+        assert row["accepted"] == pytest.approx(2 if row["draft_tokens"] else 0, abs=0.5)
+        if row["draft_tokens"]:
+            # Both have read the same contexts: as many tokens as plain decoding gives.
+            assert num_steps <= 12 <= num_steps * row["tokens_per_step"]
 
 
 def limit(engine: Engine, blocks: int) -> None:
@@ -284,3 +364,52 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=True
     )._call_all()
     assert {count for count, _ in blocks} >= {1, 4}
+
+
+def test_a_step_and_a_draft_pass_can_run_again(
+    model: Model, new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tests/gpu/test_dspark.py does with captured steps: they depend on nothing but what
+    `RunTwice` restores, and their drafts and confidences are those of the formulas.
+    """
+    options = {"max_num_seqs": 6, "max_num_batched_tokens": 200, "max_model_len": 400}
+    engine = new_llm(model[0], **options, draft_tokens="auto", cache_memory_bytes=2**23).engine
+    engine.scheduler.drafting.chooser = RandomDrafts(5, 1, block=True)
+    steps = on_the_device(engine, monkeypatch)
+    twice, proposals = RunTwice(engine, steps), Proposals(engine, steps)
+    prompts = [[7 + i % 50 for i in range(n)] for n in (3, 40, 130, 11)]
+    results = generate(engine, prompts, [replace(one, max_tokens=20) for one in PARAMS])
+    assert twice.num_drafts == {0, 5} and len({width for _, width, _ in twice.steps}) >= 3
+    found = compare(
+        engine,
+        model[0],
+        texts_of(results),
+        proposals.found,
+        near_tie=NEAR_TIE,
+        as_trained=False,
+    )
+    assert len(found) == 5
+    for one in found:
+        assert one.compared == one.equal > 5 and one.worst < NEAR_TIE and one.confidence < 1e-4
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["dspark", "mtp"])
+def test_captured_code_neither_waits_nor_mixes_devices(
+    model: Model,
+    tiny_path: Path,
+    new_llm: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    block: bool,
+) -> None:
+    guard = Guard(monkeypatch)
+    engine = new_llm(model[0] if block else tiny_path, **OPTIONS, draft_tokens="auto").engine
+    chooser = RandomDrafts(5 if block else 3, 1, block=block)
+    engine.scheduler.drafting.chooser = chooser
+    guard.watch(on_the_device(engine, monkeypatch))
+    for i in range(3):
+        params = SamplingParams(temperature=0.4 * i, seed=i, max_tokens=12, ignore_eos=True)
+        engine.add_request(str(i), [9 + i, 8], params)
+    while engine.has_work:
+        engine.step()
+    assert guard.calls > 10 and any(len(set(counts)) > 1 for counts in chooser.seen)
+    assert {"index_select", "cumprod"} <= guard.rules.names

@@ -42,6 +42,11 @@ def test_the_largest_steps_touch_one_page(
     steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, draft_kinds=((3, 2),)))
     verified = 3 * min(3, max(1, num_tokens // 3))
     assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, verified]
+    chosen.clear()
+    # A captured verification has all its tokens, even if they are more than num_tokens.
+    kinds = {"verify_graphs": (1, 3), "draft_kinds": ((3, 2),)}
+    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, **kinds))  # type: ignore[arg-type]
+    assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, 9]
     assert all(valid.all() for valid in chosen)
     changed = 0
     for group in runner.groups:

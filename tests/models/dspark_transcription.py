@@ -48,7 +48,12 @@ def main_feature(weights: Weights, config: Config, ids: list[int]) -> Tensor:
     """m [T,D] of every token of a text."""
     after = after_layers(weights, config, ids)
     means = [after[i].mean(1) for i in config["dspark_target_layer_ids"]]
-    projected = linear(Part(weights, "mtp.0."), "main_proj", config, torch.cat(means, 1))
+    return main_of(weights, config, torch.cat(means, 1))
+
+
+def main_of(weights: Weights, config: Config, features: Tensor) -> Tensor:
+    """m [T,D] of tokens with these features: the means of their streams after the target layers."""
+    projected = linear(Part(weights, "mtp.0."), "main_proj", config, features)
     return rms_norm(projected, weights["mtp.0.main_norm.weight"], config["rms_norm_eps"])
 
 

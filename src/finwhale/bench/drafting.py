@@ -3,9 +3,16 @@
 With random weights almost no draft would be accepted. So the benchmark forces an acceptance rate:
 it replaces sampled tokens so that this share of the drafts is right. It does so on the device,
 because a decode does not wait for the host. Nothing else differs from normal decoding.
+
+If the engine chooses the number of drafts itself ("auto"), requests and drafts differ in how likely
+a draft is right, as those of real text do. A head that gives confidences (DSpark) gives exactly
+these probabilities. Their mean over all drafts is the forced rate. "auto" verifies the better ones,
+so more of the verified drafts are accepted.
 """
 
 import gc
+import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +25,9 @@ from rich.table import Table
 from torch import Tensor
 
 from finwhale.bench.record import summary
-from finwhale.config import EngineConfig
+from finwhale.config import DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
@@ -28,12 +36,19 @@ from finwhale.engine.rank.startup import draft_on_device
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import Weights
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
-from finwhale.request import SamplingParams
+from finwhale.request import RequestOutput, SamplingParams
 
 WARM_UP = 8
-# The fractional parts of the multiples of the golden ratio are spread evenly over 0..1. So of any
-# number of successive drafts, close to the wanted share is right.
-GOLDEN = 0.6180339887498949
+# Steps in which "auto" measures step times and acceptance, before the benchmark measures. The MTP
+# layer stops after 128 steps in which drafting does not pay.
+ADAPT_STEPS = 320
+# The least speed of "auto", as a multiple of the speed of plain decoding.
+LEAST_SPEED = 0.98
+# The fractional parts of the multiples of one of these roots are spread evenly over 0..1, and those
+# of several roots evenly over all their combinations. So of any number of verifications, close to
+# the wanted share of first drafts is right, and of these, close to it of second drafts, and so on.
+ROOTS = tuple(math.sqrt(prime) for prime in (2, 3, 5, 7, 11, 13, 17))
+GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 class ForcedAcceptance:
@@ -41,35 +56,46 @@ class ForcedAcceptance:
 
     Args:
         rate: share of right drafts among those whose predecessors are right.
+        varied: the drafts of some requests and at some positions are more often right than others.
+            A head that gives confidences then gives these probabilities.
     """
 
-    def __init__(self, executor: LocalExecutor, rate: float) -> None:
+    def __init__(self, executor: LocalExecutor, rate: float, *, varied: bool = False) -> None:
         runner = executor.runner
         assert runner.verifications is not None
         self._steps, self.rate = runner.verifications, rate
         self._sample = runner.model.sample
         self._vocab = runner.model.config.vocab_size
-        self._drawn = torch.zeros((), dtype=torch.float64, device=runner.device)
+        self._roots = torch.tensor(ROOTS, dtype=torch.float64, device=runner.device)
+        self._verified = 0
+        self._spread = min(rate, 1 - rate) / 2 if varied else 0.0
+        self._steps.estimate_with(self.chances if varied else None)
+
+    def chances(self, positions_BK: Tensor) -> Tensor:
+        """The probability [B,K] float32 that each draft is right."""
+        count = len(positions_BK)
+        # Half of the spread belongs to the request, and half to the position.
+        of_request = (torch.arange(count, device=positions_BK.device)[:, None] + 0.5) / count
+        of_position = (positions_BK.double() * GOLDEN).frac()
+        return (self.rate + self._spread * (of_request + of_position - 1)).float()
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         sampled = self._sample(logits_SV, batch)
-        ids = self._steps.ids
-        if ids is None or ids.numel() != len(sampled.ids_S) or ids.shape[1] == 1:
+        found = self._steps.drafts
+        if found is None or len(found.ids) != len(sampled.ids_S):
             return sampled
-        chosen = sampled.ids_S.view(ids.shape).clone()
-        drafts = ids[:, 1:]
-        if self.rate == 1:
-            chosen[:, :-1] = drafts
-        else:
-            wrong = (drafts + 1).remainder_(self._vocab)
-            if self.rate == 0:
-                chosen[:, :-1] = wrong
-            else:
-                places = self._drawn + torch.arange(drafts.numel(), device=ids.device)
-                right = (places * GOLDEN).frac_().view(drafts.shape) < self.rate
-                chosen[:, :-1] = torch.where(right, drafts, wrong)
-                self._drawn += drafts.numel()
-        return replace(sampled, ids_S=chosen.flatten())
+        num_tokens, (count, most) = len(found.ids), found.rows.shape
+        following = (found.rows + 1).clamp_(max=num_tokens - 1).flatten()
+        drafts = found.ids.index_select(0, following)
+        chances = self.chances(found.positions.index_select(0, following).view(count, most))
+        numbers = torch.arange(self._verified, self._verified + count, device=drafts.device)
+        right = (numbers[:, None] * self._roots[:most]).frac() < chances
+        self._verified += count
+        # The last element stands for the drafts that a sequence does not have.
+        chosen = torch.cat([sampled.ids_S, sampled.ids_S[:1]])
+        replaced = torch.where(right.flatten(), drafts, (drafts + 1).remainder_(self._vocab))
+        chosen.scatter_(0, found.rows.flatten().clamp(max=num_tokens), replaced)
+        return replace(sampled, ids_S=chosen[:-1])
 
 
 def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
@@ -77,10 +103,15 @@ def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
         draft_on_device(executor, config)
 
 
-def _choose(rate: float | None, executor: LocalExecutor) -> None:
+def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) -> None:
     """Make a rank sample with forced acceptance; None: as usual."""
-    sample = executor.runner.model.sample if rate is None else ForcedAcceptance(executor, rate)
-    executor.sampler.choose_with(sample)
+    runner = executor.runner
+    if rate is not None:
+        executor.sampler.choose_with(ForcedAcceptance(executor, rate, varied=varied))
+        return
+    executor.sampler.choose_with(runner.model.sample)
+    if runner.verifications is not None:
+        runner.verifications.estimate_with(None)
 
 
 def measure(
@@ -90,18 +121,20 @@ def measure(
     batches: Sequence[int],
     context: int,
     steps: int,
-    draft_tokens: int,
+    draft_tokens: DraftTokens,
     rates: Sequence[float | None],
+    adapt_steps: int = 0,
 ) -> list[dict[str, Any]]:
     """Measure each batch size without drafts, then each batch size and acceptance rate with drafts.
 
     Args:
         config: options of the engines; `draft_tokens` replaces their number of drafts.
-        model: the configuration and the weights of a model with an MTP layer.
+        model: the configuration and the weights of a model with a draft head.
         rates: acceptance rates to force; None: the rate of the model itself.
+        adapt_steps: steps of "auto" before each measurement.
     """
     rows: list[dict[str, Any]] = []
-    plain: dict[int, float] = {}
+    plain: dict[int, dict[str, Any]] = {}
     for drafts in (0, draft_tokens):
         engine = start_engine(replace(config, draft_tokens=drafts), *model, None)
         if drafts:
@@ -111,9 +144,19 @@ def measure(
             for rate in rates if drafts else (None,):
                 row: dict[str, Any] = {"batch": batch, "draft_tokens": drafts, "accept": rate}
                 row["tensor_parallel_size"] = size
-                row |= _decode(engine, batch, context, steps, rate)
-                step_ms = row["step_ms"]["median"]
-                row["step_over_plain"] = round(step_ms / plain.setdefault(batch, step_ms), 3)
+                # The engine begins anew to choose numbers of drafts.
+                engine.reset()
+                call_ranks(engine.executor, partial(force_acceptance, rate, drafts == "auto"))
+                if drafts == "auto":
+                    row["adapt_steps"] = adapt_steps
+                    _adapt(engine, batch, max(1, context - steps // 2), adapt_steps)
+                # The tokens of a step; "auto" is measured for as many tokens as plain decoding.
+                most = 1 if draft_tokens == "auto" else 1 + engine.scheduler.drafting.draft_tokens
+                row |= _decode(engine, batch, max(1, context - steps * most // 2), steps)
+                other = plain.setdefault(batch, row)
+                step_ms, other_ms = row["step_ms"]["median"], other["step_ms"]["median"]
+                row["step_over_plain"] = round(step_ms / other_ms, 3)
+                row["speed_over_plain"] = round(row["tokens_per_s"] / other["tokens_per_s"], 3)
                 rows.append(row)
         # The memory is too small for two engines, so free this one before the next.
         del engine
@@ -123,40 +166,60 @@ def measure(
     return rows
 
 
-def _decode(
-    engine: Engine, batch: int, context: int, steps: int, rate: float | None
-) -> dict[str, Any]:
-    """Measure steps in which `batch` requests decode. A step's time ends when its tokens arrive."""
-    call_ranks(engine.executor, partial(_choose, rate))
-    most = 1 + engine.scheduler.drafting.draft_tokens
+def _adapt(engine: Engine, batch: int, length: int, steps: int) -> None:
+    """Run requests that are not measured while the engine learns how many drafts pay."""
+    results = _begin(engine, batch, length)
+    for _ in range(steps):
+        engine.step()
+    for result in results:
+        engine.abort(result.request_id)
+
+
+def _begin(engine: Engine, batch: int, length: int) -> list[RequestOutput]:
+    """Begin requests with random prompts, and step until all of them decode."""
     params = SamplingParams(temperature=0, max_tokens=10**6, ignore_eos=True)
     generator = torch.Generator().manual_seed(batch)
     results = []
     for number in range(batch):
-        length = max(1, context - steps * most // 2)
         ids = torch.randint(0, engine.model_config.vocab_size, (length,), generator=generator)
         results.append(engine.add_request(f"{number}", ids.tolist(), params))
     while not all(result.outputs[0].token_ids for result in results):
         engine.step()
     for _ in range(WARM_UP):
         engine.step()
+    return results
+
+
+def _decode(engine: Engine, batch: int, length: int, steps: int) -> dict[str, Any]:
+    """Measure steps in which `batch` requests decode. A step's time ends when its tokens arrive.
+
+    With "auto", the measurement ends when the requests have as many tokens as plain decoding gives
+    in `steps` steps. So both read the same contexts.
+    """
+    results = _begin(engine, batch, length)
+    wanted = steps * batch if engine.config.draft_tokens == "auto" else None
     gc.collect()
-    before, count = engine.metrics(), sum(len(r.outputs[0].token_ids) for r in results)
-    times, begin = [], time.perf_counter()
-    last = begin
-    for _ in range(steps):
+
+    def count() -> int:
+        return sum(len(result.outputs[0].token_ids) for result in results)
+
+    before, known = engine.metrics(), count()
+    times: list[float] = []
+    last = begin = time.perf_counter()
+    while len(times) < steps and (wanted is None or count() - known < wanted):
         engine.step()
         now = time.perf_counter()
         times.append(1e3 * (now - last))
         last = now
-    found = engine.metrics()
-    tokens = sum(len(result.outputs[0].token_ids) for result in results) - count
+    found, tokens = engine.metrics(), count() - known
+    assert not any(result.finished for result in results)
     for result in results:
         engine.abort(result.request_id)
     row: dict[str, Any] = {
         "tokens_per_s": round(tokens / (last - begin), 1),
-        "tokens_per_step": round(tokens / steps / batch, 3),
-        "step_ms": summary(times),
+        "tokens_per_step": round(tokens / len(times) / batch, 3),
+        "step_ms": summary(times) | {"mean": round(statistics.mean(times), 4)},
+        **_drafts(before, found, batch * len(times)),
     }
     for name in ("time_of_verification", "time_of_draft"):
         new, old = getattr(found, name), getattr(before, name)
@@ -166,10 +229,33 @@ def _decode(
     return row
 
 
+def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str, Any]:
+    """What was verified and accepted between two snapshots.
+
+    Args:
+        runs: number of times that one sequence was part of a step.
+    """
+
+    def difference(name: str) -> list[int]:
+        pairs = zip(getattr(found, name), getattr(before, name), strict=True)
+        return [new - old for new, old in pairs]
+
+    proposed, accepted = difference("drafts_proposed"), difference("drafts_accepted")
+    # As many verifications had exactly k drafts as had a draft k but none after it.
+    exactly = [more - fewer for more, fewer in zip([runs, *proposed], [*proposed, 0], strict=True)]
+    return {
+        "rows": round(1 + sum(proposed) / runs, 3),
+        "accepted": round(sum(accepted) / runs, 3),
+        "numbers_of_drafts": {
+            str(drafts): times for drafts, times in enumerate(exactly) if times > 0
+        },
+    }
+
+
 def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows of `measure` as a table."""
     table = Table(title="decoding with drafts; medians", title_justify="left")
-    names = ("batch", "drafts", "accept", "tokens/s", "a step", "step ms", "over plain")
+    names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "time")
     for name in (*names, "verify ms", "draft ms"):
         table.add_column(name, justify="right")
     for row in rows:
@@ -179,10 +265,19 @@ def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
             str(row["draft_tokens"]),
             f"{row['accept']:g}" if forced is None else forced,
             f"{row['tokens_per_s']:,.0f}",
+            f"{row['speed_over_plain']:.3f}",
             f"{row['tokens_per_step']:.2f}",
+            f"{row['rows']:.2f}",
             f"{row['step_ms']['median']:,.3f}",
             f"{row['step_over_plain']:.2f}",
             f"{row.get('verification_ms', '')}",
             f"{row.get('draft_ms', '')}",
         )
     console.print(table)
+    console.print("speed, time: tokens/s and the time of a step as multiples of plain decoding's")
+    adaptive = [row for row in rows if row["draft_tokens"] == "auto"]
+    if adaptive:
+        worst = min(adaptive, key=lambda row: row["speed_over_plain"])
+        speed, where = worst["speed_over_plain"], f"batch {worst['batch']}"
+        verdict = "as wanted" if speed >= LEAST_SPEED else "TOO SLOW"
+        console.print(f"auto: at least {speed} of plain decoding ({where}): {verdict}")

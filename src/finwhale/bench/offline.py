@@ -32,7 +32,7 @@ from finwhale.bench.arguments import add_model_arguments, new_parser
 from finwhale.bench.record import append_record, stamp, summary
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.config import MAX_DRAFT_TOKENS, EngineConfig
+from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import StepPlan
@@ -53,6 +53,8 @@ from finwhale.request import SamplingParams
 FP8_BLOCK_BYTES = 4 / 128**2
 ROW_BYTES, KEY_BYTES = 584, 68
 WARM_UP = 5
+# The default numbers of timed steps: "auto" changes the number of drafts from time to time.
+STEPS, ADAPTIVE_STEPS = 30, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,8 +467,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Compare decoding with drafts to plain decoding; returns the record without its stamp."""
     config, weights = source(args, draft_head=True)
+    adaptive = args.draft_tokens == "auto"
+    most = config.max_draft_tokens if adaptive else args.draft_tokens
     # All drafts of every step may be right, and the next drafts need rows too.
-    longest = args.context + 2 * (args.steps + drafting.WARM_UP) * (1 + args.draft_tokens) + 16
+    steps = 2 * (args.steps + drafting.WARM_UP) + drafting.ADAPT_STEPS * adaptive
+    # The first sequences decode while the last ones are prefilled.
+    steps += 4 * max(args.batches) * args.context // args.max_num_batched_tokens
+    longest = args.context + steps * (1 + most) + 16
     rows = drafting.measure(
         read_options(
             args,
@@ -481,6 +488,7 @@ def run_drafting(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         steps=args.steps,
         draft_tokens=args.draft_tokens,
         rates=args.accept or (None,),
+        adapt_steps=drafting.ADAPT_STEPS,
     )
     drafting.show(console, rows)
     return {
@@ -498,6 +506,14 @@ def _rate(text: str) -> float:
     if not 0 <= rate <= 1:
         raise argparse.ArgumentTypeError(f"must be a fraction from 0 to 1, got {text!r}")
     return rate
+
+
+def _draft_tokens(text: str) -> DraftTokens:
+    if text == "auto":
+        return "auto"
+    if text.isdecimal() and int(text) <= MAX_DRAFT_TOKENS:
+        return int(text)
+    raise argparse.ArgumentTypeError(f'must be 0 to {MAX_DRAFT_TOKENS} or "auto", got {text!r}')
 
 
 def main(argv: Sequence[str]) -> int:
@@ -524,20 +540,27 @@ def main(argv: Sequence[str]) -> int:
         default=[2048, 8192, 32768],
         help="lengths of prompts to prefill",
     )
-    parser.add_argument("--steps", type=int, default=30, help="number of steps to time")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"number of steps to time (default: {STEPS}, and {ADAPTIVE_STEPS} with --draft-tokens "
+        "auto, which ends when each request has as many tokens)",
+    )
     parser.add_argument(
         "--draft-tokens",
-        type=int,
-        choices=range(MAX_DRAFT_TOKENS + 1),
+        type=_draft_tokens,
         default=0,
-        help="compare decoding with this many drafts with plain decoding, and measure nothing else",
+        metavar="N|auto",
+        help="compare decoding with this many drafts, or with as many as the engine chooses, with "
+        "plain decoding, and measure nothing else",
     )
     parser.add_argument(
         "--accept",
         type=_rate,
         nargs="*",
         metavar="R",
-        help="force these fractions of the drafts to be right (default: the model's own)",
+        help="force these fractions of the drafts to be right; with auto, they are the means of "
+        "probabilities that differ between requests and positions (default: the model's own)",
     )
     parser.add_argument(
         "--kernels",
@@ -552,6 +575,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.accept and not args.draft_tokens:
         parser.error("--accept needs drafts: give --draft-tokens too")
+    if args.steps is None:
+        args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
     console = Console()
     if not console.is_terminal:
         console.width = 120

@@ -11,10 +11,11 @@ Legend: B sequences of a step (padded to a captured size), W the width, N = B * 
 streams, D hidden, X tokens of this rank's part of the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,6 +68,24 @@ class _Step:
     streams: Tensor
 
 
+class StepDrafts(NamedTuple):
+    """The drafts that a step verifies.
+
+    Attributes:
+        ids, positions: int64: of the N tokens of the step, without padding.
+        rows: [count,K] int64: the tokens that have a draft after them. A sequence with fewer than K
+            drafts is filled with numbers that are at least N.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+
+
+# Gives the confidences [count,K] float32 of drafts whose positions [count,K] int64 it gets.
+Estimate = Callable[[Tensor], Tensor]
+
+
 class Verifications:
     """Runs steps in which every sequence verifies its drafts and gets K new ones.
 
@@ -78,8 +97,7 @@ class Verifications:
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
-        ids: [B,W] int64: the known token and the drafts of the last step; None: the last step did
-            not run here, or its sequences had different numbers of drafts.
+        drafts: of the last step; None: it did not run here, or it verified no draft.
         confidences: of the last call of `draft`: [count,K] float32; empty: the head gives none.
     """
 
@@ -121,6 +139,7 @@ class Verifications:
         self._advanced = integers(rows + 1, longest)
         self._confidences = torch.zeros(rows, longest - 1, dtype=torch.float32, device=device)
         self._gives_confidences = False
+        self._estimate: Estimate | None = None
         # For each token, the element of _carried that is its id if it is not in _carried's last
         # row. For each sequence, its first token, and the tokens that have a draft after them;
         # where there is none, the element of _right that is never set.
@@ -139,17 +158,34 @@ class Verifications:
             self._capture_all(memory)
 
     @property
-    def ids(self) -> Tensor | None:
-        if self._step is None or len(set(self._lengths)) > 1:
+    def drafts(self) -> StepDrafts | None:
+        count, num_tokens = len(self._lengths), sum(self._lengths)
+        if self._step is None or num_tokens == count:
             return None
-        ids = self._step.inputs.token_ids[: sum(self._lengths)]
-        return ids.view(len(self._lengths), -1)
+        inputs = self._step.inputs
+        return StepDrafts(
+            ids=inputs.token_ids[:num_tokens],
+            positions=inputs.tokens.positions[:num_tokens],
+            rows=self._places[:count],
+        )
 
     @property
     def confidences(self) -> list[Tensor]:
         if not self._gives_confidences:
             return []
-        return [self._confidences[: len(self._lengths), : self._num_drafts].clone()]
+        count = len(self._lengths)
+        if self._estimate is not None:
+            assert self._step is not None
+            known = self._step.inputs.tokens.positions.index_select(0, self._first[:count])
+            # The newest token follows the accepted drafts, and its first draft follows it.
+            first = (known + self._advanced[:count, 0] + 2)[:, None]
+            steps = torch.arange(self._num_drafts, device=self._device)
+            return [self._estimate(first + steps)]
+        return [self._confidences[:count, : self._num_drafts].clone()]
+
+    def estimate_with(self, estimate: Estimate | None) -> None:
+        """Replace the confidences of a head that gives some: for measurements. None: its own."""
+        self._estimate = estimate
 
     def forget(self) -> None:
         """The next step does not continue the last one."""
@@ -320,6 +356,8 @@ class Verifications:
             with torch.cuda.stream(memory.stream):
                 self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
+        # Other streams cannot use the memory that the warm-ups cached on the capture stream.
+        torch.cuda.empty_cache()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()
         self._advanced.zero_()

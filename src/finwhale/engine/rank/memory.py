@@ -168,6 +168,8 @@ class LargestSteps:
             # A context shorter than 1 + K tokens limits the number of drafts.
             verified = min(1 + largest.draft_tokens, largest.max_len)
             count = min(largest.num_seqs, max(1, largest.num_tokens // verified))
+            # A captured step has all its tokens, even if no step may have so many.
+            count = max(count, *largest.verify_graphs, 1)
             self._run([verified] * count, largest)
 
     def _run(self, lengths: Sequence[int], largest: Largest) -> None:
