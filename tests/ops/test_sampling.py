@@ -28,7 +28,7 @@ def naive_penalised(logits: NDArray[np.float32], row: Row) -> NDArray[np.float64
     for token, value in row.bias.items():
         x[token] += value
     if row.allowed is not None:
-        x[[not row.allowed(token) for token in range(len(x))]] = -np.inf
+        x[~row.allowed(np.arange(len(x)))] = -np.inf
     return x
 
 
@@ -361,7 +361,7 @@ def test_equal_values_of_two_shards_go_to_the_lower_id() -> None:
     "row",
     [
         Row(top_k=2), Row(top_p=0.5), Row(min_p=0.1), Row(bias={1: 1.0}), Row(num_top=0),
-        Row(seen={1: 1}), Row(allowed=lambda i: i > 2),
+        Row(seen={1: 1}), Row(allowed=lambda ids: ids > 2),
     ],
 )  # fmt: skip
 def test_rows_that_need_their_whole_logits(row: Row) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from finwhale.ops.case import MODEL_TOLERANCE, Chunks, ModelDraw, OpCase, Sizes
@@ -31,7 +32,7 @@ class Row:
 
     Attributes:
         seen: token id to its count in the output (0: prompt only).
-        allowed: which tokens it may choose, by their id; None: any.
+        allowed: for an array of token ids, whether each may be chosen; None: all.
     """
 
     temperature: float = 1.0
@@ -43,7 +44,7 @@ class Row:
     presence: float = 0.0
     seen: Mapping[int, int] = field(default_factory=dict)
     bias: Mapping[int, float] = field(default_factory=dict)
-    allowed: Callable[[int], bool] | None = None
+    allowed: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None
     num_top: int | None = None
     seed: int = 0
     index: int = 0
@@ -65,8 +66,8 @@ MIXED = (
     Row(temperature=1e-30),
     Row(temperature=0.0, bias={2: 100.0, 4: -100.0}),
     Row(bias={1: 3.0, 6: -3.0}, repetition=1.2, seen=SEEN, num_top=2),
-    Row(temperature=0.0, allowed=lambda i: i in (1, 5) or i % 33 == 32),
-    Row(allowed=lambda i: i % 3 == 1, top_k=5, top_p=0.9, seen=SEEN, presence=0.5),
+    Row(temperature=0.0, allowed=lambda ids: np.isin(ids, (1, 5)) | (ids % 33 == 32)),
+    Row(allowed=lambda ids: ids % 3 == 1, top_k=5, top_p=0.9, seen=SEEN, presence=0.5),
 )
 
 
@@ -167,7 +168,7 @@ def _words(row: Row, vocab_size: int) -> Tensor:
     """[W] int32: a bit a token."""
     assert row.allowed is not None
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
-    bits[:vocab_size] = [row.allowed(i) for i in range(vocab_size)]
+    bits[:vocab_size] = row.allowed(np.arange(vocab_size))
     return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
 
 
