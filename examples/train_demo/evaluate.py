@@ -26,7 +26,6 @@ from torch import Tensor
 from train import labels_of
 
 ROW_TOKENS = 4096
-MAX_ROWS = 12  # a source
 
 
 def chat_prompt(question: str) -> str:
@@ -36,7 +35,7 @@ def chat_prompt(question: str) -> str:
 
 
 @torch.no_grad()
-def perplexity(model: DemoModel, corpus: Corpus, rounding: bool) -> dict[str, Any]:
+def perplexity(model: DemoModel, corpus: Corpus, rounding: bool, most_rows: int) -> dict[str, Any]:
     """Per source and over all tokens: perplexity, and the share of positions where the draft
     layer and the model agree."""
     device = next(model.parameters()).device
@@ -46,7 +45,7 @@ def perplexity(model: DemoModel, corpus: Corpus, rounding: bool) -> dict[str, An
     for index, name in enumerate(corpus.sources):
         rows = pack(corpus, np.flatnonzero(corpus.held_out & (corpus.source == index)), ROW_TOKENS)
         part = np.zeros(4)
-        for row in range(min(len(rows), MAX_ROWS)):
+        for row in range(min(len(rows), most_rows)):
             tokens = torch.from_numpy(rows.tokens[row : row + 1]).to(device).long()
             batch = Batch(tokens, torch.from_numpy(rows.doc[row : row + 1]).to(device))
             part += _sums(model, batch, switches)
@@ -127,14 +126,16 @@ def main() -> None:
     parser.add_argument("--shipped", type=Path, default=DEMO)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rows", type=int, default=12, help="of each source; a CPU takes a minute")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     corpus = Corpus.load(args.corpus)
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     results: dict[str, Any] = {}
-    shipped = load_shipped(args.shipped, torch.bfloat16).to(args.device)
-    results["without_rounding"] = perplexity(shipped, corpus, rounding=False)
-    results["shipped"] = perplexity(shipped, corpus, rounding=True)
+    dtype = torch.bfloat16 if args.device != "cpu" else torch.float32
+    shipped = load_shipped(args.shipped, dtype).to(args.device)
+    results["without_rounding"] = perplexity(shipped, corpus, False, args.rows)
+    results["shipped"] = perplexity(shipped, corpus, True, args.rows)
     results["closed_questions"] = closed_questions(shipped, tokenizer)
     results["samples"] = samples(shipped, tokenizer)
     args.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")

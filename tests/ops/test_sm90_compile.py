@@ -4,6 +4,8 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 
+import triton
+
 from . import sm90_attention, sm90_collectives, sm90_compile, sm90_experts
 from .conftest import Compile
 from .kernel_sources import kernel_names
@@ -26,6 +28,12 @@ SPILLING = {
     "moe.experts_hopper_one_token._one_gate_up_kernel": 64,
     "moe.experts_hopper_one_token._one_down_kernel": 64,
 }
+if triton.__version__ < "3.7":  # it allocates a few more registers
+    SPILLING |= {
+        "compressor.compress_triton._compress_kernel": 24,
+        "moe.experts_hopper._gate_up_kernel": 80,
+        "sampling.draw_triton._least_kernel": 8,
+    }
 SHARED_LIMIT = 227 * 1024  # bytes that one block may have on SM90
 
 
