@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from finwhale.engine.plan.pages import PageGroup
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.request import ExpertIds
 
 T = TypeVar("T")
 
@@ -88,6 +89,19 @@ class DeviceDrafts:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedExpertsForm:
+    """The form of the routed experts of a token.
+
+    Attributes:
+        shape: number of layers, and of experts that each of them chooses.
+        dtype: numpy's name of the ids' dtype.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDescription:
     """All that the engine knows about an opened rank.
@@ -106,6 +120,7 @@ class RankDescription:
         compiled_kernels: how many of them were compiled because no cache had them.
         compiled_layers: in the compiled mode, the number of graphs that were compiled, not loaded.
         start_seconds: duration of each phase of the start.
+        routed_experts: the form in which steps return routed experts; None: they return none.
     """
 
     device: str
@@ -122,6 +137,7 @@ class RankDescription:
     compiled_kernels: int
     compiled_layers: int
     start_seconds: Mapping[str, float]
+    routed_experts: RoutedExpertsForm | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +199,8 @@ class StepResult(NamedTuple):
         verify_seconds: duration of forward and sampling; None: not measured.
         draft_seconds: duration of the draft head; None: not measured.
         scored: one entry for each of the plan's `scored`.
+        routed: the experts of each of the plan's tokens [tokens, layers, top-k]; None: the plan
+            does not want them.
     """
 
     token_ids: list[int]
@@ -193,6 +211,7 @@ class StepResult(NamedTuple):
     draft_seconds: float | None = None
     scored: tuple[PromptScores, ...] = ()
     confidences: list[list[float]] | None = None
+    routed: ExpertIds | None = None
 
 
 class PendingResult(Protocol):

@@ -33,6 +33,8 @@ class ModelRunner:
             every step, as on a CPU.
         graphs: captured decodes; None: nothing is captured.
         prefill_graphs: captured steps of few tokens; None: nothing is captured.
+        routed: the model writes each step's routed experts here; None: it does not
+            (Model.record_routed_experts).
     """
 
     platform: Platform
@@ -49,6 +51,7 @@ class ModelRunner:
     verifications: Verifications | None = None
     graphs: Graphs | None = None
     prefill_graphs: Graphs | None = None
+    routed: Tensor | None = None
     sampled: Tensor = field(init=False)
     batches: BatchBuilder = field(init=False)
     segments: Inline = field(default_factory=Inline)
