@@ -141,6 +141,22 @@ class RankDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class RankTimes:
+    """The mean times of a rank's last measured steps (rank/stopwatch.py). None: nothing was
+    measured yet.
+
+    On a GPU these are times of the device, on a CPU the processor time of the rank's process.
+
+    Attributes:
+        step_seconds: of a whole step, with its waits for other ranks on GPUs.
+        head_seconds: of the LM head in steps with prefill, which waits for no other rank.
+    """
+
+    step_seconds: float | None = None
+    head_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RankState:
     """What the engine knows of a rank without asking its device.
 
@@ -149,12 +165,14 @@ class RankState:
         memory: None: the rank has not reported it.
         late_compilations: as `Executor.late_compilations`, of this rank.
         heartbeat_age_s: seconds since its process was last seen alive; 0 for rank 0.
+        times: of its steps since `ready`.
     """
 
     device: str
     memory: MemoryUse | None
     late_compilations: Mapping[str, int]
     heartbeat_age_s: float = 0.0
+    times: RankTimes = RankTimes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

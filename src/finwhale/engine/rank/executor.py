@@ -1,7 +1,7 @@
 """The executor of one rank in the engine's own process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
     RankState,
+    RankTimes,
     RowLogprobs,
     StepResult,
 )
@@ -32,6 +33,14 @@ from finwhale.ops.sampling import SampledTokens
 
 ALONE = Alone()
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What a rank reports of itself with its heartbeats (RankState describes the fields)."""
+
+    late_compilations: Mapping[str, int] = field(default_factory=dict)
+    times: RankTimes = field(default_factory=RankTimes)
 
 
 @dataclass(slots=True)
@@ -85,8 +94,16 @@ class LocalExecutor:
         self.runner.use_device()
         self.runner.tables.apply(plan)
         self.sampler.admit(plan.admitted, plan.freed)
+        if plan.sampling is None:
+            # The sampling waits for the host, so the step's time would say nothing.
+            self._open = self._launch(plan)
+            return None
+        watch = self.runner.times.step
+        watch.begin()
         self._open = self._launch(plan)
-        return None if plan.sampling is None else self.sample(plan.sampling)
+        result = self.sample(plan.sampling)
+        watch.end()
+        return result
 
     def _launch(self, plan: StepPlan) -> _OpenStep:
         runner = self.runner
@@ -181,13 +198,19 @@ class LocalExecutor:
 
     def ready(self) -> None:
         self.builds.ready()
+        self.runner.times.reset()
 
     def late_compilations(self) -> Mapping[str, int]:
         return self.builds.late()
 
     def rank_states(self) -> tuple[RankState, ...]:
         about = self.description
-        return (RankState(about.device, about.memory, self.late_compilations()),)
+        times = self.runner.times.read()
+        return (RankState(about.device, about.memory, self.late_compilations(), times=times),)
+
+    def status(self) -> RankStatus:
+        """What changes while the rank runs: for the process of rank 0."""
+        return RankStatus(dict(self.late_compilations()), self.runner.times.read())
 
 
 class LocalResult:
