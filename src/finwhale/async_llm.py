@@ -256,8 +256,10 @@ def _extended(result: RequestOutput, part: RequestOutput) -> RequestOutput:
         if output.logprobs is not None:
             output.logprobs += more.logprobs or []
         output.finish_reason, output.stop_reason = more.finish_reason, more.stop_reason
+        output.routed_experts = more.routed_experts
     result.finished, result.error = part.finished, part.error
     result.num_cached_tokens = part.num_cached_tokens
+    result.prompt_routed_experts = part.prompt_routed_experts
     return result
 
 

@@ -124,6 +124,11 @@ class EngineConfig:
         "allocate weights and cache so that `sleep` can free their memory and `wake` can allocate "
         "it again at the same addresses, for example between rollouts",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "let requests ask for the experts that each layer chose for their tokens "
+        "(return_routed_experts); trainers replay this routing",
+    )
     compile: bool = option(
         False,
         "compile the decoder layers ahead of time; the first start takes a minute or two longer, "
@@ -160,6 +165,11 @@ class EngineConfig:
             raise FinwhaleError(
                 'wo_a_input "bf16" means nothing with activations "exact", which round no input: '
                 "leave one of them out"
+            )
+        if self.compile and self.enable_return_routed_experts:
+            raise FinwhaleError(
+                "the compiled mode cannot return routed experts: leave out compile, or "
+                "enable_return_routed_experts"
             )
         for name in (
             "max_model_len",

@@ -100,6 +100,7 @@ class LoadedModel:
         enable_prefix_caching: bool = True,
         prefix_salt: str | None = None,
         enable_sleep_mode: bool = False,
+        enable_return_routed_experts: bool = False,
         compile: bool = False,
         cache_dir: str | Path | None = None,
         draft_tokens: DraftTokens = 0,

@@ -6,10 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from finwhale.errors import RequestError
 from finwhale.options import option
 
 FinishReason = Literal["stop", "length", "error", "abort"]
+ExpertIds = NDArray[np.uint8] | NDArray[np.int16]
+"""Ids of routed experts [tokens, layers, top-k]: uint8 for models of up to 256 experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,12 @@ class SamplingParams:
         "most likely tokens; the request then computes its whole prompt, without cached prefixes",
         unset="none",
     )
+    return_routed_experts: bool = option(
+        False,
+        "return the ids of the experts that each layer chose for each token of prompt and output; "
+        "needs an engine with enable_return_routed_experts. The request then computes its whole "
+        "prompt, without cached prefixes",
+    )
     logit_bias: Mapping[int, float] | None = option(
         None,
         "values, -100 to 100, to add to the logits of token ids, after the penalties and before "
@@ -140,7 +151,12 @@ class SamplingParams:
             raise RequestError(
                 f"stop_token_ids must be token ids (0 or more), got {list(self.stop_token_ids)!r}"
             )
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "return_routed_experts",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.guide is not None and not isinstance(self.guide, Guide):
@@ -231,6 +247,9 @@ class CompletionOutput:
         logprobs: one dict for each generated token, from token id to Logprob; None unless the
             request asked for them.
         message: the parsed answer of a chat: role, content, reasoning_content, tool_calls.
+        routed_experts: ids of the experts of all generated tokens but the last, which the model
+            never computed: [tokens - 1, layers, top-k]. None unless the request asked for them, and
+            while the continuation runs.
     """
 
     index: int
@@ -240,6 +259,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     message: dict[str, Any] | None = None
+    routed_experts: ExpertIds | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """A short form, which counts the tokens."""
@@ -249,6 +269,8 @@ class CompletionOutput:
             shown += f", stop_reason={_SHORT.repr(self.stop_reason)}"
         if self.logprobs is not None:
             shown += f", logprobs=<{len(self.logprobs)}>"
+        if self.routed_experts is not None:
+            shown += f", routed_experts=<{len(self.routed_experts)}>"
         if self.message is not None:
             shown += f", message={_SHORT.repr(self.message)}"
         return f"CompletionOutput(index={self.index}, {shown})"
@@ -287,6 +309,8 @@ class RequestOutput:
             most likely ones; None for the first token. None unless the request asked for them.
             Complete once the first token is generated.
         times: when the engine worked on the request; None before its first token.
+        prompt_routed_experts: ids of the experts of each prompt token: [tokens, layers, top-k].
+            None unless the request asked for them, and before the first token is generated.
     """
 
     request_id: str
@@ -298,6 +322,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     times: RequestTimes | None = field(default=None, compare=False)
+    prompt_routed_experts: ExpertIds | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """A short form, which counts the tokens and shows few of the outputs."""

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finwhale import (
@@ -76,6 +77,17 @@ def assert_equal_prompt_logprobs(one: LLM, other: LLM) -> None:
                 assert entry.logprob == pytest.approx(right[token].logprob, abs=1e-5)
 
 
+def assert_equal_routed_experts(one: LLM, other: LLM) -> None:
+    """Every rank chooses the same experts, and rank 0 returns them."""
+    params = SamplingParams(temperature=0, max_tokens=4, return_routed_experts=True)
+    results = (llm.generate(PROMPTS, params) for llm in (one, other))
+    for found, wanted in zip(*results, strict=True):
+        assert found.prompt_routed_experts is not None
+        assert np.array_equal(found.prompt_routed_experts, wanted.prompt_routed_experts)
+        pair = found.outputs[0].routed_experts, wanted.outputs[0].routed_experts
+        assert pair[0] is not None and np.array_equal(*pair)
+
+
 def pids(llm: LLM) -> list[int]:
     executor = llm.engine.executor
     assert isinstance(executor, ranks.Ranks)
@@ -128,14 +140,15 @@ def test_two_ranks_give_the_tokens_and_scores_of_one_and_leave_nothing(
 ) -> None:
     """Though one rank is slow and its clocks are wrong."""
     fault(faults.wrong_clock)
-    llm = open_llm(path)
+    llm = open_llm(path, enable_return_routed_experts=True)
     (worker,) = pids(llm)
     assert tokens(llm) == alone
     texts = [([0], PROMPTS[1]), (PROMPTS[0], PROMPTS[2])]
-    other = open_llm(path, 1)
+    other = open_llm(path, 1, enable_return_routed_experts=True)
     for wanted, found in zip(score(other, texts), score(llm, texts), strict=True):
         assert abs(found - wanted).max() < 1e-4
     assert_equal_prompt_logprobs(llm, other)
+    assert_equal_routed_experts(llm, other)
     assert set(llm.engine.executor.late_compilations().values()) <= {0}
     del llm
     gc.collect()

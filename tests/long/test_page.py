@@ -338,6 +338,7 @@ def test_engine_view(page: Page, url: str) -> None:
     body = {"model": name, "max_tokens": 60, "messages": [{"role": "user", "content": QUESTION}]}
     for _ in range(3):
         post(url, body)
+    expect(page.locator("#ranks .bar")).to_contain_text("LM head")
     figures = page.locator("figure:visible")
     expect(figures).to_have_count(6)
     expect(figures.locator("canvas")).to_have_count(6)

@@ -23,10 +23,15 @@ Config = Mapping[str, Any]
 
 @dataclass
 class Margins:
-    """How far apart the last chosen and the first rejected one were, in every discrete choice."""
+    """How far apart the last chosen and the first rejected one were, in every discrete choice.
+
+    Attributes:
+        chosen: of each layer, the experts that it chose for each token [T,K].
+    """
 
     experts: list[float] = field(default_factory=list)
     entries: list[float] = field(default_factory=list)
+    chosen: list[Tensor] = field(default_factory=list)
 
     def smallest(self) -> float:
         return min([*self.experts, *self.entries], default=math.inf)
@@ -274,6 +279,8 @@ def moe(
         if margins is not None and scores.shape[1] > topk:
             gaps = ranked.values[:, topk - 1] - ranked.values[:, topk]
             margins.experts.extend(gaps.tolist())
+    if margins is not None:
+        margins.chosen.append(chosen)
     share = scores.gather(1, chosen)
     share = share / share.sum(1, keepdim=True) * config["routed_scaling_factor"]
     out = swiglu(w.under("shared_experts."), config, x)

@@ -1,11 +1,14 @@
 """Fields of vLLM, SGLang and Anthropic, through the openai and anthropic packages."""
 
+import base64
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import anthropic
 import httpx2 as httpx
+import numpy as np
 import pytest
 
 import finwhale
@@ -438,3 +441,53 @@ def test_paths_of_other_servers(start: Any) -> None:
     assert httpx.get(f"{server.url}/version").status_code == 401
     answer = httpx.get(f"{server.url}/version", headers={"x-api-key": "secret-key"})
     assert answer.json() == {"version": finwhale.__version__}
+
+
+# --- Routed experts -------------------------------------------------------------------------------
+
+
+def decoded(field: dict[str, Any]) -> Any:
+    array = np.frombuffer(base64.b64decode(field["data"]), field["dtype"])
+    return array.reshape(field["shape"])
+
+
+def test_routed_experts(one_thread: None) -> None:
+    """Of chats and of completions with several prompts, as `LLM` returns them."""
+    llm = LLM(device="cpu", max_num_seqs=8, enable_return_routed_experts=True)
+    server = RunningServer(llm.engine)
+    wants = {"return_routed_experts": True, "return_token_ids": True, "temperature": 0}
+    try:
+        whole = chat(server, **wants, max_tokens=20, n=2)
+        stopped = chat(server, **wants, stop=ANSWER[20:24])
+        options = {"prompt": [TEXT, "x"], "n": 2, "max_tokens": 3, **wants}
+        made = post(server, "/v1/completions", **options).json()["choices"]
+        echoed = post(server, "/v1/completions", **{**options, "max_tokens": 0, "echo": True})
+        plain = chat(server, max_tokens=2)
+    finally:
+        server.close()
+    params = SamplingParams(temperature=0, return_routed_experts=True)
+    for answer in (whole, stopped):
+        for choice in answer["choices"]:
+            ids, found = choice["token_ids"], decoded(choice["routed_experts"])
+            wanted = llm.generate(
+                [answer["prompt_token_ids"]], replace(params, max_tokens=len(ids))
+            )[0]
+            assert wanted.outputs[0].token_ids == ids
+            assert np.array_equal(found, wanted.outputs[0].routed_experts)
+            found = decoded(answer["prompt_routed_experts"])
+            assert np.array_equal(found, wanted.prompt_routed_experts)
+    for choice, same in zip(made, echoed.json()["choices"], strict=True):
+        wanted = llm.generate([choice["prompt_token_ids"]], replace(params, max_tokens=3))[0]
+        for one in (choice, same):
+            found = decoded(one["prompt_routed_experts"])
+            assert np.array_equal(found, wanted.prompt_routed_experts)
+        found = decoded(choice["routed_experts"])
+        assert np.array_equal(found, wanted.outputs[0].routed_experts)
+    assert "routed_experts" not in plain["choices"][0] and "prompt_routed_experts" not in plain
+
+
+def test_routed_experts_are_refused(server: RunningServer) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        wants = {"return_routed_experts": True}
+        assert "--enable-return-routed-experts" in refusal(server, path, **wants)
+        assert "not available in streams" in refusal(server, path, **wants, stream=True)

@@ -49,15 +49,23 @@ def check_ranks(url: str) -> None:
         with urllib.request.urlopen(f"{url}/{path}", timeout=20) as answer:
             return str(answer.read().decode())
 
-    wait_until(lambda: json.loads(read("live")).get("ranks"))
+    def have_times() -> bool:
+        ranks = json.loads(read("live")).get("ranks", ())
+        return bool(ranks) and all(rank["times"]["step_seconds"] for rank in ranks)
+
+    wait_until(have_times)
     ranks = json.loads(read("live"))["ranks"]
     assert [rank["device"] for rank in ranks] == ["cpu", "cpu"]
-    families = text_string_to_metric_families(read("metrics"))
-    (memory,) = [one for one in families if one.name == "finwhale_rank_memory_bytes"]
-    found = {(one.labels["rank"], one.labels["kind"]): one.value for one in memory.samples}
+    families = {one.name: one.samples for one in text_string_to_metric_families(read("metrics"))}
+    memory = families["finwhale_rank_memory_bytes"]
+    found = {(one.labels["rank"], one.labels["kind"]): one.value for one in memory}
+    for name in ("finwhale_rank_step_seconds", "finwhale_rank_lm_head_seconds"):
+        times = {(one.labels["rank"], one.labels["device"]): one.value for one in families[name]}
+        assert times.keys() == {("0", "cpu"), ("1", "cpu")} and min(times.values()) > 0
     for number, rank in enumerate(ranks):
         assert rank["memory"]["weights"] > 0 and rank["memory"]["cache"] > 0
         assert 0 <= rank["heartbeat_age_s"] < 60
+        assert 0 < rank["times"]["head_seconds"] < rank["times"]["step_seconds"]
         for kind, used in rank["memory"].items():
             assert found[str(number), kind] == used
 

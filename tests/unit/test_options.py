@@ -47,6 +47,7 @@ EXAMPLES: dict[str, tuple[list[str], Any]] = {
     "enable_prefix_caching": (["--no-prefix-caching"], False),
     "prefix_salt": (["--prefix-salt", "sesame"], "sesame"),
     "enable_sleep_mode": (["--enable-sleep-mode"], True),
+    "enable_return_routed_experts": (["--enable-return-routed-experts"], True),
     "compile": (["--compile"], True),
     "cache_dir": (["--cache-dir", "/somewhere"], "/somewhere"),
     "draft_tokens": (["--draft-tokens", "auto"], "auto"),

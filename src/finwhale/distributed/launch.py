@@ -22,7 +22,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -93,10 +93,10 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
-    """Counters of the worker that have changed."""
+class Status:
+    """The worker's status, which has changed: plain data."""
 
-    counts: Mapping[str, int]
+    status: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Answer:
     pickled: bytes
 
 
-Report = Phase | Opened | Failed | Counts | Answer | logging.LogRecord
+Report = Phase | Opened | Failed | Status | Answer | logging.LogRecord
 
 
 # --- The owner's side -----------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class _Worker:
     about: Any = None
     beats: int = 0
     silent_s: float = 0.0
-    counts: Mapping[str, int] = field(default_factory=dict)
+    status: Any = None
     answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
 
 
@@ -256,13 +256,13 @@ class WorkerState:
 
     Attributes:
         about: what the worker has said of itself (`Opened`).
-        counts: its latest counters.
+        status: its latest status (`Seat.status`); None: it has reported none.
         silent_s: time without a heartbeat.
     """
 
     label: str
     about: Any
-    counts: Mapping[str, int]
+    status: Any
     silent_s: float
 
 
@@ -333,13 +333,9 @@ class Workers:
         """The process of each worker."""
         return [worker.process.pid for worker in self._workers]
 
-    def counts(self) -> list[Mapping[str, int]]:
-        """The latest counters of each worker."""
-        return [worker.counts for worker in self._workers]
-
     def states(self) -> list[WorkerState]:
         """The latest state of each worker."""
-        return [WorkerState(w.label, w.about, w.counts, w.silent_s) for w in self._workers]
+        return [WorkerState(w.label, w.about, w.status, w.silent_s) for w in self._workers]
 
     def answers(self) -> list[Answer]:
         """Wait for one answer of each worker; raises if a worker fails."""
@@ -420,8 +416,8 @@ class Workers:
                 logging.getLogger(report.name).handle(report)
             elif isinstance(report, Failed):
                 self._fail(report.kind, f"{name(worker)}: {report.message}")
-            elif isinstance(report, Counts):
-                worker.counts = report.counts
+            elif isinstance(report, Status):
+                worker.status = report.status
             elif isinstance(report, Answer):
                 worker.answers.put(report)
             elif isinstance(report, Phase):
@@ -524,12 +520,13 @@ class Seat:
     """What a worker has of its owner.
 
     Attributes:
-        counters: read at every heartbeat; a change is reported. None: nothing to report.
+        status: called at every heartbeat; a change of the result is reported. None: there is
+            nothing to report.
     """
 
     def __init__(self, rank: Rank, control: Connection, inbox: Inbox) -> None:
         self.rank = rank
-        self.counters: Callable[[], Mapping[str, int]] | None = None
+        self.status: Callable[[], Any] | None = None
         self._control, self._inbox = control, inbox
         self._lock = threading.Lock()
 
@@ -543,12 +540,12 @@ class Seat:
         return self._inbox.read()
 
     def _beat(self) -> None:
-        told: dict[str, int] = {}
+        told: Any = None
         while True:
             self._inbox.beat()
-            if self.counters is not None and (counts := dict(self.counters())) != told:
-                told = counts
-                self.report(Counts(counts))
+            if self.status is not None and (status := self.status()) != told:
+                told = status
+                self.report(Status(status))
             time.sleep(BEAT_S)
 
     def _end_with_owner(self) -> None:

@@ -447,6 +447,18 @@ class Model(Protocol):
         """
         ...
 
+    def record_routed_experts(self, max_tokens: int) -> Tensor:
+        """From now on, let every call write the experts that its layers choose for each token.
+
+        Args:
+            max_tokens: the most tokens of a call.
+
+        Returns:
+            The tensor [max_tokens, layers, top-k] to which calls write: uint8 for models of up to
+            256 experts, otherwise int16. Row i is of the call's token i.
+        """
+        ...
+
     def limit_positions(self, max_positions: int) -> None:
         """Shrink the tables by position to the first `max_positions` positions."""
         ...

@@ -15,6 +15,7 @@ from finwhale.request import Logprob
 from finwhale.server.chat_requests import AnswerOptions, ChatRequest
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
+from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
 from finwhale.server.wire import Delta
@@ -52,7 +53,8 @@ async def complete(state: ServerState, request: ChatRequest, log: RequestLog) ->
         _name_reasoning(choices[-1]["message"])
         if request.options.token_ids:
             choices[-1]["token_ids"] = answers.token_ids[index]
-    more: dict[str, Any] = {}
+        choices[-1] |= answers.routed_experts.choice(index, len(answers.token_ids[index]))
+    more: dict[str, Any] = {**answers.routed_experts.prompt}
     if request.options.token_ids:
         more["prompt_token_ids"] = request.token_ids
     if request.params.prompt_logprobs is not None:
@@ -325,6 +327,7 @@ class _Answers:
         self.streams: list[AnswerStream | None] = [None] * request.params.n
         self.token_ids: list[list[int]] = [[] for _ in range(request.params.n)]
         self.prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+        self.routed_experts = RoutedExperts()
 
     async def run(self) -> AsyncGenerator[tuple[int, Events], None]:
         """Yields the index of an answer and its next events.
@@ -343,9 +346,13 @@ class _Answers:
                 state.metrics.delta(self._log, delta)
                 if delta.error is not None:
                     raise ApiError(500, delta.error, code="generation_failed")
+                self.routed_experts.add(delta)
                 yield delta.index, self._feed(delta)
-                # The parser may have met a stop string before the engine has ended the answer.
-                if all(stream is not None and stream.finished for stream in self.streams):
+                # The parser may have met a stop string before the engine has ended the answer,
+                # whose routed experts come at its end.
+                if not request.params.return_routed_experts and all(
+                    stream is not None and stream.finished for stream in self.streams
+                ):
                     return
 
     def _feed(self, delta: Delta) -> Events:

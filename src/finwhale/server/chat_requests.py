@@ -57,6 +57,7 @@ _OWN_FIELDS = frozenset(SamplingBody.model_fields) - {"stream", "temperature", "
     "no_stop_trim",
     "skip_special_tokens",
     "prompt_logprobs",
+    "return_routed_experts",
     "return_token_ids",
     "request_id",
     "structured_outputs",

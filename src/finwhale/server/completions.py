@@ -15,6 +15,7 @@ from finwhale.server.chat_requests import format_guide
 from finwhale.server.client import Generation
 from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
+from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.schemas import CompletionBody
 from finwhale.server.sse import event
 from finwhale.server.state import ServerState
@@ -95,7 +96,7 @@ def _prepare(state: ServerState, body: CompletionBody) -> CompletionJob:
     wanted = [body.prompt_logprobs, body.logprobs if body.echo else None]
     num_top = max((one for one in wanted if one is not None), default=None)
     params = None
-    if max_tokens or num_top is not None:
+    if max_tokens or num_top is not None or body.return_routed_experts:
         params = body.sampling_params(
             max_tokens=max(1, max_tokens),
             stop=body.stop_strings(),
@@ -133,6 +134,7 @@ def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list
 async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> dict[str, Any]:
     """The response to a request that does not stream."""
     choices = [_Choice(state, job, i // job.n) for i in range(len(job.prompts) * job.n)]
+    experts = [RoutedExperts() for _ in job.prompts]
     if job.params is not None:
         async with job.generating(state, log) as generation:
             async for delta in generation:
@@ -141,8 +143,13 @@ async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> d
                     first = delta.index - delta.index % job.n
                     for choice in choices[first : first + job.n]:
                         choice.add_prompt(delta.prompt_logprobs)
+                experts[delta.index // job.n].add(delta)
                 choices[delta.index].add(delta)
-    found = [{"index": i, **choice.whole()} for i, choice in enumerate(choices)]
+    found = []
+    for i, choice in enumerate(choices):
+        routed = experts[i // job.n]
+        more = {**routed.prompt, **routed.choice(i, choice.num_tokens)}
+        found.append({"index": i, **choice.whole(), **more})
     return {**_head(state, job), "choices": found, "usage": _usage(job, log)}
 
 

@@ -40,6 +40,11 @@ clients send without being asked to.
 - `prompt_logprobs: K` adds `prompt_logprobs` to a chat completion, or to each choice of a completion: for each token of
   the prompt an object from token id to `logprob`, `rank` and `decoded_token`, with the token itself and the K most
   likely ones; null for the first token. The request reads no cached prefix. It may have 262,144 such values.
+- `return_routed_experts: true` adds `routed_experts` to each choice, and `prompt_routed_experts` to a chat completion or
+  to each choice of a completion: objects with `data` (the array's bytes in base64, in C order), `shape` ([tokens, layers,
+  experts]) and `dtype` (`uint8` or `int16`). They have a row for each token of the prompt, and for each generated token
+  but the last. The request reads no cached prefix. The server needs `--enable-return-routed-experts`.
+  [Rollouts](rollouts.md) shows how to read them.
 - `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, there are no others.
 - `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to a chat completion, to each choice of a
   completion, or to the first chunk of a stream.

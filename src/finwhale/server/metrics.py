@@ -319,13 +319,28 @@ def _ranks(engine: EngineMetrics) -> Iterable[Metric]:
         "time since a rank's process was last seen alive",
         labels=["rank", "device"],
     )
+    step = GaugeMetricFamily(
+        "finwhale_rank_step_seconds",
+        "mean time of a rank's last measured steps, waits for other ranks included",
+        labels=["rank", "device"],
+    )
+    head = GaugeMetricFamily(
+        "finwhale_rank_lm_head_seconds",
+        "mean time of the LM head in steps with prefill, which waits for no other rank",
+        labels=["rank", "device"],
+    )
     for number, rank in enumerate(engine.ranks):
         labels = [str(number), rank.device]
+        for family, seconds in (
+            (step, rank.times.step_seconds),
+            (head, rank.times.head_seconds),
+        ):
+            if seconds is not None:
+                family.add_metric(labels, seconds)
         age.add_metric(labels, rank.heartbeat_age_s)
         for kind, used in (asdict(rank.memory) if rank.memory else {}).items():
             memory.add_metric([*labels, kind], used)
-    yield memory
-    yield age
+    yield from (memory, age, step, head)
 
 
 def _drafts(engine: EngineMetrics) -> Iterable[Metric]:

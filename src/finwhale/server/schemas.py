@@ -42,6 +42,7 @@ _SAME_NAMES = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "prompt_logprobs",
+    "return_routed_experts",
 )
 
 
@@ -157,6 +158,11 @@ class OpenAIBody(SamplingBody):
         description=f"{_VLLM}: log-probabilities of the prompt's tokens, in answers that do not "
         "stream",
     )
+    return_routed_experts: bool | None = Field(
+        default=None,
+        description=f"{_SGLANG}: the experts of each token, in answers that do not stream; needs "
+        "`--enable-return-routed-experts`",
+    )
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None, description=f"{_VLLM}: the answer's id ends with it"
     )
@@ -191,6 +197,8 @@ class OpenAIBody(SamplingBody):
         """Raises RequestError if the answer cannot stream as the body asks."""
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs is not available in streams")
+        if self.stream and self.return_routed_experts:
+            raise RequestError("return_routed_experts is not available in streams")
 
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings. Raises RequestError if one is empty."""

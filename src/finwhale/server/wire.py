@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from finwhale.engine.loop.metrics import EngineMetrics
 from finwhale.errors import FinwhaleError
-from finwhale.request import FinishReason, Logprob, RequestTimes, SamplingParams
+from finwhale.request import ExpertIds, FinishReason, Logprob, RequestTimes, SamplingParams
 
 if TYPE_CHECKING:
     from finwhale.server.rollout_control import RolloutControl
@@ -99,12 +99,16 @@ class Milestone:
     Attributes:
         cached_tokens: number of the prompt's tokens that were found in the prefix cache.
         times: as in RequestOutput, so far.
-        prompt_logprobs: as in RequestOutput, in the first delta of continuation 0.
+        prompt_logprobs, prompt_routed_experts: as in RequestOutput, in the first delta of
+            continuation 0.
+        routed_experts: as in CompletionOutput.
     """
 
     cached_tokens: int
     times: RequestTimes | None
     prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_routed_experts: ExpertIds | None = None
+    routed_experts: ExpertIds | None = None
 
 
 @dataclass(slots=True)

@@ -245,8 +245,14 @@ class _Sent:
             return None
         milestone = None
         if not self._tokens or output.finish_reason is not None:
-            scores = None if self._tokens or output.index else request.prompt_logprobs
-            milestone = Milestone(request.num_cached_tokens, request.times, scores)
+            of_prompt = not self._tokens and not output.index
+            milestone = Milestone(
+                request.num_cached_tokens,
+                request.times,
+                request.prompt_logprobs if of_prompt else None,
+                request.prompt_routed_experts if of_prompt else None,
+                output.routed_experts,
+            )
         delta = Delta(
             request.request_id,
             output.index,

@@ -124,7 +124,7 @@ class DraftLoop:
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
         result, rows = step.result.wait(), step.rows
-        step.scores = result.scored
+        step.scores, step.routed = result.scored, result.routed
         expected = [chunk.drafts for chunk in step.chunks]
         runs = self._reader.read_runs(result, rows.sequences, expected, step.histories)
         if step.began:

@@ -23,6 +23,7 @@ from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
+from finwhale.engine.loop.routed_experts import RoutedExperts
 from finwhale.engine.loop.sampled_tokens import (
     NOT_FINITE,
     SampledToken,
@@ -36,6 +37,7 @@ from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.sampling import RequestSampling, TokenMatcher
 from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
+from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
 from finwhale.engine.rank.sleep import Sleep, Wake
@@ -43,6 +45,7 @@ from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
     CompletionOutput,
+    ExpertIds,
     FinishReason,
     Logprob,
     RequestOutput,
@@ -221,6 +224,12 @@ class Engine:
             max_model_len=self.max_model_len,
             has_tokenizer=self.tokenizer is not None,
         )
+        routed_form = self.executor.description.routed_experts
+        if params.return_routed_experts and routed_form is None:
+            raise RequestError(
+                "return_routed_experts needs an engine that was started with "
+                "enable_return_routed_experts (--enable-return-routed-experts)"
+            )
         longest = self.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, len(prompt_token_ids) + params.max_tokens)
@@ -235,6 +244,10 @@ class Engine:
         if not params.ignore_eos:
             ends |= frozenset(self.model_config.eos_token_ids)
         for index in range(params.n):
+            routed = None
+            if params.return_routed_experts and routed_form is not None:
+                # The first continuation has those of the prompt.
+                routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
                 request_id=request_id,
@@ -246,6 +259,7 @@ class Engine:
                 priority=priority,
                 prefix_owner=prefix_owner,
                 prompt_logprobs=scored if index == 0 else None,
+                num_routed=None if routed is None else routed.end,
                 sampling=RequestSampling(
                     params,
                     prompt_token_ids,
@@ -266,6 +280,7 @@ class Engine:
                 _new_stop_checker(params),
                 stop_after if params.stop else None,
                 Clock(began),
+                routed=routed,
             )
             self.scheduler.add(sequence)
         self._requests[request_id] = running
@@ -488,6 +503,8 @@ class Engine:
         touched = list(step.rows.outputs)
         if step.scores:
             touched += self._record_scores(step)
+        if step.routed is not None:
+            self._record_routed(step.planned, step.routed)
         for stream, place, token in tokens:
             if not stream.ended:
                 self._append(stream, place, token)
@@ -520,6 +537,21 @@ class Engine:
                 sequence.prompt_logprobs = None
         return failed
 
+    def _record_routed(self, chunks: Sequence[Chunk], ids: ExpertIds) -> None:
+        """Store the routed experts of a step's tokens."""
+        begin = 0
+        for chunk in chunks:
+            end = begin + chunk.end - chunk.start
+            stream = self._streams.get(chunk.sequence.key)
+            if (
+                stream is not None
+                and stream.routed is not None
+                and stream.sequence is chunk.sequence
+            ):
+                stream.routed.add(chunk, ids[begin:end])
+                chunk.sequence.num_routed = stream.routed.end
+            begin = end
+
     def _discard_if_idle(self) -> None:
         """If no sequence remains, discard the steps still in flight."""
         if not self._streams:
@@ -541,6 +573,8 @@ class Engine:
         if not output.token_ids and sequence.index == 0:
             clock, request = stream.clock, stream.request.output
             request.num_cached_tokens = sequence.num_cached or 0
+            if stream.routed is not None:
+                request.prompt_routed_experts = stream.routed.of(0, sequence.num_prompt)
             if clock.first:
                 times = (clock.began, sequence.admitted, clock.first, clock.last)
                 request.times = RequestTimes(*times)
@@ -580,6 +614,10 @@ class Engine:
         stream.close()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
+        if stream.routed is not None:
+            first = stream.sequence.num_prompt
+            last = first + len(stream.output.token_ids) - 1
+            stream.output.routed_experts = stream.routed.of(first, last)
         stream.request.unfinished -= 1
         if not stream.request.unfinished:
             stream.request.output.finished = True

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 
 from finwhale.chat.detokenizer import Detokenizer
 from finwhale.engine.loop.metrics import Clock
+from finwhale.engine.loop.routed_experts import RoutedExperts
 from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.plan.draft_policy import PLAIN, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
-from finwhale.request import CompletionOutput, RequestOutput
+from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 
 @dataclass(slots=True)
@@ -22,6 +23,7 @@ class Stream:
         ends: token ids that end the sequence.
         stop_after: look for stop strings once this token has been generated; None: from the start.
         ended: the sequence gets no more tokens.
+        routed: the routed experts of its tokens so far; None: it wants none.
     """
 
     sequence: RunningSequence
@@ -33,6 +35,7 @@ class Stream:
     stop_after: int | None
     clock: Clock
     ended: bool = False
+    routed: RoutedExperts | None = None
 
     def add_token(self, detokenizer: Detokenizer, token_id: int) -> bool:
         """Add a token's text to the output; returns whether a stop string ends the text here."""
@@ -108,6 +111,8 @@ class InFlightStep:
         result: the pending result; None: sampling is not launched yet.
         planned: all chunks of the step.
         scores: log-probabilities of prompt tokens, once the step has been collected.
+        routed: the routed experts of the step's tokens, once it has been collected; None: no
+            sequence wants them.
         chunks: the rows' chunks, in an engine that drafts.
         histories: the history of each row of logits, in an engine that drafts. Empty if no row
             needs one.
@@ -122,6 +127,7 @@ class InFlightStep:
     result: PendingResult | None = None
     planned: Sequence[Chunk] = ()
     scores: Sequence[PromptScores] = ()
+    routed: ExpertIds | None = None
     chunks: Sequence[Chunk] = ()
     histories: Sequence[History] = ()
     kind: StepKind = PLAIN

@@ -72,7 +72,7 @@ class PlainLoop:
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
         assert step.result is not None
         rows, result = step.rows, step.result.wait()
-        step.scores = result.scored
+        step.scores, step.routed = result.scored, result.routed
         histories = rows.histories
         tokens = self._reader.read(result, rows.sequences, histories)
         for history, token in zip(histories, tokens, strict=False):

@@ -51,7 +51,8 @@ class Launcher:
 
     def __init__(self, executor: Executor, scheduler: Scheduler, vocab_size: int) -> None:
         self.executor, self.scheduler = executor, scheduler
-        self.planner = StepPlanner(vocab_size)
+        can_route = executor.description.routed_experts is not None
+        self.planner = StepPlanner(vocab_size, can_route=can_route)
 
     def launch(
         self, chunks: Items[Chunk], inputs: SamplingInputs | None, draft: DraftPlan | None = None

@@ -39,7 +39,8 @@ def warm_up(engine: Engine) -> None:
     few, *lengths = (
         min(longest, length) for length in (*LENGTHS, engine.config.max_num_batched_tokens + 1)
     )
-    kinds = list(_kinds(engine.model_config.vocab_size))
+    can_route = engine.executor.description.routed_experts is not None
+    kinds = list(_kinds(engine.model_config.vocab_size, can_route))
     for number, params in enumerate(kinds):
         _run(engine, [([few, *lengths][number % (1 + len(lengths))], params)])
     # Run all kinds together, then as many requests as may run at once.
@@ -52,7 +53,7 @@ def warm_up(engine: Engine) -> None:
     engine.reset()
 
 
-def _kinds(vocab_size: int) -> Iterator[SamplingParams]:
+def _kinds(vocab_size: int, can_route: bool) -> Iterator[SamplingParams]:
     top = min(50, vocab_size)
 
     def params(**options: object) -> SamplingParams:
@@ -71,6 +72,8 @@ def _kinds(vocab_size: int) -> Iterator[SamplingParams]:
     yield params(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1)
     yield params(logit_bias={0: 1.0})
     yield params(n=2)
+    if can_route:
+        yield params(return_routed_experts=True)
 
 
 def _run(

@@ -133,18 +133,12 @@ class Admission:
         if self._prefix is None:
             return [], 0
         self._prefix.extend_keys(sequence.keys, sequence.token_ids, sequence.prefix_owner)
-        # The last token is always computed, because its logits give the next token.
-        if sequence.prompt_logprobs is not None:
-            return [], 0  # a cached prefix has no logits
-        last = (len(sequence.token_ids) - 1) // self._prefix.block_tokens
-        return self._prefix.match(sequence.keys[:last])
+        return self._prefix.match(sequence.keys[: sequence.num_reusable // self._block_tokens])
 
     def _follows(self, sequence: Sequence, resumable: int) -> bool:
         """Make a sequence a follower if a running one is about to compute its next block."""
-        if sequence.prompt_logprobs is not None:
-            return False
         last = None
-        for key in sequence.keys[resumable : (len(sequence.token_ids) - 1) // self._block_tokens]:
+        for key in sequence.keys[resumable : sequence.num_reusable // self._block_tokens]:
             leader = self._leaders.get(key)
             if leader is None or leader.priority > sequence.priority:
                 break

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from finwhale.engine.plan.pages import PageGroup
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
+from finwhale.request import ExpertIds
 
 T = TypeVar("T")
 
@@ -88,6 +89,19 @@ class DeviceDrafts:
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedExpertsForm:
+    """The form of the routed experts of a token.
+
+    Attributes:
+        shape: number of layers, and of experts that each of them chooses.
+        dtype: numpy's name of the ids' dtype.
+    """
+
+    shape: tuple[int, int]
+    dtype: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDescription:
     """All that the engine knows about an opened rank.
@@ -106,6 +120,7 @@ class RankDescription:
         compiled_kernels: how many of them were compiled because no cache had them.
         compiled_layers: in the compiled mode, the number of graphs that were compiled, not loaded.
         start_seconds: duration of each phase of the start.
+        routed_experts: the form in which steps return routed experts; None: they return none.
     """
 
     device: str
@@ -122,6 +137,23 @@ class RankDescription:
     compiled_kernels: int
     compiled_layers: int
     start_seconds: Mapping[str, float]
+    routed_experts: RoutedExpertsForm | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """The mean times of a rank's last measured steps (rank/stopwatch.py). None: nothing was
+    measured yet.
+
+    On a GPU these are times of the device, on a CPU the processor time of the rank's process.
+
+    Attributes:
+        step_seconds: of a whole step, with its waits for other ranks on GPUs.
+        head_seconds: of the LM head in steps with prefill, which waits for no other rank.
+    """
+
+    step_seconds: float | None = None
+    head_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,12 +165,14 @@ class RankState:
         memory: None: the rank has not reported it.
         late_compilations: as `Executor.late_compilations`, of this rank.
         heartbeat_age_s: seconds since its process was last seen alive; 0 for rank 0.
+        times: of its steps since `ready`.
     """
 
     device: str
     memory: MemoryUse | None
     late_compilations: Mapping[str, int]
     heartbeat_age_s: float = 0.0
+    times: RankTimes = RankTimes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +217,8 @@ class StepResult(NamedTuple):
         verify_seconds: duration of forward and sampling; None: not measured.
         draft_seconds: duration of the draft head; None: not measured.
         scored: one entry for each of the plan's `scored`.
+        routed: the experts of each of the plan's tokens [tokens, layers, top-k]; None: the plan
+            does not want them.
     """
 
     token_ids: list[int]
@@ -193,6 +229,7 @@ class StepResult(NamedTuple):
     draft_seconds: float | None = None
     scored: tuple[PromptScores, ...] = ()
     confidences: list[list[float]] | None = None
+    routed: ExpertIds | None = None
 
 
 class PendingResult(Protocol):

@@ -45,6 +45,8 @@ class Sequence:
         prompt_logprobs: number of most likely tokens to return with each prompt token's
             log-probability, while some are missing. Such a sequence computes its whole prompt,
             without cached prefixes. None: none are missing.
+        num_routed: number of first tokens whose routed experts the host has or does not want; the
+            sequence computes all later ones. None: it wants none.
     """
 
     key: str
@@ -75,6 +77,16 @@ class Sequence:
     diverges_at: int = 0
     newest: Block | None = None
     prompt_logprobs: int | None = None
+    num_routed: int | None = None
+
+    @property
+    def num_reusable(self) -> int:
+        """The most tokens that cached prefixes may provide."""
+        if self.prompt_logprobs is not None:
+            return 0  # a cached prefix has no logits
+        # The last token is always computed, because its logits give the next token.
+        most = len(self.token_ids) - 1
+        return most if self.num_routed is None else min(most, self.num_routed)
 
     @property
     def remaining(self) -> int:

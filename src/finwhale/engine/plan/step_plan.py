@@ -173,6 +173,7 @@ class StepPlan(NamedTuple):
             step's tokens are known, because penalties or grammars need them.
         draft: the drafts; None: the engine does not draft.
         scored: prompt tokens whose log-probabilities are wanted. Such a plan is no decode.
+        routed: bring the routed experts of the step's tokens to the host.
     """
 
     slots: tuple[int, ...]
@@ -188,6 +189,7 @@ class StepPlan(NamedTuple):
     sampling: SamplingPlan | None = None
     draft: DraftPlan | None = None
     scored: tuple[ScoredTokens, ...] = ()
+    routed: bool = False
 
     @property
     def ends(self) -> list[int]:

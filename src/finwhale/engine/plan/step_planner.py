@@ -53,10 +53,11 @@ class StepPlanner:
 
     Args:
         vocab_size: number of tokens of the model, and of a grammar's mask.
+        can_route: sequences may want their routed experts.
     """
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, *, can_route: bool = False) -> None:
+        self._vocab_size, self._can_route = vocab_size, can_route
         self._sent: dict[int, _SentSlot] = {}
         # The version of the block tables that were sent, by slot.
         self._versions: list[object] = []
@@ -133,6 +134,7 @@ class StepPlanner:
             sampling=sampling,
             draft=draft,
             scored=tuple(scored),
+            routed=self._can_route and any(s.num_routed is not None for s in sequences),
         )
 
     def sampling(

@@ -1,7 +1,7 @@
 """The executor of one rank in the engine's own process."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from torch import Tensor
@@ -14,6 +14,7 @@ from finwhale.engine.plan.executor import (
     Executor,
     RankDescription,
     RankState,
+    RankTimes,
     RowLogprobs,
     StepResult,
 )
@@ -32,6 +33,14 @@ from finwhale.ops.sampling import SampledTokens
 
 ALONE = Alone()
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """What a rank reports of itself with its heartbeats (RankState describes the fields)."""
+
+    late_compilations: Mapping[str, int] = field(default_factory=dict)
+    times: RankTimes = field(default_factory=RankTimes)
 
 
 @dataclass(slots=True)
@@ -85,8 +94,16 @@ class LocalExecutor:
         self.runner.use_device()
         self.runner.tables.apply(plan)
         self.sampler.admit(plan.admitted, plan.freed)
+        if plan.sampling is None:
+            # The sampling waits for the host, so the step's time would say nothing.
+            self._open = self._launch(plan)
+            return None
+        watch = self.runner.times.step
+        watch.begin()
         self._open = self._launch(plan)
-        return None if plan.sampling is None else self.sample(plan.sampling)
+        result = self.sample(plan.sampling)
+        watch.end()
+        return result
 
     def _launch(self, plan: StepPlan) -> _OpenStep:
         runner = self.runner
@@ -117,7 +134,7 @@ class LocalExecutor:
             assert steps is not None
             further = steps.further()
         sampled = self.sampler.sample(plan, logits, further) if plan.slots else None
-        arrival = bring(self.receiver, sampled)
+        arrival, routed = bring(self.receiver, sampled), self._routed(step.plan)
         scores = None
         if step.scores:
             scores = ArrivingScores.begin(step.plan, self.receiver, step.scores)
@@ -125,14 +142,22 @@ class LocalExecutor:
             if sampled is not None:
                 self.runner.feed(sampled.ids_S)
             self._open = None
-            return LocalResult(arrival, scores=scores)
+            return LocalResult(arrival, scores=scores, routed=routed)
         chosen = Instant(self.runner.device)
         drafts = self._draft(step, None if sampled is None else sampled.ids_S)
         assert step.began is not None
         instants = (step.began, chosen, Instant(self.runner.device))
         proposed = None if drafts is None else self.receiver.begin(drafts)
         self._open = None
-        return LocalResult(arrival, proposed, instants, scores)
+        return LocalResult(arrival, proposed, instants, scores, routed)
+
+    def _routed(self, plan: StepPlan) -> Arrival | None:
+        """Begin the transfer of a step's routed experts; None: the plan does not want them."""
+        routed = self.runner.routed
+        if not plan.routed or routed is None:
+            return None
+        # The next step overwrites the tensor while the copy is on its way.
+        return self.receiver.begin([routed[: plan.num_tokens].clone()])
 
     def _draft(self, step: _OpenStep, ids: Tensor | None) -> list[Tensor] | None:
         """The next drafts [B,K] of the chunks that get drafts, and the confidences in them if the
@@ -173,13 +198,19 @@ class LocalExecutor:
 
     def ready(self) -> None:
         self.builds.ready()
+        self.runner.times.reset()
 
     def late_compilations(self) -> Mapping[str, int]:
         return self.builds.late()
 
     def rank_states(self) -> tuple[RankState, ...]:
         about = self.description
-        return (RankState(about.device, about.memory, self.late_compilations()),)
+        times = self.runner.times.read()
+        return (RankState(about.device, about.memory, self.late_compilations(), times=times),)
+
+    def status(self) -> RankStatus:
+        """What changes while the rank runs: for the process of rank 0."""
+        return RankStatus(dict(self.late_compilations()), self.runner.times.read())
 
 
 class LocalResult:
@@ -190,6 +221,7 @@ class LocalResult:
         proposed: drafts [B,K], and the confidences in them if the head gives any.
         instants: the instants before the forward, after sampling and after drafting.
         scores: log-probabilities of prompt tokens.
+        routed: the routed experts of the step's tokens.
     """
 
     def __init__(
@@ -198,13 +230,17 @@ class LocalResult:
         proposed: Arrival | None = None,
         instants: Sequence[Instant] = (),
         scores: ArrivingScores | None = None,
+        routed: Arrival | None = None,
     ) -> None:
         self._tokens, self._proposed, self._instants = tokens, proposed, instants
-        self._scores = scores
+        self._scores, self._routed = scores, routed
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        arrivals = (self._tokens, self._proposed, self._scores, *self._instants[-1:])
+        arrivals = (
+            *(self._tokens, self._proposed, self._scores, self._routed),
+            *self._instants[-1:],
+        )
         return all(arrival is None or arrival.done() for arrival in arrivals)
 
     def wait(self) -> StepResult:
@@ -232,6 +268,7 @@ class LocalResult:
             draft_seconds=draft_seconds,
             scored=() if self._scores is None else self._scores.wait(),
             confidences=confidences,
+            routed=None if self._routed is None else self._routed.wait()[0].numpy(),
         )
 
 

@@ -32,7 +32,12 @@ from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.devices import choose_device, choose_devices
-from finwhale.engine.rank.executor import LocalExecutor, LocalResult, local_executor
+from finwhale.engine.rank.executor import (
+    LocalExecutor,
+    LocalResult,
+    RankStatus,
+    local_executor,
+)
 from finwhale.engine.rank.host_transfer import NoReceiver
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
@@ -247,16 +252,21 @@ class Ranks:
 
     def late_compilations(self) -> Mapping[str, int]:
         total = Counter(self.local.late_compilations())
-        for counts in self.workers.counts():
-            total.update(counts)
+        for status in self._statuses():
+            total.update(status.late_compilations)
         return total
 
     def rank_states(self) -> tuple[RankState, ...]:
+        states = zip(self.workers.states(), self._statuses(), strict=True)
         others = (
-            RankState(one.label, one.about, one.counts, one.silent_s)
-            for one in self.workers.states()
+            RankState(one.label, one.about, status.late_compilations, one.silent_s, status.times)
+            for one, status in states
         )
         return (*self.local.rank_states(), *others)
+
+    def _statuses(self) -> list[RankStatus]:
+        """The latest status of each worker."""
+        return [one.status or RankStatus() for one in self.workers.states()]
 
     def close(self) -> None:
         """End the workers, and disconnect this rank. No call may follow."""
@@ -330,4 +340,4 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None
             assert kind == _READY, kind
             executor.ready()
             freeze_heap()
-            seat.counters = executor.late_compilations
+            seat.status = executor.status

@@ -15,6 +15,7 @@ from finwhale.engine.rank.graphs import Graphs
 from finwhale.engine.rank.host_transfer import send
 from finwhale.engine.rank.kv_cache import CachePlan
 from finwhale.engine.rank.slot_tables import SlotTables
+from finwhale.engine.rank.stopwatch import StepTimes
 from finwhale.models.protocol import CacheGroup, Inline, Model, PagedCache
 from finwhale.ops import Ops
 from finwhale.platform import Platform
@@ -33,6 +34,9 @@ class ModelRunner:
             every step, as on a CPU.
         graphs: captured decodes; None: nothing is captured.
         prefill_graphs: captured steps of few tokens; None: nothing is captured.
+        routed: the model writes each step's routed experts here; None: it does not
+            (Model.record_routed_experts).
+        times: measures steps, and the LM head in steps with prefill.
     """
 
     platform: Platform
@@ -49,9 +53,14 @@ class ModelRunner:
     verifications: Verifications | None = None
     graphs: Graphs | None = None
     prefill_graphs: Graphs | None = None
+    routed: Tensor | None = None
     sampled: Tensor = field(init=False)
     batches: BatchBuilder = field(init=False)
     segments: Inline = field(default_factory=Inline)
+    times: StepTimes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.times = StepTimes(self.device)
 
     def keep_sampled_in(self, sampled: Tensor) -> None:
         """Use this tensor to keep the ids of a step for the next one."""
@@ -94,7 +103,11 @@ class ModelRunner:
     def _logits_of(self, streams: Tensor, rows: Tensor) -> Tensor:
         if not len(rows):
             return streams.new_empty(0, len(self.model.vocab_part), dtype=torch.float32)
-        return self.model.compute_logits(streams.index_select(0, rows))
+        chosen = streams.index_select(0, rows)
+        self.times.head.begin()
+        logits = self.model.compute_logits(chosen)
+        self.times.head.end()
+        return logits
 
     @torch.inference_mode()
     def rows(self, logits: Tensor, rows: Sequence[int]) -> Tensor:

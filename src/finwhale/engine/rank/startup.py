@@ -17,7 +17,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import connect
 from finwhale.distributed.peers import Peers
 from finwhale.engine.plan.draft_policy import step_kinds
-from finwhale.engine.plan.executor import MemoryUse, RankDescription
+from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
@@ -110,6 +110,7 @@ class _Start:
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
         self.groups = self.architecture.cache_groups(model_config)
+        self.routed: Tensor | None = None
         self.arenas: dict[str, Arena] = {}
         if config.enable_sleep_mode:
             if config.compile:
@@ -181,6 +182,7 @@ class _Start:
                 compiled_kernels=built.compiled,
                 compiled_layers=compiled,
                 start_seconds=dict(self.phases.seconds),
+                routed_experts=_form(self.routed),
             ),
             self.collectives,
             self._loader(),
@@ -234,7 +236,7 @@ class _Start:
         )
 
     def _build(self, weights: Any, max_positions: int) -> Model:
-        return self.architecture.build(
+        model = self.architecture.build(
             self.model_config,
             self.ops,
             weights,
@@ -242,6 +244,12 @@ class _Start:
             max_positions=max_positions,
             collectives=self.collectives,
         )
+        # All ranks choose the same experts, and only rank 0 brings results to the host.
+        if self.config.enable_return_routed_experts and not self.peers.rank.index:
+            largest = self._largest(max_positions)
+            most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
+            self.routed = model.record_routed_experts(most)
+        return model
 
     def _largest(self, max_len: int) -> Largest:
         return largest_steps(
@@ -338,6 +346,7 @@ class _Start:
             cache_plan=cache_plan,
             max_model_len=max_model_len,
             tables=SlotTables([group.name for group in self.groups]),
+            routed=self.routed,
         )
 
     def _compile(self, runner: ModelRunner) -> int:
@@ -524,6 +533,12 @@ def _table_serves(
     if reasons:
         logger.warning("the slow references run, because %s", " and ".join(reasons))
     return not reasons
+
+
+def _form(routed: Tensor | None) -> RoutedExpertsForm | None:
+    if routed is None:
+        return None
+    return RoutedExpertsForm((routed.shape[1], routed.shape[2]), str(routed.dtype)[len("torch.") :])
 
 
 def _longest(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -196,6 +196,17 @@ class DeepseekV4:
         """Within it, the model waits for no other rank, and its results have no meaning."""
         return self.links.cut()
 
+    def record_routed_experts(self, max_tokens: int) -> Tensor:
+        """Let the layers write the experts that they choose to the returned tensor."""
+        config = self.config
+        shape = max_tokens, config.num_hidden_layers, config.num_experts_per_tok
+        dtype = torch.uint8 if config.n_routed_experts <= 256 else torch.int16
+        routed = torch.zeros(shape, dtype=dtype, device=self.device)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer), "compiled layers record nothing"
+            layer.ffn.routed = routed[:, number]
+        return routed
+
     def limit_positions(self, max_positions: int) -> None:
         """Keep the rotary tables of the first positions only."""
         self.tables.limit(max_positions)

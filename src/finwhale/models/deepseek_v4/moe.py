@@ -33,7 +33,12 @@ class Moe:
     Args:
         config: the sizes of this rank's part.
         partial_dtype: dtype of the result; None: that of the activations.
+
+    Attributes:
+        routed: [most tokens,K]: every call writes the ids of its experts here; None: it does not.
     """
+
+    routed: Tensor | None = None
 
     def __init__(
         self,
@@ -60,6 +65,8 @@ class Moe:
     def __call__(self, x_ND: Tensor, inputs: StepInputs) -> Tensor:
         shared = self.side_streams.start(SHARED_STREAM, lambda: self.share(x_ND))
         ids, weights = self.route(x_ND, inputs)
+        if self.routed is not None:
+            self.routed[: len(ids)].copy_(ids)
         each = self.run_experts(x_ND, ids, weights)
         self.side_streams.join(SHARED_STREAM)
         return self.combine(each, ids, shared, self.partial_dtype)

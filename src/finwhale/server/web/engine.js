@@ -157,16 +157,22 @@ export class EngineView {
   #drawRanks() {
     const ranks = {};
     for (const {labels, value: bytes} of this.metrics.finwhale_rank_memory_bytes || []) {
-      const rank = ranks[labels.rank] ??= {device: labels.device, total: 0, kinds: []};
+      const rank = ranks[labels.rank] ??= {device: labels.device, total: 0, kinds: [], times: []};
       rank.total += bytes;
       if (bytes) rank.kinds.push(`${labels.kind} ${size(bytes)}`);
     }
+    for (const [name, metric] of [["step", "finwhale_rank_step_seconds"], ["LM head", "finwhale_rank_lm_head_seconds"]]) {
+      for (const {labels, value: seconds} of this.metrics[metric] || []) {
+        ranks[labels.rank]?.times.push(`${name} ${(1000 * seconds).toPrecision(3)} ms`);
+      }
+    }
     const most = Math.max(...Object.values(ranks).map(({total}) => total), 1);
-    $("ranks").replaceChildren(...Object.entries(ranks).map(([number, {device, total, kinds}]) => {
+    $("ranks").replaceChildren(...Object.entries(ranks).map(([number, {device, total, kinds, times}]) => {
       const name = `rank ${number}, ${device}`;
       const meter = element("meter", {max: most, value: total, "aria-label": name});
       return element("div", {className: "bar"}, element("span", {textContent: name}),
-        element("span", {textContent: kinds.join(", ")}), meter);
+        element("span", {textContent: kinds.join(", ")}), meter,
+        element("span", {className: "times", textContent: times.join(", ")}));
     }));
   }
 
