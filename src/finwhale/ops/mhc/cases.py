@@ -97,8 +97,11 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
         operator="mhc_post_pre",
         args=lambda: (*post(), weight(draw, D, 1.0), PARAMS),
         by_token=(0, 1, 2, 3),
-        # A residual stream that is rounded the other way changes the mixes computed from it.
+        # A residual stream that is rounded the other way changes the mixes computed from it, and
+        # the block's input: one of the 5.7 million values of 1,400 tokens by 2.3e-4, on an H200.
         tolerance=1e-4 if draw.dtype == torch.bfloat16 else MODEL_TOLERANCE,
+        flips=1e-6 if draw.dtype == torch.bfloat16 else 0.0,
+        flip=2.0**-9,
         bytes=N * (10 * D * size + 160) + fn_bytes + 4 * D,
     )
     yield OpCase(
