@@ -109,6 +109,12 @@ class _Start:
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and config.draft_tokens and model_config.draft_head == "dspark":
+            logger.warning(
+                "drafting with DSpark does not work on GPUs yet: the engine died with an illegal "
+                "memory access in its first test; use draft_tokens=0"
+            )
         self.groups = self.architecture.cache_groups(model_config)
         self.routed: Tensor | None = None
         self.arenas: dict[str, Arena] = {}
