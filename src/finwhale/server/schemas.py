@@ -7,10 +7,19 @@ them without being asked to, and this server has nothing that they could change.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from finwhale.errors import RequestError
 from finwhale.request import MAX_LOGPROBS, Guide, SamplingParams
+
+
+def _up_to_the_first_wrong(bias: Any) -> Any:
+    """The first wrong value alone: a bias of 100,000 wrong values has one error, too."""
+    for key, value in bias.items() if isinstance(bias, dict) else ():
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            return {key: value}
+    return bias
+
 
 Text = Annotated[str, Field(max_length=1 << 24)]
 # An error in the first item ends the check: a list of a million wrong items has one error.
@@ -19,6 +28,9 @@ Names = Annotated[list[str], Field(max_length=16)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+Bias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_up_to_the_first_wrong)
+]
 Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
 # Of the fields that vllm-router and sglang-router add to a request.
@@ -138,7 +150,7 @@ class OpenAIBody(SamplingBody):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Bias | None = None
     stream_options: UsageStreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
