@@ -3,6 +3,8 @@
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -203,3 +205,8 @@ def test_compare_sends_both_servers_the_same(
     found = json.loads(path.read_text())
     assert found["results"]["TTFT, mean"]["low"] <= found["results"]["TTFT, mean"]["high"]
     assert len(found["rounds"]) == 2
+
+
+def test_the_bench_needs_no_matplotlib_without_a_plot() -> None:
+    code = "import sys, finwhale.bench.serving; assert 'matplotlib' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -22,7 +22,6 @@ from rich.table import Table
 from finwhale.bench import sweep as sweeping
 from finwhale.bench.latency import Limits, summarise
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.load_plot import plot
 from finwhale.bench.record import append_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.sweep import FEWEST, REQUESTS_PER_CLIENT, SECONDS, Sweep
@@ -50,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
     record = {**_stamp(argv), **_described(endpoint, load, limits), **found}
     _record(args, record)
     if args.plot:
+        from finwhale.bench.load_plot import plot  # only a plot needs matplotlib
+
         plot(args.plot, results, found)
         print(f"plotted in {args.plot}", file=sys.stderr)
     return 0 if found["completed"] == load.num_requests else 1
