@@ -209,6 +209,11 @@ def test_every_field_is_an_option_with_help(config: type) -> None:
     assert all(one.help and not one.help.endswith(".") for one in options)
 
 
+def test_the_pages_repeat_no_words() -> None:
+    assert "(None: none)" not in options_page()
+    assert "no effect; no effect" not in fields_page()
+
+
 def test_the_documentation_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == options_page(), (
         "run `python -m finwhale.cli.options_page > docs/options.md`"

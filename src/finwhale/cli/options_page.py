@@ -84,7 +84,8 @@ def _default(one: Option) -> str:
 def _meaning(one: Option) -> str:
     if one.flag.startswith("--no-"):
         return f"False: {one.help}"
-    return f"{one.help} (None: {one.unset})" if one.unset and one.optional else one.help
+    told = one.unset and one.unset != "none" and one.optional
+    return f"{one.help} (None: {one.unset})" if told else one.help
 
 
 if __name__ == "__main__":

@@ -311,7 +311,7 @@ class ResponsesBody(SamplingBody):
         default=None, description="not supported: send the whole conversation"
     )
     metadata: Json | None = Field(default=None, description="no effect")
-    store: bool | None = Field(default=None, description="no effect: nothing is stored")
+    store: bool | None = Field(default=None, description="no effect")
     user: str | None = Field(default=None, description="no effect")
     service_tier: str | None = Field(default=None, description="no effect")
     safety_identifier: str | None = Field(default=None, description="no effect")
