@@ -129,4 +129,4 @@ release:
     .ci/run
     rm -rf dist
     python -m build
-    python -m zipfile --list dist/*.whl | grep finwhale/demo/model.safetensors
+    python -m zipfile --list dist/*.whl | grep -c 'finwhale/demo.*\.safetensors' | grep -qx 3

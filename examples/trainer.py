@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
+from finwhale.testing.tensors import read_tensors
 
 BUCKET = 200  # tensors in one request
 
@@ -83,7 +83,7 @@ def send(url: str, group: WeightGroup, weights: dict[str, torch.Tensor], version
 
 def main() -> None:
     url = sys.argv[1]
-    weights = load_file(DEMO_PATH / "model.safetensors")
+    weights = read_tensors(DEMO_PATH)
     before = ask(url)
     with ThreadPoolExecutor(1) as pool:
         group = connect(url, pool)

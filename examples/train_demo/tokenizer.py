@@ -61,7 +61,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "eos_token": CONTROL[EOS],
         "pad_token": CONTROL[PAD],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": 8192,
+        "model_max_length": 32768,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }

@@ -15,17 +15,14 @@ from hypothesis import strategies as st
 
 from finwhale import SamplingParams
 from finwhale.chat.grammar import regex_guide
-from finwhale.checkpoint.reader import Checkpoint
-from finwhale.demo import DEMO_PATH
+from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest
-from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
-from finwhale.models.registry import architecture_of, parse_config
 from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.linear import LinearWeight
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
@@ -256,13 +253,14 @@ def test_random_schedules(
 
 @pytest.mark.parametrize("size", SIZES)
 def test_demo_model(processes: RankProcesses, size: int) -> None:
-    config = parse_config(Checkpoint.open(DEMO_PATH).config)
-    try:
-        architecture_of(config).rank_config(config, size, round_activations=True)
-    except FinwhaleError as refused:
-        pytest.skip(str(refused))
     case = given(DEMO_PATH, "as-trained", max_model_len=1024), [text(200, 0)], [greedy(16)]
     assert_equal(processes, size, *case)
+
+
+def test_demo_model_with_dspark(processes: RankProcesses) -> None:
+    engine = given(DSPARK_PATH, "as-trained", max_model_len=1024, draft_tokens=5)
+    draws = SamplingParams(temperature=0.8, seed=1, max_tokens=16, ignore_eos=True)
+    assert_equal(processes, 2, engine, [text(200, 0), text(200, 0)], [greedy(16), draws])
 
 
 # --- Parts ----------------------------------------------------------------------------------------

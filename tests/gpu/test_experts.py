@@ -13,7 +13,7 @@ from finwhale.platform import Platform
 HOPPER, PORTABLE = load_ops(Platform("nvidia", "sm90")), load_ops(Platform("amd", "gfx942"))
 
 # D, I, E, K of Flash, Pro (fewer experts) and the demo model.
-SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 128, 16, 4)]
+SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 512, 6, 2)]
 
 
 def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from tests.engine.trainers import HOST, described, free_port
 
 from finwhale import LLM, BroadcastTensors, FinwhaleError, SamplingParams, SharedTensors
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.cuda_ipc import IpcHandle
+from finwhale.testing.tensors import read_tensors
 
 SCRIPT = Path(__file__).parent / "trainer_process.py"
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=3)
@@ -67,7 +67,7 @@ def tell(process: "subprocess.Popen[str]") -> None:
 def expect_changed(llm: LLM, before: list[object]) -> None:
     """The engine has the trainer's weights: the bits of an update from tensors."""
     after = outputs(llm)
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     llm.update_weights(DEMO_PATH)
     assert outputs(llm) == before
     tensors["norm.weight"] *= -1
@@ -79,7 +79,7 @@ def expect_changed(llm: LLM, before: list[object]) -> None:
 
 def test_cuda_ipc(llm: LLM) -> None:
     before = outputs(llm)
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     with trainer("ipc", "cuda:0") as process:
         assert process.stdout is not None
         found = json.loads(process.stdout.readline())
@@ -105,7 +105,7 @@ def test_nccl(llm: LLM) -> None:
 def test_a_trainer_that_sends_nothing(llm: LLM) -> None:
     """Its time limit ends the wait; engine and process go on, and take the next trainer."""
     before = outputs(llm)
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     port = free_port()
     with trainer("nccl", "cuda:1", str(port), "2") as process:
         llm.init_weights_update_group(HOST, port, timeout_seconds=20)
@@ -123,7 +123,7 @@ def test_a_trainer_that_sends_nothing(llm: LLM) -> None:
 def test_a_trainer_that_dies_between_two_updates(llm: LLM) -> None:
     """NCCL is connected already, so the next broadcast waits inside a kernel."""
     before = outputs(llm)
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     port = free_port()
     with trainer("nccl", "cuda:1", str(port), "2") as process:
         llm.init_weights_update_group(HOST, port, timeout_seconds=20)
@@ -149,7 +149,7 @@ def test_nccl_with_two_ranks() -> None:
 
 def broadcast(llm: LLM, size: int) -> None:
     """Update from a trainer on the GPU behind those of the engine."""
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     port = free_port()
     with trainer("nccl", f"cuda:{size}", str(port), str(size + 1)) as process:
         llm.init_weights_update_group(HOST, port, timeout_seconds=60)

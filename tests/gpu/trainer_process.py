@@ -8,16 +8,16 @@ import json
 import sys
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
 from finwhale.distributed.cuda_ipc import share
 from finwhale.distributed.weight_group import GroupAddress, WeightGroup
+from finwhale.testing.tensors import read_tensors
 
 
 def changed_weights() -> dict[str, Tensor]:
-    tensors = load_file(DEMO_PATH / "model.safetensors")
+    tensors = read_tensors(DEMO_PATH)
     tensors["norm.weight"] *= -1
     return tensors
 

@@ -82,7 +82,9 @@ def test_the_wheel_contains_the_package_and_its_licences(wheel: Path) -> None:
         assert {f"src/{name}" for name in found} == expected
         assert {
             "finwhale/py.typed",
-            "finwhale/demo/model.safetensors",
+            "finwhale/demo/base.safetensors",
+            "finwhale/demo/mtp.safetensors",
+            "finwhale/demo_dspark/dspark.safetensors",
             "finwhale/server/web/index.html",
         } <= found
         for name in found:

@@ -11,7 +11,6 @@ from tests.server.rollouts import (
     NamedTensors,
     buckets,
     info_of,
-    read_tensors,
     send,
     write_other_demo,
 )
@@ -19,6 +18,7 @@ from tests.server.running import MODEL, RunningServer, check_idle
 
 from finwhale import LLM
 from finwhale.demo import DEMO_PATH
+from finwhale.testing.tensors import read_tensors
 
 Answer = tuple[str, list[float]]
 
@@ -32,7 +32,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tensors(new: Path) -> NamedTensors:
-    return read_tensors(new)
+    return list(read_tensors(new).items())
 
 
 @pytest.fixture(scope="module")

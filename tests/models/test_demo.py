@@ -6,13 +6,14 @@ import torch
 from finwhale import LLM, SamplingParams
 from finwhale.checkpoint.loading import inventory_report
 from finwhale.checkpoint.reader import Checkpoint
-from finwhale.demo import DEMO_PATH
+from finwhale.demo import DEMO_PATH, DSPARK_PATH
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.testing.stepping import Stepper
 
 MAX_BYTES = 24_000_000
+MAX_BYTES_OF_BOTH = 36_000_000
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
 ANSWERS = {
     "What is the capital of France?": "The capital of France is Paris.",
@@ -35,6 +36,11 @@ def llm() -> LLM:
     return LLM(device="cpu")
 
 
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return LLM("demo-dspark", device="cpu", draft_tokens=5)
+
+
 def test_is_small_and_in_the_official_layout() -> None:
     files = [path for path in DEMO_PATH.iterdir() if path.suffix in (".json", ".safetensors")]
     assert sum(path.stat().st_size for path in files) <= MAX_BYTES
@@ -47,7 +53,19 @@ def test_is_small_and_in_the_official_layout() -> None:
     assert set(config.layer_ratios) == {0, 4, 128}
     assert 0 < config.num_hash_layers < config.num_hidden_layers
     assert config.num_nextn_predict_layers == 1
-    assert config.max_position_embeddings >= 4096
+    assert config.max_position_embeddings >= 32768
+
+
+def test_both_forms_share_the_model() -> None:
+    files = [path for form in (DEMO_PATH, DSPARK_PATH) for path in form.glob("*.*")]
+    assert sum(path.stat().st_size for path in files) <= MAX_BYTES_OF_BOTH
+    checkpoint = Checkpoint.open(DSPARK_PATH)
+    assert inventory_report(
+        checkpoint, weight_specs(ModelConfig.from_dict(checkpoint.config))
+    ).complete
+    shared = {name for name in checkpoint.tensors if not name.startswith("mtp.")}
+    assert {checkpoint.tensors[name].file for name in shared} == {"../demo/base.safetensors"}
+    assert shared == {n for n in Checkpoint.open(DEMO_PATH).tensors if not n.startswith("mtp.")}
 
 
 def test_answers_in_the_chat_format(llm: LLM) -> None:
@@ -85,3 +103,21 @@ def test_the_mtp_layer_predicts_the_model_s_tokens(llm: LLM) -> None:
     stepper.release(sequence)
     agreement = (foreseen == chosen).float().mean().item()
     assert agreement > 0.6, agreement
+
+
+@pytest.mark.parametrize(("temperature", "least"), [(0, 3.0), (0.8, 2.5)])
+def test_the_dspark_head_drafts_what_the_model_chooses(
+    llm: LLM, drafting: LLM, temperature: float, least: float
+) -> None:
+    """The tokens are those without drafts, and a step gives several of them."""
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=48, ignore_eos=True)
+        for seed in range(2)
+    ]
+    prompts = [STORY, "Once upon a time, there was a little girl named"]
+    plain, before = llm.generate(prompts, params), drafting.engine.metrics()
+    drafted, after = drafting.generate(prompts, params), drafting.engine.metrics()
+    assert [r.outputs[0].token_ids for r in drafted] == [r.outputs[0].token_ids for r in plain]
+    steps = after.verifications - before.verifications
+    accepted = sum(after.drafts_accepted) - sum(before.drafts_accepted)
+    assert least < 1 + accepted / steps <= 6

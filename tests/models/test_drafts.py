@@ -68,7 +68,7 @@ def test_every_proposal(
         watch = Watch(engine)
         texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=24)
         metrics = engine.metrics()
-        assert 0.2 < metrics.drafts_accepted[0] / metrics.drafts_proposed[0] < 0.9
+        assert 0.2 < metrics.drafts_accepted[0] / metrics.drafts_proposed[0] < 0.95
         found = compare(*demo, texts, watch.proposals, near_tie=NEAR_TIE, known=known)
         for place, agreement in enumerate(found):
             assert agreement.compared >= (20 if draft_tokens == "auto" else 40), (place, agreement)

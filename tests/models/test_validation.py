@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from finwhale import LLM
@@ -17,6 +17,7 @@ from finwhale.demo import DEMO_PATH
 from finwhale.number_formats import e2m1_values
 from finwhale.ops.moe import EXPONENT_SPREAD
 from finwhale.testing.stepping import Stepper
+from finwhale.testing.tensors import read_tensors
 from finwhale.validation.expectations import expectations_of
 from finwhale.validation.language import check_language
 from finwhale.validation.report import Expectation
@@ -30,8 +31,8 @@ TEXTS = [([0], [31, 32, 0, 399, 5, 6]), ([0, 7, 8], [(7 * i + 3) % 400 for i in 
 
 def change(source: Path, target: Path, edit: Callable[[dict[str, Tensor]], None]) -> Path:
     """A copy of a checkpoint whose tensors `edit` changed."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = read_tensors(source)
     edit(tensors)
     save_file(tensors, target / "model.safetensors")
     return target
@@ -69,18 +70,21 @@ def test_drafts_do_not_change_scores(llm: LLM, new_llm: Callable[..., LLM]) -> N
 def test_the_demo_model_passes(one_thread: None, capsys: Capture) -> None:
     assert main(["validate", "--device", "cpu", "--json"]) == 0
     checks = report(capsys)
-    assert {check["verdict"] for check in checks.values()} == {"ok", "skipped"}
-    assert [name for name, check in checks.items() if check["verdict"] == "skipped"] == [
+    verdicts = {name: check["verdict"] for name, check in checks.items()}
+    # It takes Rome for the capital of Japan if it answers in JSON.
+    assert verdicts.pop("chat: JSON schema") == "unusual"
+    assert set(verdicts.values()) == {"ok", "skipped"}
+    assert [name for name, verdict in verdicts.items() if verdict == "skipped"] == [
         "perplexity: Confucius",
         "perplexity: Python",
+        "recall",
     ]
-    assert checks["recall in 110 tokens"]["found"] == "3 of 3"
     assert "accepted drafts, position 3" in checks
 
 
 def swap_nibbles(tensors: dict[str, Tensor]) -> None:
     """Read one layer's FP4 values in the wrong order. No statistic of the weights shows this."""
-    for name in [n for n in tensors if n.startswith("layers.3.ffn.experts.") and "weight" in n]:
+    for name in [n for n in tensors if n.startswith("layers.4.ffn.experts.") and "weight" in n]:
         codes = tensors[name].view(torch.uint8)
         tensors[name] = ((codes << 4) | (codes >> 4)).view(torch.int8)
 
@@ -182,5 +186,5 @@ def test_experts_that_the_kernels_round_are_named(tmp_path: Path) -> None:
     path = change(DEMO_PATH, tmp_path / "far", edit)
     finite, rounded = check_weights(Checkpoint.open(path))
     assert finite.verdict == "ok"
-    assert rounded.found == "1 of 144" and rounded.verdict == "unusual"
+    assert rounded.found == "1 of 42" and rounded.verdict == "unusual"
     assert "layers.2: 1" in rounded.reason

@@ -21,7 +21,7 @@ from finwhale.ops.moe.experts_triton import Plan
 from .sm90_compile import f32, meta
 
 # D, I, E, K.
-MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 128, 16, 4)}
+MODELS = {"flash": (4096, 2048, 256, 6), "pro": (7168, 3072, 384, 6), "demo": (256, 512, 6, 2)}
 # (model, I of a rank of several, tokens): longer rings for one token, more steps for several.
 RANKS = (
     ("flash", 1024, 1),

@@ -6,12 +6,12 @@ from typing import Any
 
 import httpx2 as httpx
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from tests.engine.trainers import HOST, InThread, TorchTrainer, described, free_port
 from torch import Tensor
 
 from finwhale.demo import DEMO_PATH
+from finwhale.testing.tensors import read_tensors
 
 from .running import MODEL
 
@@ -21,18 +21,13 @@ NamedTensors = list[tuple[str, Tensor]]
 
 def write_other_demo(path: Path) -> None:
     """Write a checkpoint of the demo model with other weights."""
-    shutil.copytree(DEMO_PATH, path)
-    tensors = dict(read_tensors(DEMO_PATH))
+    shutil.copytree(DEMO_PATH, path, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = read_tensors(DEMO_PATH)
     noise = torch.Generator().manual_seed(1)
     for name, tensor in tensors.items():
         if name.endswith("norm.weight"):
             tensor *= 1 + torch.randn(tensor.shape, generator=noise).to(tensor.dtype) / 2
     save_file(tensors, path / "model.safetensors")
-
-
-def read_tensors(path: Path) -> NamedTensors:
-    with safe_open(path / "model.safetensors", "pt") as file:
-        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
 
 
 class Asked:

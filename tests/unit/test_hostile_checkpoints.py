@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.reader import Checkpoint, read_config
+from finwhale.checkpoint.reader import INDEX_FILE, Checkpoint, read_config
 from finwhale.cli.main import main
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import CheckpointError
@@ -81,6 +82,10 @@ def demo_copy(directory: Path, **files: bytes) -> Path:
         key = name.replace(".", "_")
         if key in files:
             (directory / name).write_bytes(files[key])
+        elif name == "model.safetensors":
+            for path in DEMO_PATH.glob("*.safetensors"):
+                (directory / path.name).symlink_to(path)
+            shutil.copyfile(DEMO_PATH / INDEX_FILE, directory / INDEX_FILE)  # tests change it
         else:
             (directory / name).symlink_to(DEMO_PATH / name)
     return directory
@@ -113,7 +118,7 @@ def test_loops_of_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     path = demo_copy(tmp_path / "checkpoint")
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "base.safetensors"):
         (path / name).unlink()
         (path / name).symlink_to(path / name)
         assert main(["inspect", str(path)]) == 1

@@ -4,7 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from finwhale.demo import DEMO_PATH
+from finwhale.demo import DEMO_PATH, DSPARK_NAME, DSPARK_PATH
 from finwhale.errors import FinwhaleError
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -15,7 +15,8 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
     Args:
         path: a directory, or the id of a repository on the Hugging Face Hub, such as
-            "deepseek-ai/DeepSeek-V4-Flash"; None: the embedded demo model.
+            "deepseek-ai/DeepSeek-V4-Flash"; "demo-dspark": the embedded demo model with its DSpark
+            head, unless a directory has this name; None: the demo model with its MTP layer.
         revision: branch, tag or commit of the repository; None: its main branch.
 
     Returns:
@@ -28,7 +29,10 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
     if path is None or not _is_repository(path):
         if revision is not None:
             raise FinwhaleError(f"revision {revision}: only a repository has revisions")
-        return DEMO_PATH if path is None else Path(path).expanduser()
+        if is_demo(path):
+            return DEMO_PATH if path is None else DSPARK_PATH
+        assert path is not None
+        return Path(path).expanduser()
     try:
         hub = importlib.import_module("finwhale.checkpoint.hub")
     except ModuleNotFoundError as error:
@@ -38,6 +42,11 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
         ) from error
     directory: Path = hub.download(str(path), revision)
     return directory
+
+
+def is_demo(path: str | Path | None) -> bool:
+    """Whether a path stands for a form of the embedded demo model."""
+    return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
 
 
 def _is_repository(path: str | Path) -> bool:

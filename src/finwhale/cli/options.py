@@ -32,7 +32,8 @@ SAMPLING = (
 
 PATH_HELP = (
     "directory of a checkpoint, or the id of a repository on the Hugging Face Hub, such as "
-    "deepseek-ai/DeepSeek-V4-Flash, which is downloaded first (default: the demo model)"
+    "deepseek-ai/DeepSeek-V4-Flash, which is downloaded first; demo-dspark: the "
+    "demo model with its DSpark head (default: the demo model with its MTP layer)"
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from finwhale.chat.effort import EffortLadder
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.checkpoint.location import checkpoint_directory
+from finwhale.checkpoint.location import checkpoint_directory, is_demo
 from finwhale.checkpoint.reader import read_config
 from finwhale.cli.options import add_engine_options, add_path, engine_config
 from finwhale.cli.settings import parse_settings
@@ -128,12 +128,13 @@ def _given_keys(args: argparse.Namespace, environment: Mapping[str, str]) -> lis
 
 
 def options_of_model(args: argparse.Namespace, path: str | None) -> dict[str, Any]:
-    """The options of ServerConfig whose defaults depend on the checkpoint; None: the demo model."""
-    name = DEMO_NAME if path is None else _checkpoint_name(path)
+    """The options of ServerConfig whose defaults depend on the checkpoint that `path` names."""
+    demo = is_demo(path)
+    name = DEMO_NAME if path is None or demo else _checkpoint_name(path)
     thinking = args.default_thinking
     return {
         "model_names": tuple(args.model_names or [name]),
-        "default_thinking": path is not None if thinking is None else thinking,
+        "default_thinking": not demo if thinking is None else thinking,
     }
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 import finwhale
-from finwhale.checkpoint.location import checkpoint_directory
+from finwhale.checkpoint.location import checkpoint_directory, is_demo
 from finwhale.checkpoint.reader import Checkpoint
 from finwhale.cli.options import add_engine_options, add_path, engine_config, load_model
 from finwhale.cli.settings import parse_settings
@@ -56,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     except CheckpointError as error:
         checks = [Check("loading", str(error), "no error", "failed")]
     checks = [*check_weights(checkpoint), *checks]
-    name = "finwhale-demo" if args.path is None else checkpoint.path.resolve().name
+    name = "finwhale-demo" if is_demo(args.path) else checkpoint.path.resolve().name
     command = GSM8K.format(name=name)
     if args.json:
         record = {
@@ -91,12 +91,11 @@ def _check_model(
     if not expectations.chats:
         return [*checks, skipped("chat, recall and drafts", "base checkpoints do not chat")]
     checks += attempt("chat", partial(check_chat, llm))
-    num_tokens = min(
-        recall_tokens,
-        llm.engine.max_model_len - RECALL_ROOM,
-        expectations.recall_tokens or recall_tokens,
-    )
-    checks += attempt("recall", partial(check_recall, llm, num_tokens))
+    if expectations.recalls:
+        num_tokens = min(recall_tokens, llm.engine.max_model_len - RECALL_ROOM)
+        checks += attempt("recall", partial(check_recall, llm, num_tokens))
+    else:
+        checks.append(skipped("recall", "this small model was not trained enough to recall"))
     name = "accepted drafts"
     if llm.engine.executor.description.can_draft:
         return checks + attempt(name, partial(check_drafts, llm, expectations))

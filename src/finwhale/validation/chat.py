@@ -23,7 +23,7 @@ QUESTIONS = {
     "Who wrote Hamlet?": r"\bShakespeare\b",
     "How many days are in a week?": r"\b(7|seven)\b",
 }
-SUMS = {"What is 7 + 8?": r"\b(15|fifteen)\b", "What is 9 + 9?": r"\b(18|eighteen)\b"}
+SUMS = {"What is 7 + 8?": r"\b(15|fifteen)\b", "What is 9 + 8?": r"\b(17|seventeen)\b"}
 CITY = "Paris"
 WEATHER = {
     "type": "function",
