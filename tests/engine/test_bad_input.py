@@ -418,6 +418,7 @@ ABSURD: dict[str, list[Any]] = {
     "seed": [math.nan, math.inf, "7", 1.5],
     "logprobs": [-1, 10**6, math.nan, "5", True],
     "prompt_logprobs": [-1, 10**6, math.nan, "5", True],
+    "return_routed_experts": [1, "yes", None],
     "logit_bias": [5, [1], {"1": 1}, {-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, {1: None}],
     "guide": ["a+", {}, 1],
 }

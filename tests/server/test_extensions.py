@@ -19,7 +19,7 @@ from finwhale.request import Logprob
 from .running import MODEL, RunningServer
 from .test_openai import ANSWER, QUESTION
 
-TEXT = "The fin whale is the second largest whale"
+TEXT = "Once upon a time, there was a fox who lived"
 
 
 def post(server: RunningServer, path: str, **body: Any) -> httpx.Response:

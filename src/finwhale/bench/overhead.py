@@ -34,6 +34,7 @@ from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
+from finwhale.engine.rank.stopwatch import StepTimes
 from finwhale.engine.rank.teams import spawn
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
@@ -72,6 +73,7 @@ class StubRunner:
         self.device = torch.device("cpu")
         self.model, self.config = self, model_config  # this is the stub of the model too
         self.verifications = None
+        self.times, self.routed = StepTimes(self.device), None
         self.tables = SlotTables([group.name for group in groups])
         most = config.max_num_seqs
         self.static = StaticInputs(most, most, groups, self.tables, max_len, self.device)

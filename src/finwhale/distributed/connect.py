@@ -5,7 +5,6 @@ import logging
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -107,7 +106,8 @@ def _watched(
     Without a rank, NCCL, Gloo and symmetric memory wait. Then that thread is abandoned.
     """
     done: Future[T] = Future()
-    end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+    # Counted, not read from a clock, because a rank's clock may be wrong.
+    left = None if timeout is None else timeout.total_seconds() / POLL_S
 
     def run() -> None:
         try:
@@ -118,8 +118,10 @@ def _watched(
     threading.Thread(target=run, name="connect", daemon=True).start()
     while not wait([done], POLL_S).done:
         check()
-        if end is not None and time.monotonic() > end:
-            raise TimeoutError
+        if left is not None:
+            left -= 1
+            if left < 0:
+                raise TimeoutError
     return done.result()
 
 
