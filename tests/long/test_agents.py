@@ -2,8 +2,7 @@
 
 The model cannot do it, and may write until it has no tokens left. The tests check that the
 programs report no other error and that the server answers all their requests. Their full prompts
-have 30,000 and 13,000 tokens, and the model's context has 8,192, so both have fewer tools than
-usual.
+have 30,000 and 13,000 tokens, which a CPU reads slowly, so both have fewer tools than usual.
 """
 
 import json
