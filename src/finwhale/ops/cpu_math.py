@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
+from numpy.random import default_rng
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -127,7 +128,7 @@ def blas_keeps_bits() -> bool:
     one thread passed with every kernel that was tried.
     """
     stack = 3
-    numbers = np.random.default_rng(0).standard_normal(2**20, np.float32)
+    numbers = default_rng(0).standard_normal(2**20, np.float32)
     for rows, K, M in _TRIED:
         x = numbers[: stack * rows * K].reshape(stack, rows, K)
         weights = numbers[-stack * K * M :].reshape(stack, K, M)
