@@ -1,7 +1,7 @@
 """What tests of DSpark on a CPU and on a GPU share: a model, steps that run twice, noted drafts."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -342,3 +342,50 @@ def texts_of(results: Sequence[RequestOutput]) -> dict[str, list[int]]:
         for result in results
         for output in result.outputs
     }
+
+
+def forced_drafts(engine: Engine, places: Iterable[tuple[Sequence[int], int]]) -> list[list[int]]:
+    """The drafts after text[: n + 1], from a prefill of text[:n], for each pair of a text and an n.
+
+    Text[n] is the newest token, whatever the engine samples.
+    """
+    drafter, found = local_executor(engine.executor).runner.drafter, []
+    assert drafter is not None
+    propose = drafter.propose
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    for text, place in places:
+        drafts: list[list[int]] = []
+
+        def forced(forward: Any, plan: Any, chosen: Any, settings: Any) -> Tensor | None:
+            out = propose(forward, plan, chosen.fill_(text[place]), settings)  # noqa: B023
+            assert out is not None
+            drafts.append(out[:, 0].tolist())  # noqa: B023
+            return out
+
+        drafter.propose = forced  # type: ignore[method-assign, assignment]
+        try:
+            engine.reset_prefix_cache()
+            engine.add_request("forced", list(text[:place]), params)
+            while not drafts:
+                engine.step()
+        finally:
+            drafter.propose = propose  # type: ignore[method-assign]
+        engine.abort("forced")
+        while engine.has_work:
+            engine.step()
+        found += drafts
+    return found
+
+
+def share_accepted(
+    places: Iterable[tuple[Sequence[int], int]], drafts: Sequence[Sequence[int]]
+) -> float:
+    """The share of drafts that a text confirms, each with all drafts before it."""
+    accepted = total = 0
+    for (text, place), ids in zip(places, drafts, strict=True):
+        right = list(text[place + 1 : place + 1 + len(ids)])
+        total += len(right)
+        accepted += next(
+            (i for i, (a, b) in enumerate(zip(ids, right, strict=False)) if a != b), len(right)
+        )
+    return accepted / total

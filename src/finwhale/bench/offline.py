@@ -518,6 +518,24 @@ def _draft_tokens(text: str) -> DraftTokens:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench offline`."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.accept and not args.draft_tokens:
+        parser.error("--accept needs drafts: give --draft-tokens too")
+    if args.steps is None:
+        args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
+    console = Console()
+    if not console.is_terminal:
+        console.width = 120
+    record = stamp("offline", argv, ("torch",))
+    record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = new_parser("offline", __doc__, "offline-h200.jsonl")
     add_model_arguments(parser, SET_HERE, max_num_batched_tokens=8192)
     parser.add_argument(
@@ -572,17 +590,4 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--verbose", action="store_true", help="print each result as soon as it is known"
     )
-    args = parser.parse_args(argv)
-    if args.accept and not args.draft_tokens:
-        parser.error("--accept needs drafts: give --draft-tokens too")
-    if args.steps is None:
-        args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    record = stamp("offline", argv, ("torch",))
-    record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
-    return 0
+    return parser

@@ -166,6 +166,8 @@ class Tokens:
         max_len: upper bound, on the host, of the sequences' lengths after this step or any replay.
         max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
         cache: results that the layers of the step share.
+
+    The tensors are contiguous: kernels are not given their strides.
     """
 
     positions: Tensor
@@ -174,6 +176,10 @@ class Tokens:
     max_len: int
     max_query: int
     cache: StepCache = field(default_factory=StepCache, repr=False)
+
+    def __post_init__(self) -> None:
+        for tensor in (self.positions, self.sequence, self.query_start):
+            assert tensor.is_contiguous(), f"strides {tensor.stride()}"
 
     @cached_property
     def host_positions(self) -> Ints:

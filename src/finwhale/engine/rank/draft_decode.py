@@ -342,12 +342,10 @@ class Verifications:
         )
         choose = self._noise.choose_drafts(self._model.sample, start.tokens.positions)
         drafts = self._head.draft(start, num_drafts, self._cache, segments, choose)
-        for place, ids in enumerate(drafts.ids, start=1):
-            self._carried[:size, place].copy_(ids)
+        self._carried[:size, 1 : 1 + num_drafts].copy_(torch.stack(drafts.ids, 1))
         if drafts.confidences is not None:
             self._gives_confidences = True
-            for place, values in enumerate(drafts.confidences):
-                self._confidences[:size, place].copy_(values)
+            self._confidences[:size, :num_drafts].copy_(drafts.confidences.T)
 
     def _capture_all(self, memory: GraphMemory) -> None:
         for size, width in self.description.captured():

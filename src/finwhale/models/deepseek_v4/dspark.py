@@ -174,8 +174,10 @@ class DsparkHead:
         self.embed, self.head = embed, head
         self.rms_norm, self.linear, self.hc_head = ops.rms_norm, ops.linear, ops.hc_head
         self.params = mhc_params(config)
-        self.window = config.sliding_window
         self.num_streams = config.hc_mult
+        rows = self.config.num_rows
+        self._steps = torch.arange(1, rows + 1, device=embed.device)
+        self._further = further_offsets(config.sliding_window, rows).to(embed.device)
 
     def __call__(
         self,
@@ -210,38 +212,37 @@ class DsparkHead:
         first = self.config.num_rows - self.config.block_size
         streams = streams_BGHD[:, first : first + num_drafts]
         logits = self.compute_logits(streams.flatten(0, 1), 0).unflatten(0, streams.shape[:2])
-        scores = self._confidence_scores(streams)
-        ids, confidences = [], []
-        newest = start.newest_ids
+        ids: list[Tensor] = []
+        markov: list[Tensor] = []
         for k in range(num_drafts):
-            markov = self.weights.markov_w1.index_select(0, newest)
-            if scores is not None:
-                confidences.append(self._confidence(scores[:, k], markov))
-            newest = choose(logits[:, k] + self.linear(markov, self.weights.markov_w2).float(), k)
-            ids.append(newest)
-        return Drafts(ids=tuple(ids), confidences=None if scores is None else tuple(confidences))
+            newest = ids[-1] if ids else start.newest_ids
+            markov.append(self.weights.markov_w1.index_select(0, newest))
+            markov_logits = self.linear(markov[-1], self.weights.markov_w2).float()
+            ids.append(choose(logits[:, k] + markov_logits, k))
+        return Drafts(ids=tuple(ids), confidences=self._confidences(streams, markov))
 
     def run_block(self, start: DraftStart, cache: PagedCache, segments: Segments) -> Tensor:
         """The residual streams [B,G,H,D] of each sequence's block."""
         size, rows = len(start.newest_ids), self.config.num_rows
         ids = start.newest_ids.new_full((size, rows), self.config.noise_token_id)
         ids[:, 0] = start.newest_ids
-        tokens = block_tokens(start.tokens, rows)
-        table = start.tables["window"]
+        tokens = block_tokens(start.tokens, self._steps)
         inputs = StepInputs(
             token_ids=ids.flatten(),
             tokens=tokens,
             tables=start.tables,
-            further_slots=further_slots(tokens, table, self.window, rows),
+            further_slots=further_slots(tokens, start.tables["window"], self._further),
         )
         embedded = self.embed.index_select(0, self.links.own(inputs.token_ids))
         streams = embedded[:, None].expand(-1, self.num_streams, -1)
         out = self.run_layers(self.layers, streams, inputs, cache, segments)
         return out.view(size, rows, *out.shape[1:])
 
-    def _confidence_scores(self, streams_BKHD: Tensor) -> Tensor | None:
-        """[B,K] float32: the part of a confidence that depends on the hidden state h; None: the
-        head has no confidences. h is the collapsed residual streams before the norm.
+    def _confidences(self, streams_BKHD: Tensor, markov_BR: Sequence[Tensor]) -> Tensor | None:
+        """[K,B] float32 of all drafts at once; None: the head has no confidences.
+
+        A confidence reads the collapsed residual streams before the norm, and the Markov head's
+        row of the token before the draft.
         """
         if self.weights.confidence is None:
             return None
@@ -252,50 +253,57 @@ class DsparkHead:
         mixes = flat @ w.fn.T * scale
         shares = torch.sigmoid(mixes * w.scale + w.base) + params.eps
         hidden = torch.einsum("bkh,bkhd->bkd", shares, streams)
-        return torch.matmul(hidden, self.weights.confidence[0, : hidden.shape[2]])
-
-    def _confidence(self, scores_B: Tensor, markov_BR: Tensor) -> Tensor:
-        """[B] float32."""
-        assert self.weights.confidence is not None
+        scores_KB = torch.matmul(hidden, self.weights.confidence[0, : hidden.shape[2]]).T
         if self.config.confidence_head_with_markov:
-            width = markov_BR.shape[1]
-            scores_B = scores_B + markov_BR.float() @ self.weights.confidence[0, -width:]
-        return torch.sigmoid(scores_B)
+            markov_KBR = torch.stack(tuple(markov_BR))
+            part = self.weights.confidence[0, -markov_KBR.shape[2] :]
+            scores_KB = scores_KB + (markov_KBR * part).sum(-1)
+        return torch.sigmoid(scores_KB)
 
 
-def block_tokens(last: Tokens, rows: int) -> Tokens:
-    """The tokens of a block of `rows` tokens after each sequence's last verified token [B].
+def block_tokens(last: Tokens, steps_G: Tensor) -> Tokens:
+    """The tokens of a block of G tokens after each sequence's last verified token [B].
 
     A block after padding is padding.
+
+    Args:
+        steps_G: 1 to G.
     """
-    steps = torch.arange(1, rows + 1, device=last.positions.device)
-    start = last.positions[:, None]
+    rows, start = len(steps_G), last.positions[:, None]
     return Tokens(
-        positions=torch.where(start < 0, start, start + steps).flatten(),
-        sequence=last.sequence[:, None].expand(-1, rows).flatten(),
+        positions=torch.where(start < 0, start, start + steps_G).flatten(),
+        sequence=last.sequence[:, None].repeat(1, rows).flatten(),
         query_start=last.query_start * rows,
         max_len=last.max_len + rows,
         max_query=rows,
     )
 
 
-def further_slots(block: Tokens, table: PageTable, window: int, rows: int) -> Tensor:
-    """[N, rows] int32: the slots of the rows that a block's token sees beyond its own window.
+def further_offsets(window: int, rows: int) -> Tensor:
+    """[G,G] int64: the rows that token k of a block sees beyond its own window, from the block's
+    first position.
 
     The tokens of a block that begins at p see the rows p-W .. p+G-1. Token p+k sees p+k-W+1 .. p+k
     as its window. The others are the rows after it, and then the rows before its window, the newest
-    first, so that rows before position 0, which do not exist, are last: -1.
+    first, so that rows before position 0, which do not exist, are last.
     """
-    device = block.positions.device
-    k = torch.arange(rows, device=device)[:, None]
-    j = torch.arange(rows, device=device)
+    k, j = torch.arange(rows)[:, None], torch.arange(rows)
     later = rows - 1 - k
-    offset = torch.where(j < later, k + 1 + j, k - window - (j - later))
-    first = block.positions.view(-1, rows)[:, :1, None]
-    seen = first + offset
-    sequence = block.sequence.view(-1, rows)[:, 0].long()
-    place = seen // table.rows_per_page - table.first.index_select(0, sequence)[:, None, None]
-    place = place.clamp(0, table.pages.shape[1] - 1)
-    pages = table.pages.index_select(0, sequence).gather(1, place.flatten(1)).view_as(place)
-    slots = pages * table.rows_per_page + seen % table.rows_per_page
-    return torch.where((seen < 0) | (first < 0), -1, slots).flatten(0, 1).int()
+    return torch.where(j < later, k + 1 + j, k - window - (j - later))
+
+
+def further_slots(block: Tokens, table: PageTable, offsets_GG: Tensor) -> Tensor:
+    """[N,G] int32: the slots of the rows that a block's tokens see beyond their windows; -1: none.
+
+    Args:
+        block: blocks of the table's sequences, in order.
+        offsets_GG: see `further_offsets`.
+    """
+    first_B = block.positions.view(-1, len(offsets_GG))[:, 0]
+    seen_BGG = first_B[:, None, None] + offsets_GG
+    places = seen_BGG // table.rows_per_page - table.first[:, None, None]
+    places = places.clamp_(0, table.pages.shape[1] - 1)
+    pages = table.pages.gather(1, places.flatten(1)).view_as(places)
+    slots = pages * table.rows_per_page + seen_BGG % table.rows_per_page
+    none = (seen_BGG < 0) | (first_B < 0)[:, None, None]
+    return slots.masked_fill_(none, -1).flatten(0, 1).int()
