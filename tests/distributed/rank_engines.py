@@ -51,16 +51,17 @@ def open_engine(path: Path, collectives: Collectives, **options: Any) -> Engine:
     platform = Platform.cpu()
     ops = load_ops(platform, reference=config.reference)
     rounded = config.activations == "as-trained"
-    weights = architecture.load_weights(
+    source = WeightSource(checkpoint, architecture.weight_specs(model_config, rank))
+    weights = architecture.begin_loading(
         model_config,
-        WeightSource(checkpoint, architecture.weight_specs(model_config, rank)),
+        storages=source.storages,
         dtype=torch.float32,
         device=CPU,
         round_activations=rounded,
         round_wo_a=config.wo_a_input == "fp8",
         ops=ops,
         rank=rank,
-    )
+    ).fill(source)
     longest = config.max_model_len or model_config.max_position_embeddings
     model = architecture.build(
         model_config,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from finwhale.checkpoint.dummy import DummySource
-from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.moe import Moe
 from finwhale.models.deepseek_v4.streams import SideStreams
@@ -24,14 +24,15 @@ def test_the_shared_expert_is_waited_for_between_compute_and_combine() -> None:
     """Its output is there only after the join, which must not hold compute back."""
     config = ModelConfig.from_dict(tiny_config(0) | {"num_hash_layers": 0})
     cpu, table = torch.device("cpu"), load_ops(Platform.cpu(), reference=True)
-    weights = load_weights(
+    source = DummySource(weight_specs(config), cpu)
+    weights = WeightLoading(
         config,
-        DummySource(weight_specs(config), cpu),
+        storages=source.storages,
         dtype=torch.float32,
         device=cpu,
         round_activations=False,
         ops=table,
-    )
+    ).fill(source)
     called: list[str] = []
 
     def noted(name: str) -> Any:

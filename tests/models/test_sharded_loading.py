@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.unit.test_sharding import MODELS, packed_ops, wanted_axis
 from torch import Tensor
 
 from finwhale.checkpoint.dummy import DummySource
@@ -23,15 +24,14 @@ from finwhale.checkpoint.staging import Staging
 from finwhale.checkpoint.writer import write_checkpoint, write_stored
 from finwhale.distributed.rank import ALONE, Rank
 from finwhale.errors import CheckpointError
-from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.models.protocol import WeightStream
-from finwhale.ops import Ops, load_ops
+from finwhale.ops import load_ops
 from finwhale.platform import Platform
 
-MODELS = {name: ModelConfig.preset(name) for name in ("flash", "pro")}
 DTYPES: dict[Storage, torch.dtype] = {
     "bf16": torch.bfloat16,
     "f32": torch.float32,
@@ -39,22 +39,6 @@ DTYPES: dict[Storage, torch.dtype] = {
     "fp8_block": torch.float8_e4m3fn,
     "fp4": torch.int8,
 }
-# The last part of the name of every divided weight, with its axis.
-DIVIDED = {
-    "head.weight": 0,
-    "attn.wq_b.weight": 0,
-    "attn.attn_sink": 0,
-    "attn.wo_a.weight": 0,
-    "attn.wo_b.weight": 1,
-    "w1.weight": 0,
-    "w3.weight": 0,
-    "w2.weight": 1,
-}
-
-
-def wanted_axis(name: str) -> int | None:
-    ends = [axis for end, axis in DIVIDED.items() if f".{name}".endswith(f".{end}")]
-    return ends[0] if ends else None
 
 
 # --- The published models, by arithmetic on their headers -----------------------------------------
@@ -279,21 +263,16 @@ def test_a_rank_reads_its_own_bytes_once(
 # --- Weights in place -----------------------------------------------------------------------------
 
 
-def packed_ops() -> Ops:
-    ops = load_ops(Platform.cpu(), reference=True)
-    return replace(ops, capabilities=replace(ops.capabilities, quantised_weights=True))
-
-
 def loaded(config: ModelConfig, stream: WeightStream, rank: Rank, packed: bool) -> ModelWeights:
-    return load_weights(
+    return WeightLoading(
         config,
-        stream,
+        storages=stream.storages,
         dtype=torch.bfloat16 if packed else torch.float32,
         device=torch.device("cpu"),
         round_activations=config.quantised,
         ops=packed_ops() if packed else load_ops(Platform.cpu(), reference=True),
         rank=rank,
-    )
+    ).fill(stream)
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -300,7 +300,7 @@ class DraftStart:
     Attributes:
         hidden: [B,..]: the row that the head returned for each sequence's last verified token.
         newest_ids: [B] int64: the token that follows it, which the model has not computed yet.
-        tokens: the last verified tokens, one of each sequence. Position -1 is padding.
+        tokens: the last verified token of each sequence, in order. Position -1 is padding.
         tables: the page tables of the B sequences, with pages for the drafts.
     """
 
@@ -322,16 +322,16 @@ With several ranks, the call is a collective.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafts:
-    """The drafts of B sequences, one entry for each draft.
+    """K drafts of each of B sequences.
 
     Attributes:
-        ids: [B] int64 each.
-        confidences: [B] float32 each: the probability that the draft is accepted if all drafts
-            before it are; None: the head does not estimate it.
+        ids: K tensors [B] int64.
+        confidences: [K,B] float32: the probability that the draft is accepted if all drafts before
+            it are; None: the head does not estimate it.
     """
 
     ids: tuple[Tensor, ...]
-    confidences: tuple[Tensor, ...] | None = None
+    confidences: Tensor | None = None
 
 
 class DraftHead(Protocol):
@@ -392,7 +392,7 @@ class Model(Protocol):
 
     @property
     def weights(self) -> Any:
-        """The result of `load_weights`: data classes and tuples of tensors."""
+        """The result of `WeightLoading.fill`: data classes and tuples of tensors."""
         ...
 
     @property
@@ -503,33 +503,16 @@ class WeightBytes(Protocol):
         ...
 
 
-class LoadWeights(Protocol):
-    def __call__(
-        self,
-        config: Any,
-        stream: WeightStream,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        round_activations: bool,
-        round_wo_a: bool,
-        ops: Ops,
-        rank: Rank = ALONE,
-    ) -> Any:
-        """Allocate a rank's weights and fill them from `stream`, one tensor at a time.
+class WeightLoading(Protocol):
+    """A rank's weights while they are loaded, one tensor after the other, in any order."""
 
-        Args:
-            config: the whole model's configuration.
-            stream: the weights of `weight_specs(config, rank)`.
+    def fill(self, stream: WeightStream) -> Any:
+        """Add every weight of `stream`, one at a time, and return the loaded weights.
 
         Raises:
             CheckpointError: a tensor is missing, unknown to the model, or occurs twice.
         """
         ...
-
-
-class WeightLoading(Protocol):
-    """A rank's weights while they are loaded, one tensor after the other, in any order."""
 
     def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
         """Copy a stored weight to its destination.
@@ -546,7 +529,7 @@ class WeightLoading(Protocol):
             device: where the operators convert weights to their final form.
 
         Returns:
-            The weights as `load_weights` returns them, and the id of each complete tensor in them.
+            The weights as `fill` returns them, and the id of each complete tensor in them.
 
         Raises:
             CheckpointError: a tensor has only some of the weights that it is made of.
@@ -588,7 +571,7 @@ class BuildModel(Protocol):
         collectives: Collectives = ...,
         partial_dtype: torch.dtype | None = None,
     ) -> Model:
-        """Create one rank of the model from the weights of `load_weights`.
+        """Create one rank of the model from the weights of `WeightLoading.fill`.
 
         Args:
             config: the whole model's.
@@ -605,7 +588,7 @@ class BuildModel(Protocol):
 class Architecture:
     """One kind of model in the registry: the functions that the engine needs to run it.
 
-    Configurations come from `read_config`, and weights from `load_weights`.
+    Configurations come from `read_config`, and weights from `begin_loading`.
 
     Attributes:
         read_config: reads the contents of a config.json. Raises CheckpointError.
@@ -616,8 +599,7 @@ class Architecture:
         kernel_obstacles: returns the reasons why the kernels for packed weights do not support this
             model with weights stored in these ways; empty: they support it.
         cache_groups: declares the cache, including that of draft layers.
-        load_weights: loads the weights.
-        begin_loading: allocates the weights; the caller then adds each of them.
+        begin_loading: allocates the weights; the caller then fills them.
         build: creates the model.
         chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
         describe: describes each part of the model for people: title and text.
@@ -633,7 +615,6 @@ class Architecture:
     ignored_prefixes: Callable[[Any], dict[str, str]]
     kernel_obstacles: Callable[[Any, Mapping[str, Storage]], Sequence[str]]
     cache_groups: Callable[[Any], tuple[CacheGroup, ...]]
-    load_weights: LoadWeights
     begin_loading: BeginLoading
     build: BuildModel
     chat_dialect: Callable[[Path], EffortLadder]

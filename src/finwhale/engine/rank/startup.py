@@ -109,12 +109,6 @@ class _Start:
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         self.longest = _longest(config, model_config)
         check_can_draft(config.draft_tokens, model_config)
-        on_gpu = self.device.type == "cuda"
-        if on_gpu and config.draft_tokens and model_config.draft_head == "dspark":
-            logger.warning(
-                "drafting with DSpark does not work on GPUs yet: the engine died with an illegal "
-                "memory access in its first test; use draft_tokens=0"
-            )
         self.groups = self.architecture.cache_groups(model_config)
         self.routed: Tensor | None = None
         self.arenas: dict[str, Arena] = {}
@@ -230,16 +224,16 @@ class _Start:
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
-        return self.architecture.load_weights(
+        return self.architecture.begin_loading(
             self.model_config,
-            self.stream,
+            storages=self.stream.storages,
             dtype=self.dtype,
             device=self.device,
             round_activations=self.round_activations,
             round_wo_a=self.config.wo_a_input == "fp8",
             ops=self.ops,
             rank=self.peers.rank,
-        )
+        ).fill(self.stream)
 
     def _build(self, weights: Any, max_positions: int) -> Model:
         model = self.architecture.build(

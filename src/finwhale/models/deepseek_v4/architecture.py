@@ -7,7 +7,7 @@ import torch
 from finwhale.chat.effort import effort_ladder
 from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
-from finwhale.models.deepseek_v4.build import WeightBuilder, WeightLoading, load_weights
+from finwhale.models.deepseek_v4.build import WeightBuilder, WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -124,7 +124,6 @@ DEEPSEEK_V4 = Architecture(
     ignored_prefixes=ignored_prefixes,
     kernel_obstacles=kernel_obstacles,
     cache_groups=cache_spec,
-    load_weights=load_weights,
     begin_loading=WeightLoading,
     build=DeepseekV4,
     chat_dialect=effort_ladder,

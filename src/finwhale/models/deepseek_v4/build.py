@@ -489,6 +489,17 @@ class WeightLoading:
         if stored is not None:
             setter(stored)
 
+    def fill(self, stream: WeightStream) -> ModelWeights:
+        """Add every weight of `stream`, one at a time, and return the loaded weights.
+
+        Raises:
+            CheckpointError: a tensor comes twice, is unknown, or is missing.
+        """
+        with _no_collection():
+            for spec, stored in stream.into(self.places):
+                self.add(spec, stored)
+        return self.finish()
+
     def finish(self) -> ModelWeights:
         """The loaded weights. Raises CheckpointError if one never came."""
         if self._waiting:
@@ -562,43 +573,6 @@ def _tensors(value: object) -> list[Tensor]:
     else:
         parts = value if isinstance(value, tuple) else ()
     return [tensor for part in parts for tensor in _tensors(part)]
-
-
-def load_weights(
-    config: ModelConfig,
-    stream: WeightStream,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    round_activations: bool,
-    ops: Ops,
-    round_wo_a: bool = True,
-    rank: Rank = ALONE,
-) -> ModelWeights:
-    """Allocate a rank's weights and fill them from `stream`, one tensor at a time.
-
-    Args:
-        config: the whole model's configuration.
-        stream: the weights of `weight_specs(config, rank)`.
-
-    Raises:
-        CheckpointError: a tensor comes twice, is unknown, or is missing.
-        FinwhaleError: so many ranks cannot divide the model.
-    """
-    with _no_collection():
-        loading = WeightLoading(
-            config,
-            storages=stream.storages,
-            dtype=dtype,
-            device=device,
-            round_activations=round_activations,
-            round_wo_a=round_wo_a,
-            ops=ops,
-            rank=rank,
-        )
-        for spec, stored in stream.into(loading.places):
-            loading.add(spec, stored)
-    return loading.finish()
 
 
 @contextmanager

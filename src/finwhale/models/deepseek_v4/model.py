@@ -382,6 +382,7 @@ def launch_sizes(config: ModelConfig) -> ModelSizes:
     return ModelSizes(
         vocab_size=config.vocab_size,
         num_heads=config.num_attention_heads,
+        head_dim=config.head_dim,
         window=config.sliding_window,
         index_topk=config.index_topk,
         complete_ratios=tuple({ratio for ratio in config.layer_ratios if ratio > 4}),
