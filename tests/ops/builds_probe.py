@@ -25,12 +25,14 @@ from triton.runtime import driver
 
 from finwhale.artefacts import Artefacts
 from finwhale.checkpoint.dummy import DummySource
+from finwhale.checkpoint.reader import read_config
+from finwhale.demo import DSPARK_PATH
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import SignatureRun
 from finwhale.engine.rank.memory import Largest, LargestSteps
 from finwhale.errors import ResourceError
-from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, launch_sizes
@@ -49,7 +51,7 @@ from finwhale.platform import Platform
 
 OPS = load_ops(Platform("nvidia", "sm90"))
 LARGEST = Largest(
-    num_tokens=700,
+    num_tokens=1040,
     num_seqs=8,
     max_len=40000,
     decode_graphs=(1, 2, 4, 8),
@@ -112,6 +114,9 @@ class Sample(SignatureRun):
             yield n, n, [(length(), draw.choice((1, 2, n))) for _ in range(16)]
         captured = max(self.largest.prefill_graphs, default=1)
         for n in range(captured + 1, self.largest.num_tokens + 1):
+            # From 1,021 tokens on, a small model's quantisation lets no kernel start early.
+            if 700 < n <= 1020:
+                continue
             yield n, n, [(length(), n) for _ in range(10 if n <= 64 else 1)]
         for n in self.largest.decode_graphs:
             yield n, 1, [(self.largest.max_len, 1)]
@@ -289,35 +294,35 @@ def new_model(config: ModelConfig, round_wo_a: bool) -> DeepseekV4:
     def load() -> None:
         source = DummySource(weight_specs(config), cpu)
         weights.append(
-            load_weights(
+            WeightLoading(
                 config,
-                source,
+                storages=source.storages,
                 dtype=torch.bfloat16,
                 device=cpu,
                 round_activations=True,
                 round_wo_a=round_wo_a,
                 ops=OPS,
-            )
+            ).fill(source)
         )
 
     collect(load)  # folds experts
     return DeepseekV4(config, OPS, weights[0], round_activations=True, max_positions=40000)
 
 
-def compare_drafting_launches() -> dict[str, Any]:
+def compare_drafting_launches(config: ModelConfig, max_len: int) -> dict[str, Any]:
     """The missing launches of an engine that drafts with DSpark, and the launches of verifications.
 
     A verification of 5 to 8 tokens must have the launches of one of 4.
     """
-    config = small_flash("flash-0731")
     model, groups = new_model(config, True), cache_spec(config)
     cache = LargestSteps.alone(model, groups, OPS).cache
-    run = SignatureRun(model, groups, OPS, cache, DRAFTING, eager=False)
-    every = collect(DraftingSample(model, groups, OPS, cache, DRAFTING, eager=False))
+    largest = replace(DRAFTING, max_len=max_len)
+    run = SignatureRun(model, groups, OPS, cache, largest, eager=False)
+    every = collect(DraftingSample(model, groups, OPS, cache, largest, eager=False))
 
     def verification(query: int) -> set[tuple[str, str]]:
         inference = torch.inference_mode()
-        return names(collect(inference(lambda: run._step(48, query, [(40000, query)]))))
+        return names(collect(inference(lambda: run._step(48, query, [(max_len, query)]))))
 
     return {
         "missing": sorted(names(every) - names(collect(run)))[:5],
@@ -368,10 +373,13 @@ def main() -> None:
     if "walk" in sys.argv[1:]:
         print(json.dumps([compare_launches(round_wo_a)[1] for round_wo_a in (True, False)]))
         return
+    demo = ModelConfig.from_dict(read_config(DSPARK_PATH))
     walked, report = compare_launches(round_wo_a=True)
     cheap = [v for v in walked if v.name in ("_rms_norm_kernel", "_pick_kernel", "_best_kernel")]
     report |= {
-        "drafting": compare_drafting_launches(),
+        "drafting": compare_drafting_launches(small_flash("flash-0731"), 40000),
+        # Its heads are not those of the Hopper kernels, so portable ones run.
+        "demo": compare_drafting_launches(demo, 32768),
         "left out": [
             line
             for experts, topk in ((256, 6), (384, 6), (384, 8), (64, 6), (16, 4))

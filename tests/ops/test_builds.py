@@ -55,6 +55,7 @@ def test_every_number_of_tokens_finds_its_kernels(report: dict[str, Any]) -> Non
 def test_every_step_that_drafts_finds_its_kernels(report: dict[str, Any]) -> None:
     """Steps have every size and width, and draft passes have any number of sequences."""
     assert report["drafting"]["missing"] == []
+    assert report["demo"]["missing"] == []
 
 
 def test_verifications_of_up_to_8_tokens_launch_the_kernels_of_a_decode(

@@ -19,6 +19,8 @@ A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.p
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Callable
+
 import torch
 import triton
 from torch import Tensor
@@ -288,9 +290,13 @@ def mma_heads(heads: int) -> int:
     return MMA_ROWS if heads > FEW_HEADS else max(8, triton.next_power_of_2(heads))
 
 
+def _fits(heads: int, head_dim: int, window: int) -> bool:
+    whole = heads <= FEW_HEADS or heads % MMA_ROWS == 0
+    return head_dim == HEAD_DIM and whole and window % BLOCK_K == 0
+
+
 def takes(p: Problem) -> bool:
     """Whether the kernel supports the sizes."""
-    heads = p.q.shape[1]
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, Selected):
         rows.append(p.entries.rows_per_page)
@@ -298,9 +304,8 @@ def takes(p: Problem) -> bool:
         rows.append(p.entries.table.rows_per_page)
     return (
         p.q.dtype == torch.bfloat16
-        and (p.q.shape[2], p.rope) == (HEAD_DIM, ROPE)
-        and (heads <= FEW_HEADS or heads % MMA_ROWS == 0)
-        and p.window.size % BLOCK_K == 0
+        and p.rope == ROPE
+        and _fits(p.q.shape[1], p.q.shape[2], p.window.size)
         and all(r & (r - 1) == 0 for r in rows)
     )
 
@@ -320,14 +325,20 @@ def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
     return AttendPlan(block_h=block_h, block_k=block_k, splits=splits, num_warps=num_warps)
 
 
+def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
+    """The plan of the kernel that a model's sizes allow."""
+    fits = _fits(model.num_heads, model.head_dim, model.window)
+    return plan if fits else AttendPlan.of
+
+
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return up_to(most, shared_tokens(model, plan))
+    return up_to(most, shared_tokens(model, _plan_of(model)))
 
 
 def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int]:
     """See ops/launch/sizes.py."""
-    return shared_contexts(model, num_tokens, longest, plan)
+    return shared_contexts(model, num_tokens, longest, _plan_of(model))
 
 
 def invariant_plan(p: Problem) -> AttendPlan:

@@ -28,6 +28,7 @@ class ModelSizes:
 
     vocab_size: int
     num_heads: int
+    head_dim: int
     window: int
     index_topk: int
     complete_ratios: tuple[int, ...]

@@ -55,7 +55,6 @@ def _quantise_kernel(
     stride_xn,
     stride_xg,
     stride_sn,
-    stride_sg,
     stride_sk,
     limit,
     G: tl.constexpr,
@@ -87,7 +86,8 @@ def _quantise_kernel(
         tl.store(target, y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         tl.store(target, y, mask=mask)
-        where = token[:, None] * stride_sn + g * stride_sg + group[None, :] * stride_sk
+        scale_group = g * tl.cdiv(K, 128) + group
+        where = token[:, None] * stride_sn + scale_group[None, :] * stride_sk
         tl.store(scale_ptr + where, scale, mask=(token < N)[:, None] & (group * 128 < K)[None])
 
 
@@ -107,6 +107,7 @@ def _launch(
     if num_tokens == 0:
         return
     total = triton.cdiv(width, ACTIVATION_GROUP)
+    assert dequantise or num_groups == 1 or scale.stride(1) == total * scale.stride(2)
     groups, block_n, grid, few = _programs(num_tokens, num_groups, total)
     _quantise_kernel[grid](
         x_NGK,
@@ -117,7 +118,6 @@ def _launch(
         x_NGK.stride(0),
         x_NGK.stride(1),
         scale.stride(0),
-        scale.stride(1),
         scale.stride(2),
         0.0 if limit is None else limit,
         G=num_groups,
