@@ -187,20 +187,6 @@ def _checked_bias(bias: Mapping[int, float] | None) -> dict[int, float] | None:
     return dict(bias) or None
 
 
-def check_stop_of_answers(params: SamplingParams, stop: Sequence[str]) -> None:
-    """Check that the parser of chat answers, which looks for stop strings itself, can obey.
-
-    Args:
-        stop: the stop strings of the answer.
-
-    Raises:
-        RequestError: it cannot.
-    """
-    for name in ("min_tokens", "include_stop_str_in_output"):
-        if stop and getattr(params, name):
-            raise RequestError(f"{name} is not supported together with stop strings in chat")
-
-
 MAX_LOGPROBS = 100
 # Most log-probabilities of one request's prompt: a result of about 50 MB.
 MAX_PROMPT_LOGPROBS = 1 << 18

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from finwhale.engine.loop.stop_strings import StopChecker
+from finwhale.chat.stop_strings import StopChecker
 
 
 def naive(text: str, stop: list[str]) -> tuple[str, str | None]:

@@ -1,13 +1,16 @@
 """Splits the model's output into reasoning, content and tool calls while it streams."""
 
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.request import SamplingParams
 
 FINISH_REASONS = {
     "stop": recipe.InferenceFinishReason.Stop,
@@ -45,17 +48,22 @@ class OutputParser:
         tokenizer: Tokenizer,
         request: recipe.ConversationRequest,
         stop: Sequence[str] = (),
+        gate: StopGate | None = None,
     ) -> None:
         """A parser of one answer to `request`.
 
         As in DeepSeek's protocol, `stop` strings end the content. They mean nothing in reasoning
         and in tool calls.
+
+        Args:
+            gate: looks for stop strings instead, in token ids.
         """
         options = request.parsing_options
         options.stop_sequences = list(stop)
         generator = recipe.ChatCompletionRequest.chunk_generator(request, "", "")
         self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
         self._dropped = dropped_ids(tokenizer)
+        self._gate, self._withheld = gate, deque[int]()
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self._tool_calls: list[dict[str, Any]] = []
@@ -74,16 +82,24 @@ class OutputParser:
         if isinstance(piece, str):
             return self._push(recipe.InferenceChunk.text(piece))
         # deepseek-recipe holds back a piece that ends inside a character, so pieces are tokens.
-        return [
-            event
-            for token_id in piece
-            if token_id not in self._dropped
-            for event in self._push(recipe.InferenceChunk.tokens([token_id]))
-        ]
+        if self._gate is None:
+            return [event for token_id in piece for event in self._push_token(token_id)]
+        events: list[OutputEvent] = []
+        for token_id in piece:
+            if self.finished:
+                break
+            self._withheld.append(token_id)
+            released, end = self._gate.feed(token_id)
+            events += self._release(released)
+            if end is not None:
+                self._withheld.clear()
+                events += self._push(recipe.InferenceChunk.text(end)) + self.finish("stop")
+        return events
 
     def finish(self, reason: Literal["stop", "length"] = "stop") -> list[OutputEvent]:
         """Ends the answer and returns its last events; `reason` says why generation ended."""
-        events = self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
+        events = self._release(len(self._withheld))
+        events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
     def message(self) -> dict[str, Any]:
@@ -96,6 +112,15 @@ class OutputParser:
                 {**call, "function": dict(call["function"])} for call in self._tool_calls
             ]
         return message
+
+    def _release(self, count: int) -> list[OutputEvent]:
+        """Parses the oldest of the tokens that the gate withheld."""
+        return [event for _ in range(count) for event in self._push_token(self._withheld.popleft())]
+
+    def _push_token(self, token_id: int) -> list[OutputEvent]:
+        if token_id in self._dropped:
+            return []
+        return self._push(recipe.InferenceChunk.tokens([token_id]))
 
     def _push(self, chunk: recipe.InferenceChunk) -> list[OutputEvent]:
         return [] if self._stream.finished else self._take(self._stream.push(chunk))
@@ -124,13 +149,36 @@ class OutputParser:
             self._tool_calls[event.tool_index]["function"]["arguments"] += event.text
 
 
+def new_gate(
+    tokenizer: Tokenizer, params: SamplingParams, stop: Sequence[str], end_of_thinking: int | None
+) -> StopGate | None:
+    """What looks for an answer's stop strings; None: the parser can.
+
+    Args:
+        stop: the answer's stop strings, which params may lack.
+        end_of_thinking: the token after which the answer begins; None: it begins at once.
+    """
+    if not stop or not (params.min_tokens or params.include_stop_str_in_output):
+        return None
+    return StopGate(
+        tokenizer,
+        stop,
+        end_of_thinking=end_of_thinking,
+        markup=_ids(tokenizer, ("Dsml",)),
+        min_tokens=params.min_tokens,
+        keep=params.include_stop_str_in_output,
+    )
+
+
 def dropped_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Special tokens that are no part of an answer, such as the end of sequence."""
-    markup = {
-        tokenizer.added_ids.get(getattr(recipe.SpecialToken, name).default_str())
-        for name in _MARKUP
-    }
-    return tokenizer.special_ids - markup
+    return tokenizer.special_ids - _ids(tokenizer, _MARKUP)
+
+
+def _ids(tokenizer: Tokenizer, names: Iterable[str]) -> set[int | None]:
+    """The ids of special tokens by deepseek-recipe's names; None: the tokenizer lacks one."""
+    texts = (getattr(recipe.SpecialToken, name).default_str() for name in names)
+    return {tokenizer.added_ids.get(text) for text in texts}
 
 
 def _events(delta: dict[str, Any]) -> list[OutputEvent]:

@@ -12,6 +12,7 @@ import deepseek_recipe as recipe
 
 from finwhale.chat.effort import EffortLadder, with_ladder
 from finwhale.chat.output import OutputParser
+from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import RequestError
 
@@ -249,9 +250,11 @@ class ChatTemplate:
         token_ids = self._encode(rendered.prompt, rendered.special_ranges)
         return ChatPrompt(token_ids, rendered.prompt, converted.request)
 
-    def parser(self, prompt: ChatPrompt, stop: Sequence[str] = ()) -> OutputParser:
-        """A parser of one answer to `prompt`. The content ends before a `stop` string."""
-        return OutputParser(self._tokenizer, prompt.request, stop)
+    def parser(
+        self, prompt: ChatPrompt, stop: Sequence[str] = (), gate: StopGate | None = None
+    ) -> OutputParser:
+        """A parser of one answer to `prompt`. A `stop` string, or the gate, ends the content."""
+        return OutputParser(self._tokenizer, prompt.request, stop, gate)
 
     def _encode(self, text: str, special_ranges: Sequence[tuple[int, int]]) -> list[int]:
         token_ids: list[int] = []

@@ -2,13 +2,15 @@
 
 import codecs
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.output import FINISH_REASONS, dropped_ids
+from finwhale.chat.output import FINISH_REASONS, dropped_ids, new_gate
+from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
@@ -226,7 +228,13 @@ class AnswerStream:
         prompt_tokens: int,
         cached_tokens: int,
         special_tokens: bool = False,
+        gate: StopGate | None = None,
     ) -> None:
+        """
+        Args:
+            special_tokens: whether the content contains the text of special tokens.
+            gate: looks for stop strings instead of deepseek-recipe.
+        """
         kind = REQUEST_KINDS[converted.protocol]
         generator = kind.chunk_generator(converted.request, answer_id, model)
         stage = converted.parsing_options.thinking_initial_stage
@@ -237,9 +245,12 @@ class AnswerStream:
             generator = generator.with_echo(converted.echo)
         if converted.namespaces:
             generator = generator.with_namespace_tool_map(converted.namespaces)
-        self._stream = recipe.StreamProcessor(
-            generator, converted.parsing_options, tokenizer.recipe
-        )
+        options = converted.parsing_options
+        if gate is not None:
+            options.stop_sequences = []
+        self._stream = recipe.StreamProcessor(generator, options, tokenizer.recipe)
+        self._gate = gate
+        self._withheld: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._kind = _RESPONSE_KINDS[converted.protocol]
         self._response = self._kind(answer_id, model, created, prompt_tokens, cached_tokens)
         self._tokenizer = tokenizer
@@ -279,12 +290,29 @@ class AnswerStream:
             if unseen_last and position == last:
                 events += self._count(1)
                 continue
+            self._withheld.append((token_id, None if logprobs is None else logprobs[position]))
+            if self._gate is None:
+                events += self._release(1)
+                continue
+            released, end = self._gate.feed(token_id)
+            events += self._release(released)
+            if end is not None:
+                chunk = recipe.InferenceChunk.text(end, token_count=len(self._withheld))
+                self._withheld.clear()
+                return events + self._push(chunk) + self.finish("stop")
+        return events
+
+    def _release(self, count: int) -> Events:
+        """The events of the oldest tokens that the gate withheld."""
+        events: Events = []
+        for _ in range(count):
+            token_id, logprobs = self._withheld.popleft()
             if token_id in self._dropped:
                 # As text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
                 events += self._push(recipe.InferenceChunk.text(text, token_count=1))
                 continue
-            wanted = None if logprobs is None else [logprobs[position]]
+            wanted = None if logprobs is None else [logprobs]
             events += self._push(recipe.InferenceChunk.tokens([token_id], wanted))
             self._decoder.decode(self._tokenizer.token_bytes(token_id))
             self._unfinished = self._unfinished + 1 if self._decoder.getstate()[0] else 0
@@ -297,8 +325,9 @@ class AnswerStream:
 
     def finish(self, reason: Literal["stop", "length"]) -> Events:
         """Ends the answer; `reason` says why generation ended."""
+        events = self._release(len(self._withheld))
         # The answer may end inside a character.
-        events = self._count(self._unfinished) if self._unfinished else []
+        events += self._count(self._unfinished) if self._unfinished else []
         events += self._push(recipe.InferenceChunk.finish(FINISH_REASONS[reason]))
         return events + self._take(self._stream.finish())
 
@@ -391,6 +420,12 @@ class _Answers:
             prompt_tokens=len(self._request.token_ids),
             cached_tokens=delta.cached_tokens,
             special_tokens=self._request.options.special_tokens,
+            gate=new_gate(
+                self._state.need_tokenizer(),
+                self._request.params,
+                self._request.stop,
+                self._request.stop_after,
+            ),
         )
 
 

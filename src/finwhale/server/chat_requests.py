@@ -19,7 +19,7 @@ from finwhale.chat.template import ProtocolName, ProtocolRequest, convert
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.errors import RequestError
-from finwhale.request import Guide, SamplingParams, check_stop_of_answers
+from finwhale.request import Guide, SamplingParams
 from finwhale.server.schemas import (
     ChatBody,
     CompletionBody,
@@ -125,13 +125,14 @@ class ChatRequest:
     Attributes:
         converted: the request as deepseek-recipe reads it.
         token_ids: the prompt.
-        stop_after: the token after which the engine looks for stop strings; None: it looks for
-            them from the beginning.
+        stop: stop strings of the content.
+        stop_after: the token after which they count; None: they count from the beginning.
     """
 
     converted: ProtocolRequest
     token_ids: list[int]
     params: SamplingParams
+    stop: tuple[str, ...]
     stop_after: int | None
     priority: int
     options: AnswerOptions
@@ -190,11 +191,11 @@ def _prepare(state: ServerState, protocol: ProtocolName, body: ChatProtocolBody)
         guide=guide,
         defaults={"temperature": options.temperature, "top_p": options.top_p},
     )
-    check_stop_of_answers(params, stop)
     return ChatRequest(
         converted,
         prompt.token_ids,
         params,
+        stop,
         end_of_thinking,
         body.priority or 0,
         AnswerOptions.of(body),

@@ -48,8 +48,8 @@ clients send without being asked to.
 - `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, there are no others.
 - `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to a chat completion, to each choice of a
   completion, or to the first chunk of a stream.
-- `min_tokens` withholds the end of sequence and stop tokens. A grammar may end earlier. In chat completions, neither
-  it nor `include_stop_str_in_output` can be combined with `stop`.
+- `min_tokens` withholds the end of sequence and stop tokens, and lets no stop string count before. A grammar may end
+  earlier.
 - `structured_outputs`, the `guided_` fields, `regex` and `response_format` exclude each other. Grammars are in
   llguidance's dialect of Lark, not in GBNF.
 - `separate_reasoning: false` leaves the reasoning in the content, up to `</think>`. `include_reasoning: false` leaves

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 
 from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.drafting_loop import DraftLoop
@@ -31,7 +32,6 @@ from finwhale.engine.loop.sampled_tokens import (
     row_logprobs,
 )
 from finwhale.engine.loop.step_loop import Launcher, StepLoop
-from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.loop.watchdog import Watchdog
 from finwhale.engine.plan.executor import Executor, MemoryUse
 from finwhale.engine.plan.pages import PageManager

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from finwhale.chat.detokenizer import Detokenizer
+from finwhale.chat.stop_strings import StopChecker
 from finwhale.engine.loop.metrics import Clock
 from finwhale.engine.loop.routed_experts import RoutedExperts
-from finwhale.engine.loop.stop_strings import StopChecker
 from finwhale.engine.plan.draft_policy import PLAIN, StepKind
 from finwhale.engine.plan.executor import PendingResult, PromptScores
 from finwhale.engine.plan.sampling import History

@@ -1,5 +1,6 @@
 """Dumps the stack of every thread if a step takes far too long."""
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -68,7 +69,9 @@ class Watchdog:
         faulthandler.dump_traceback_later(2 * self.seconds, file=file)
         if began is None or began == told or time.monotonic() - began < self.seconds:
             return told
-        os.write(file, f"finwhale: a step has taken {self.seconds:g} seconds; stacks:\n".encode())
+        with contextlib.suppress(BlockingIOError):  # nobody reads the server's log
+            text = f"finwhale: a step has taken {self.seconds:g} seconds; stacks:\n"
+            os.write(file, text.encode())
         faulthandler.dump_traceback(file)
         return began
 
