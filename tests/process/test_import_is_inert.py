@@ -119,7 +119,7 @@ def test_scheduling_and_requests_import_no_torch() -> None:
     heavy = python(
         "import importlib, sys\n"
         "import finwhale.config, finwhale.request, finwhale.chat.template\n"
-        "import finwhale.engine.loop.stop_strings\n"
+        "import finwhale.chat.stop_strings\n"
         f"for name in {plan}: importlib.import_module(name)\n"
         "print('torch' in sys.modules)"
     )

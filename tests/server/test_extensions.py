@@ -84,9 +84,34 @@ def test_min_tokens_and_kept_stops(server: RunningServer) -> None:
         made = chat(server, stop_token_ids=[token], include_stop_str_in_output=keep)
         text = made["choices"][0]["message"]["content"]
         assert text == tokenizer.decode(ids[: ids.index(token) + keep])
-    for name, value in (("min_tokens", 2), ("include_stop_str_in_output", True)):
-        assert "together with stop strings" in refusal(server, stop="x", **{name: value})
     assert "at most max_tokens" in refusal(server, min_tokens=9, max_tokens=8)
+
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("more", [{}, {"reasoning_effort": "low"}, {"tools": [TOOL]}])
+def test_stop_strings_with_min_tokens_and_kept(server: RunningServer, more: dict[str, Any]) -> None:
+    """The reasoning contains the stop strings, too."""
+    kept = {"include_stop_str_in_output": True}
+    client = server.openai()
+    for options, wanted in (
+        ({"stop": ["Pari", "zzz"], **kept}, ANSWER[: ANSWER.index("Pari") + 4]),
+        ({"stop": "of Fr", **kept}, "The capital of Fr"),
+        ({"stop": "of Fr", "min_tokens": 1}, "The capital "),
+        ({"stop": "capital", "min_tokens": 200, "max_tokens": 201, "ignore_eos": True}, ANSWER),
+    ):
+        made = chat(server, **more, **options)["choices"][0]
+        assert made["message"]["content"].startswith(wanted)
+        streamed: Any = client.chat.completions.create(
+            model=MODEL, messages=QUESTION, temperature=0, stream=True,  # type: ignore[arg-type]
+            extra_body={**more, **options},
+        )  # fmt: skip
+        pieces = [chunk.choices[0] for chunk in streamed if chunk.choices]
+        assert "".join(piece.delta.content or "" for piece in pieces) == made["message"]["content"]
+        assert pieces[-1].finish_reason == made["finish_reason"]
+        if "ignore_eos" not in options:
+            assert made["message"]["content"] == wanted and made["finish_reason"] == "stop"
 
 
 def test_special_tokens(server: RunningServer) -> None:

@@ -1,5 +1,6 @@
 """`finwhale serve` as a process: starting, draining, ending, and its engine's death."""
 
+import contextlib
 import json
 import logging
 import os
@@ -177,3 +178,36 @@ def test_mistakes_are_one_line(
     lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("{")]
     assert len(lines) == 1 and lines[0].startswith("finwhale: error: "), lines
     assert wanted in lines[0]
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def test_an_unread_log_stops_nothing() -> None:
+    """The pipe is full before the server starts."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b" " * 4096)
+    os.set_blocking(writer, True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "finwhale", "serve", "--port", str(port), "--device", "cpu"]
+    with subprocess.Popen([*command, "--max-model-len", "2048"], stderr=writer) as process:
+        os.close(writer)
+        try:
+            ready = f"http://127.0.0.1:{port}/health/ready"
+            wait_until(lambda: answers(ready), 60)
+            client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="-")
+            asked = {"model": "finwhale-demo", "prompt": "The whale", "max_tokens": 3}
+            assert client.completions.create(**asked).choices[0].text
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            os.close(reader)

@@ -103,7 +103,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
     monkeypatch.setattr("finwhale.cli.run_batch.EngineClient.spawn", spawn)
     (tmp_path / "in.jsonl").write_text("a line without a result\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form: None)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
     monkeypatch.setattr("finwhale.bench.offline.stamp", lambda *args: {})  # it starts git
     return found
 
@@ -184,7 +184,7 @@ def test_vllm_s_names_of_serve_s_options(
         return 0
 
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
-    monkeypatch.setattr("finwhale.server.logs.configure", lambda *args: None)
+    monkeypatch.setattr("finwhale.server.logs.configure", lambda *form, **kind: lambda: None)
     monkeypatch.setenv("FINWHALE_API_KEYS", "from-the-environment")
     keys = ["--api-key", "first-key", "--api-key", "second-key"]
     names = ["--served-model-name", "v4", "--served-model-name", "flash"]

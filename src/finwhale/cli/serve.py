@@ -49,7 +49,11 @@ def run(argv: Sequence[str]) -> int:
         work_at(place)
     opened = open_checkpoint(args.path, args, config, place)
     read_keys = partial(_api_keys, args.api_keys or [], _given_keys(args, os.environ))
-    return serve(config, *opened, read_keys)
+    restore = logs.configure(config.log_level, config.log_format, waits=False)
+    try:
+        return serve(config, *opened, read_keys)
+    finally:
+        restore()
 
 
 def open_checkpoint(

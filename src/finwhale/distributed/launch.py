@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
@@ -477,7 +478,10 @@ def name(worker: _Worker) -> str:
 def end_process(cause: str) -> None:
     """End this process at once: its device waits for ever."""
     text = f"finwhale: the device waits for a rank that is gone, so this process ends: {cause}\n"
-    os.write(2, text.encode())
+    # A pipe that nobody reads must not keep the process.
+    with contextlib.suppress(OSError):
+        if select.select((), (2,), (), 0)[1]:
+            os.write(2, text.encode())
     os._exit(1)
 
 

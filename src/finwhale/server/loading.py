@@ -36,7 +36,7 @@ def load_engine(
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.
     """
-    logs.configure(log_level, log_format)
+    logs.configure(log_level, log_format, waits=False)
     with _progress_bar() if logs.is_text(log_format) else nullcontext(_log_tenths()) as progress:
         engine = open_engine(config, directory, progress, place)
     if engine.tokenizer is not None:

@@ -5,13 +5,14 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from finwhale.request import RequestTimes, SamplingParams
 from finwhale.server.errors import ApiError
 from finwhale.server.keys import ApiKey
+from finwhale.server.lossy_stderr import never_block
 
 # Errors with these codes may repeat text from a request, after one of these.
 _QUOTING = frozenset({"invalid_request", "generation_failed"})
@@ -56,15 +57,31 @@ def is_text(log_format: str) -> bool:
     return log_format == "text" or (log_format == "auto" and sys.stderr.isatty())
 
 
-def configure(level: str, log_format: str = "auto") -> None:
-    """Writes the records of every logger to standard error."""
+def configure(level: str, log_format: str = "auto", *, waits: bool = True) -> Callable[[], None]:
+    """Writes the records of every logger to standard error.
+
+    Args:
+        waits: whether a writer waits until standard error is read; see `server/lossy_stderr.py`.
+
+    Returns:
+        A function that lets writers wait again.
+    """
+    formatter = TextFormatter() if is_text(log_format) else JsonFormatter()
+
+    def notice(lost: int) -> str:
+        text = f"{lost} lines of the log are lost: nobody read standard error"
+        line = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
+        return formatter.format(logging.makeLogRecord(line)) + "\n"
+
+    restore = (lambda: None) if waits else never_block(notice)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TextFormatter() if is_text(log_format) else JsonFormatter())
+    handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
     # `server/limits.py` logs requests.
     logging.getLogger("uvicorn.access").disabled = True
+    return restore
 
 
 def printable(text: str, limit: int) -> str:
