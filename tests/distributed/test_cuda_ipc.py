@@ -1,6 +1,7 @@
 """Handles of CUDA IPC: plain data, chosen by the GPU's UUID. tests/gpu opens real ones."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_the_storage_is_opened_on_this_rank(monkeypatch: pytest.MonkeyPatch) -> 
         return torch.UntypedStorage(5)
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(cuda_ipc, "uuid_of", lambda device: UUID)
     monkeypatch.setattr(cuda_ipc, "_as_bytes", lambda storage, device: storage.nbytes())

@@ -6,11 +6,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tests.engine.trainers import HOST, described, free_port
+from tests.engine.weights import bits_of
 
 from finwhale import LLM, BroadcastTensors, FinwhaleError, SamplingParams, SharedTensors
 from finwhale.demo import DEMO_PATH
@@ -20,14 +22,7 @@ from finwhale.testing.tensors import read_tensors
 SCRIPT = Path(__file__).parent / "trainer_process.py"
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=3)
 PROMPTS = [[0, *range(20, 320)], [0, 21, 22]]
-
-
-def outputs(llm: LLM) -> list[object]:
-    return [
-        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
-        for result in llm.generate(PROMPTS, PARAMS)
-        for o in result.outputs
-    ]
+outputs = partial(bits_of, prompts=PROMPTS, params=PARAMS)
 
 
 def new_llm(size: int = 1) -> LLM:

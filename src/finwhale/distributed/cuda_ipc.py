@@ -106,18 +106,19 @@ def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tenso
         FinwhaleError: no handle is of this GPU, or CUDA cannot open it.
     """
     handle = handle_of(handles, uuid_of(device))
-    torch.cuda.set_device(device)
     try:
-        storage = torch.UntypedStorage._new_shared_cuda(
-            torch.cuda.current_device(),
-            handle.memory,
-            handle.size_bytes,
-            handle.offset_bytes,
-            handle.counter,
-            handle.counter_offset,
-            handle.event,
-            handle.waits,
-        )
+        # A device without an index is the current one.
+        with torch.cuda.device(device):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                torch.cuda.current_device(),
+                handle.memory,
+                handle.size_bytes,
+                handle.offset_bytes,
+                handle.counter,
+                handle.counter_offset,
+                handle.event,
+                handle.waits,
+            )
     except RuntimeError as error:
         line = str(error).strip().partition("\n")[0]
         raise FinwhaleError(f"cannot open the IPC handle for {device}: {line}") from error

@@ -195,6 +195,11 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, without the place in torch's source that Gloo puts before it."""
+    """The first line of an error, without the place in torch's source that Gloo puts before it.
+
+    Gloo has several messages for a member that is gone, by the moment at which it notices.
+    """
     line = str(error).strip().partition("\n")[0]
+    if any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe")):
+        return "the connection to another member has ended"
     return re.sub(r"^\[\S+:\d+\] ", "", line) or type(error).__name__
