@@ -23,6 +23,7 @@ CASES = {
     "finwhale generate --se": ({"--seed"}, {"--served-model-name"}),
     "finwhale serve --dtype ": ({"float32", "bfloat16"}, {"serve"}),
     "finwhale bench off": ({"offline"}, {"ops"}),
+    "finwhale bench offline --dr": ({"--draft-tokens"}, {"--steps"}),
     "finwhale serve --batch-dir che": ({"checkpoints/"}, {"checked.txt"}),
     "finwhale completion f": ({"fish"}, {"bash"}),
 }

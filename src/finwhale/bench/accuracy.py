@@ -224,19 +224,7 @@ def passes(result: dict[str, Any]) -> bool:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
-    parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
-    add_sizes(parser, 4)
-    parser.add_argument("--tokens", type=int, default=2560, help="length of the text")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="number of positions whose logits are compared"
-    )
-    parser.add_argument(
-        "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
-    )
-    names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
-    add_options(parser, EngineConfig, names)
-    parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console()
     if not console.is_terminal:
         console.width = 120
@@ -261,3 +249,19 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return 0 if record["passes"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
+    add_sizes(parser, 4)
+    parser.add_argument("--tokens", type=int, default=2560, help="length of the text")
+    parser.add_argument(
+        "--positions", type=int, default=512, help="number of positions whose logits are compared"
+    )
+    parser.add_argument(
+        "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
+    )
+    names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
+    add_options(parser, EngineConfig, names)
+    parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
+    return parser

@@ -8,6 +8,7 @@ mHC operators are measured on a whole sum ("mhc alone"), after a sum ("sum, mhc"
 in their first kernel ("fused"). "sum, mhc" less "mhc alone" is what a sum costs in a layer now.
 """
 
+import argparse
 import functools
 import itertools
 import multiprocessing.connection
@@ -584,20 +585,7 @@ def table_of(lines: Sequence[Line]) -> Table:
 
 def main(argv: Sequence[str]) -> int:
     """`finwhale bench collectives`: 0, or 1 where a result was wrong or a rank failed."""
-    parser = new_parser("collectives", __doc__, "collectives.jsonl")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: all GPUs)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="values of a row")
-    parser.add_argument(
-        "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
-    )
-    parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
-    parser.add_argument("--no-sum", action="store_true", help="leave out the all-reduces")
-    parser.add_argument("--no-gather", action="store_true", help="leave out the all-gathers")
-    parser.add_argument(
-        "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
-    )
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
         raise FinwhaleError(
@@ -635,6 +623,24 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return int(any(map(failed, lines)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("collectives", __doc__, "collectives.jsonl")
+    parser.add_argument("--ranks", type=int, help="number of ranks (default: all GPUs)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
+    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
+    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="values of a row")
+    parser.add_argument(
+        "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
+    )
+    parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
+    parser.add_argument("--no-sum", action="store_true", help="leave out the all-reduces")
+    parser.add_argument("--no-gather", action="store_true", help="leave out the all-gathers")
+    parser.add_argument(
+        "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
+    )
+    return parser
 
 
 if __name__ == "__main__":

@@ -375,6 +375,24 @@ def _check_room(config: ModelConfig, num_engines: int) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench cpu`. Returns 1 if the engines chose different tokens, otherwise 0."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.steps < TURN:
+        parser.error(f"--steps must be at least {TURN}")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 100
+    record = stamp("cpu", argv, ("torch", "transformers"))
+    record |= run(args, console)
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = new_parser("cpu", __doc__, "cpu.jsonl")
     parser.add_argument(
         "path",
@@ -400,20 +418,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--threads", type=_count, help="number of torch threads (default: torch's choice)"
     )
-    args = parser.parse_args(argv)
-    if args.steps < TURN:
-        parser.error(f"--steps must be at least {TURN}")
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100
-    record = stamp("cpu", argv, ("torch", "transformers"))
-    record |= run(args, console)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
-    return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
+    return parser
 
 
 def _count(text: str) -> int:

@@ -41,7 +41,7 @@ from finwhale.distributed.launch import Answer, Opened, Seat, Spawned, Workers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
-from finwhale.models.deepseek_v4.build import load_weights
+from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import ModelWeights
 from finwhale.models.deepseek_v4.weights import ignored_prefixes, weight_specs
@@ -120,15 +120,15 @@ class Loader:
             ignored=ignored_prefixes(self.config),
             device=reading_device,
         )
-        self.weights = load_weights(
+        self.weights = WeightLoading(
             self.config,
-            source,
+            storages=source.storages,
             dtype=torch.bfloat16 if self.ops.capabilities.quantised_weights else torch.float32,
             device=self.device,
             round_activations=True,
             ops=replace(self.ops, finish_experts=lambda w: w),
             rank=self.rank,
-        )
+        ).fill(source)
         self._settle()
 
     def fold(self) -> None:
@@ -270,16 +270,7 @@ def measure(
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench load`."""
-    parser = new_parser("load", __doc__, "load-h200.jsonl")
-    add_sizes(parser, 6)
-    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    parser.add_argument(
-        "--directory", metavar="DIR", help="keep the synthetic checkpoint here (default: delete it)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions")
-    parser.add_argument("--mapped", action="store_true", help="measure memory-mapped loading too")
-    add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console()
     if not console.is_terminal:
         console.width = 120
@@ -290,3 +281,16 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("load", __doc__, "load-h200.jsonl")
+    add_sizes(parser, 6)
+    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
+    parser.add_argument(
+        "--directory", metavar="DIR", help="keep the synthetic checkpoint here (default: delete it)"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions")
+    parser.add_argument("--mapped", action="store_true", help="measure memory-mapped loading too")
+    add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))
+    return parser

@@ -559,6 +559,36 @@ def least_bytes(sizes: Sizes, draw: ModelDraw, args: argparse.Namespace) -> floa
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench ops`. Returns 1 if a check failed, otherwise 0."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        raise FinwhaleError("bench ops measures a GPU, and torch sees none")
+    if min(args.batches) < 1 or args.context < 1:
+        parser.error("--batches and --context must be at least 1")
+    sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
+    needed = least_bytes(sizes, ModelDraw("cuda"), args)
+    check_gpu_memory(needed, "the largest case", "choose other --operators or smaller --batches")
+    ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
+    with torch.inference_mode():
+        if args.check:
+            failed = run_check(sizes, ops, args.operators, invariant=args.batch_invariant)
+            return int(failed > 0)
+        lines = run_timing(sizes, ops, args.operators, args.batches, args.context)
+    record = stamp("ops", argv, ("torch", "triton")) | {
+        "benchmark": "ops",
+        "config": args.config,
+        "table": args.table,
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "read_bytes_per_s": READ_RATE,
+        "results": lines,
+    }
+    if args.record:
+        append_record(args.record, record)
+        print(f"recorded in {args.record}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = new_parser("ops", __doc__, "ops.jsonl")
     parser.add_argument("--config", choices=CONFIGS, default="flash", help="sizes of this model")
     parser.add_argument(
@@ -588,32 +618,7 @@ def main(argv: Sequence[str]) -> int:
         default=1,
         help="use the sizes of one of so many ranks",
     )
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        raise FinwhaleError("bench ops measures a GPU, and torch sees none")
-    if min(args.batches) < 1 or args.context < 1:
-        parser.error("--batches and --context must be at least 1")
-    sizes = CONFIGS[args.config].of_rank(args.tensor_parallel_size)
-    needed = least_bytes(sizes, ModelDraw("cuda"), args)
-    check_gpu_memory(needed, "the largest case", "choose other --operators or smaller --batches")
-    ops = load_ops(PLATFORMS[args.table], batch_invariant=args.batch_invariant)
-    with torch.inference_mode():
-        if args.check:
-            failed = run_check(sizes, ops, args.operators, invariant=args.batch_invariant)
-            return int(failed > 0)
-        lines = run_timing(sizes, ops, args.operators, args.batches, args.context)
-    record = stamp("ops", argv, ("torch", "triton")) | {
-        "benchmark": "ops",
-        "config": args.config,
-        "table": args.table,
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "read_bytes_per_s": READ_RATE,
-        "results": lines,
-    }
-    if args.record:
-        append_record(args.record, record)
-        print(f"recorded in {args.record}")
-    return 0
+    return parser
 
 
 if __name__ == "__main__":

@@ -180,12 +180,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
-    parser = new_parser("overhead", __doc__, "overhead.jsonl")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
-    parser.add_argument("--context", type=int, default=1024, help="length of a prompt")
-    parser.add_argument("--steps", type=int, default=400, help="number of steps to time")
-    add_options(parser, EngineConfig, ["tensor_parallel_size"])
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console()
     table = Table(title="host time of a decode step, microseconds", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -213,3 +208,12 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return int(too_slow)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("overhead", __doc__, "overhead.jsonl")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
+    parser.add_argument("--context", type=int, default=1024, help="length of a prompt")
+    parser.add_argument("--steps", type=int, default=400, help="number of steps to time")
+    add_options(parser, EngineConfig, ["tensor_parallel_size"])
+    return parser

@@ -4,6 +4,7 @@ The benchmark uses a scheduler with the pages of DeepSeek-V4-Flash and no model.
 prefill of a prompt, then sends the same prompt again and times it until its first step is planned.
 """
 
+import argparse
 import gc
 import random
 import time
@@ -91,12 +92,7 @@ def _sequence(key: str, prompt: list[int]) -> RunningSequence:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench prefix`. Returns 1 if a median exceeds its limit, otherwise 0."""
-    parser = new_parser("prefix", __doc__, "prefix.jsonl")
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts"
-    )
-    parser.add_argument("--repeats", type=int, default=15, help="number of repetitions")
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     console = Console()
     table = Table(title="a cached prompt, nanoseconds per token", title_justify="left")
     for column in ("tokens", "found", "keys", "until planned", "p90", "allowed"):
@@ -117,3 +113,12 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return int(too_slow)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("prefix", __doc__, "prefix.jsonl")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", default=list(LENGTHS), help="lengths of prompts"
+    )
+    parser.add_argument("--repeats", type=int, default=15, help="number of repetitions")
+    return parser

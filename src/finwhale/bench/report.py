@@ -17,6 +17,21 @@ from finwhale.errors import FinwhaleError
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench report`."""
+    args = _parser().parse_args(argv)
+    records = read_records(args.records)
+    if not records:
+        raise FinwhaleError(f"no record in {', '.join(map(str, args.records))}")
+    text = page(args.title, groups_of(records))
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise FinwhaleError(f"cannot write {args.out}: {error.strerror}") from error
+    print(f"{len(records)} records in {args.out}", file=sys.stderr)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         allow_abbrev=False,
         prog="finwhale bench report",
@@ -34,15 +49,4 @@ def main(argv: Sequence[str]) -> int:
         help="the file to write (default: %(default)s)",
     )
     parser.add_argument("--title", default="Finwhale benchmarks", help="title of the page")
-    args = parser.parse_args(argv)
-    records = read_records(args.records)
-    if not records:
-        raise FinwhaleError(f"no record in {', '.join(map(str, args.records))}")
-    text = page(args.title, groups_of(records))
-    try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise FinwhaleError(f"cannot write {args.out}: {error.strerror}") from error
-    print(f"{len(records)} records in {args.out}", file=sys.stderr)
-    return 0
+    return parser

@@ -205,6 +205,27 @@ def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench start`."""
+    args = _parser().parse_args(argv)
+    if args.one:
+        print(REPORT + json.dumps(measure(args)), flush=True)
+        return 0
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    record = stamp("start", argv, ("torch",))
+    results = starts(args, [a for a in argv if a != "--verbose"], console)
+    show(console, results)
+    record["benchmark"] = "start"
+    shared = ("config", "layers", "tensor_parallel_size")
+    record |= {name: results[0][name] for name in shared}
+    record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]
+    if args.record:
+        append_record(args.record, record)
+        console.print(f"recorded in {args.record}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = new_parser("start", __doc__, "start-h200.jsonl")
     parser.epilog = "With --cache-dir, the cache is not empty and every start counts as warm."
     add_model_arguments(parser, (), max_model_len=65536)
@@ -224,21 +245,4 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--verbose", action="store_true", help="print each result as soon as it is known"
     )
-    args = parser.parse_args(argv)
-    if args.one:
-        print(REPORT + json.dumps(measure(args)), flush=True)
-        return 0
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
-    record = stamp("start", argv, ("torch",))
-    results = starts(args, [a for a in argv if a != "--verbose"], console)
-    show(console, results)
-    record["benchmark"] = "start"
-    shared = ("config", "layers", "tensor_parallel_size")
-    record |= {name: results[0][name] for name in shared}
-    record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
-    return 0
+    return parser

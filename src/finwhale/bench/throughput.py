@@ -6,6 +6,7 @@ prefix, and requests that are aborted while they run. It reports the times betwe
 load's own requests only.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Sequence
@@ -156,17 +157,7 @@ def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench throughput`."""
-    parser = new_parser("throughput", __doc__, "throughput-h200.jsonl")
-    add_model_arguments(parser, ["max_model_len"], max_num_seqs=128)
-    parser.add_argument("--requests", type=int, default=256, help="number of requests")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of each prompt")
-    parser.add_argument("--output-tokens", type=int, default=256, help="length of each output")
-    parser.add_argument(
-        "--long-prompt",
-        type=int,
-        default=65536,
-        help="length of the long prompts among the others; 0 runs no other requests",
-    )
+    parser = _parser()
     args = parser.parse_args(argv)
     if args.output_tokens < 2:
         parser.error("--output-tokens must be at least 2: the time between tokens is measured")
@@ -212,3 +203,18 @@ def main(argv: Sequence[str]) -> int:
         append_record(args.record, record)
         console.print(f"recorded in {args.record}")
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = new_parser("throughput", __doc__, "throughput-h200.jsonl")
+    add_model_arguments(parser, ["max_model_len"], max_num_seqs=128)
+    parser.add_argument("--requests", type=int, default=256, help="number of requests")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of each prompt")
+    parser.add_argument("--output-tokens", type=int, default=256, help="length of each output")
+    parser.add_argument(
+        "--long-prompt",
+        type=int,
+        default=65536,
+        help="length of the long prompts among the others; 0 runs no other requests",
+    )
+    return parser

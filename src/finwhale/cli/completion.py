@@ -3,6 +3,7 @@
 import argparse
 import importlib
 from collections.abc import Sequence
+from typing import Any
 
 from finwhale.cli.bench import BENCHMARKS
 from finwhale.cli.main import COMMANDS
@@ -48,19 +49,26 @@ def whole_parser() -> argparse.ArgumentParser:
         if name == "bench":
             benchmarks = commands.add_parser(name, help=text).add_subparsers()
             for one, what in BENCHMARKS.items():
-                benchmarks.add_parser(one, help=what)
-            continue
-        module = f"finwhale.cli.{name.replace('-', '_')}"
-        parser = _parser_of(module)
-        parents = [] if parser is None else [parser]
-        commands.add_parser(name, help=text, parents=parents, add_help=not parents)
+                _add(benchmarks, one, what, f"finwhale.bench.{one}")
+        else:
+            _add(commands, name, text, f"finwhale.cli.{name.replace('-', '_')}")
     return whole
+
+
+def _add(commands: Any, name: str, text: str, module: str) -> None:
+    parser = _parser_of(module)
+    parents = [] if parser is None else [parser]
+    commands.add_parser(name, help=text, parents=parents, add_help=not parents)
 
 
 def _parser_of(module: str) -> argparse.ArgumentParser | None:
     try:
         parser: argparse.ArgumentParser = importlib.import_module(module)._parser()
     except FinwhaleError:
+        return None
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("finwhale"):
+            raise
         return None
     for action in parser._actions:
         if isinstance(action.metavar, str) and action.metavar in _COMPLETED_AS:

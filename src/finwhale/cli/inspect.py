@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     _print_ranks(console, config, architecture, inventory)
     if args.tensors:
         console.print(_all_tensors(checkpoint))
-    return _print_verdict(console, config, inventory)
+    return _print_verdict(console, inventory)
 
 
 def _table(title: str, *columns: str, numbers: int = 0) -> Table:
@@ -201,7 +201,7 @@ def _all_tensors(checkpoint: Checkpoint) -> Table:
     return table
 
 
-def _print_verdict(console: Console, config: ModelConfig, inventory: Inventory) -> int:
+def _print_verdict(console: Console, inventory: Inventory) -> int:
     for title, items in (
         ("missing", inventory.missing),
         ("unexpected", inventory.unexpected),
