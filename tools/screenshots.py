@@ -32,7 +32,7 @@ from rich.text import Text
 ROOT = Path(__file__).parents[1]
 MAX_BYTES = 300_000
 START_S = 120
-QUESTIONS = ["What is the capital of France?", "What is the opposite of hot?"]
+QUESTIONS = ["What is the capital of France?", "What do bees make?"]
 FINWHALE = [sys.executable, "-m", "finwhale"]
 REPORTED = "flash, 43 layers, 2 ranks"  # the part of the report that is shown
 REQUESTS = ["--dataset", "chat", "--max-length", "400", "--num-requests", "24"]
