@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
+from finwhale.chat.output import new_gate
 from finwhale.chat.template import ChatOptions, ChatPrompt, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.checkpoint.location import checkpoint_directory
@@ -41,7 +42,6 @@ from finwhale.request import (
     CompletionOutput,
     RequestOutput,
     SamplingParams,
-    check_stop_of_answers,
 )
 
 Prompt = str | Sequence[int]
@@ -184,8 +184,6 @@ class LoadedModel:
         """Prepare the conversations of `chat`, as `prepared` prepares prompts."""
         several = _as_conversations(messages)
         params = _as_params(sampling_params, len(several))
-        for one in params:
-            check_stop_of_answers(one, tuple(one.stop))
         template = self.chat_template()
         options = ChatOptions(thinking=thinking, tools=tools)
         return (
@@ -221,7 +219,10 @@ class LoadedModel:
                 continue
             # A stop token is no part of the answer. The parser finds a stop string itself.
             stopped = isinstance(output.stop_reason, int)
-            parser = template.parser(job.answer_to, stop=tuple(job.params.stop))
+            stop = tuple(job.params.stop)
+            assert self.tokenizer is not None  # the template has it
+            gate = new_gate(self.tokenizer, job.params, stop, job.stop_after)
+            parser = template.parser(job.answer_to, () if gate else stop, gate)
             parser.feed(output.token_ids[:-1] if stopped else output.token_ids)
             parser.finish("stop" if output.finish_reason == "stop" else "length")
             output.message = parser.message()

@@ -31,6 +31,7 @@ from finwhale.testing.tiny import tiny_config, with_dspark
 
 from .arrivals import random_arrivals
 from .plans import planned
+from .running import assert_idle, run_until_idle
 from .test_async import play
 
 BLOCK = 256
@@ -496,20 +497,6 @@ def text(length: int, salt: object = 0) -> list[int]:
     return [draw.randrange(2, 300) for _ in range(length)]
 
 
-def run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-
-
-def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    assert not engine.has_work
-    engine.reset_prefix_cache()
-    for pool in engine.scheduler.pages.pools.values():
-        assert pool.num_free == pool.num_pages - 1
-
-
 @pytest.mark.parametrize("drafts, edge", [(1, 128), (2, 256), (3, 4), (3, 256)])
 def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
     """Drafts that are right, wrong or partly right over the ends of entries, states and blocks.
@@ -520,20 +507,20 @@ def test_every_edge(machine: Machine, drafts: int, edge: int) -> None:
     prompts = [text(edge - before, drafts) for before in range(1, 4)] + [text(edge + 1)]
     engine = machine.begin(blocks=20, states=20, seqs=4, step=600, drafts=0)
     plain = [engine.add_request(f"{i}", p, params) for i, p in enumerate(prompts)]
-    run(engine)
+    run_until_idle(engine)
     for right in (0.4, 1.0):
         engine = machine.begin(blocks=20, states=20, seqs=4, step=600, drafts=drafts)
         oracle = Oracle(engine, right, seed=edge)
         oracle.learn(plain)
         results = [engine.add_request(f"{i}", p, params) for i, p in enumerate(prompts)]
-        run(engine)
+        run_until_idle(engine)
         assert [r.outputs for r in results] == [r.outputs for r in plain]
         wrong = sum(machine.check(result) for result in results)
         assert right == 1.0 or wrong > 0
         for i, result in enumerate(results):
             longer = [*result.prompt_token_ids, *result.outputs[0].token_ids, 7, 8, 9]
             again = engine.add_request(f"again {i}", longer, params)
-            run(engine)
+            run_until_idle(engine)
             assert again.num_cached_tokens == (len(longer) - 4) // BLOCK * BLOCK
             machine.check(again)
         assert_idle(engine)

@@ -114,8 +114,19 @@ def test_values_that_are_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-def test_chat_refuses_what_its_parser_cannot_do(llm: LLM) -> None:
-    hello = [{"role": "user", "content": "Hi"}]
-    for more in ({"min_tokens": 2}, {"include_stop_str_in_output": True}):
-        with pytest.raises(RequestError, match="together with stop strings in chat"):
-            llm.chat(hello, SamplingParams(stop="x", **more))  # type: ignore[arg-type]
+def test_stop_strings_of_a_chat(llm: LLM) -> None:
+    """They count after min_tokens, and may be kept."""
+    hello: Any = [{"role": "user", "content": "Hi"}]
+
+    def answer(**more: Any) -> str:
+        params = SamplingParams(temperature=0, max_tokens=20, **more)
+        message = llm.chat(hello, params)[0].outputs[0].message
+        assert message is not None
+        return str(message["content"])
+
+    whole = answer()
+    stop = whole[1:3]
+    before = whole[: whole.index(stop)]
+    assert answer(stop=stop) == before
+    assert answer(stop=stop, include_stop_str_in_output=True) == before + stop
+    assert answer(stop=whole[:3], min_tokens=4) == whole

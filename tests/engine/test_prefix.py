@@ -23,6 +23,7 @@ from finwhale.testing.stepping import Stepper
 
 from .arrivals import random_arrivals
 from .plans import completing
+from .running import assert_idle, run_until_idle
 
 BLOCK = 256
 
@@ -114,20 +115,6 @@ def assert_as_alone(model: Model, recorder: Recorder, result: RequestOutput) -> 
                 assert torch.equal(row, wanted[end - first]), (result.request_id, end)
 
 
-def assert_idle(engine: Engine) -> None:
-    engine.check_integrity()
-    assert not engine.has_work
-    engine.reset_prefix_cache()
-    for pool in engine.scheduler.pages.pools.values():
-        assert pool.num_free == pool.num_pages - 1
-
-
-def run(engine: Engine) -> None:
-    while engine.has_work:
-        engine.step()
-        engine.check_integrity()
-
-
 def text(model: Model, length: int, salt: object = 0) -> list[int]:
     draw = random.Random(f"{length} {salt}")
     return [draw.randrange(2, model.run.model_config.vocab_size) for _ in range(length)]
@@ -148,11 +135,11 @@ def test_a_hit_at_every_alignment(model: Model) -> None:
     recorder = Recorder(engine)
     common = text(model, 600)
     engine.add_request("first", common, greedy(3))
-    run(engine)
+    run_until_idle(engine)
     for end in AROUND:
         question = [*common[:end], 1, *text(model, 9, end)]
         result = engine.add_request(f"to {end}", question, greedy(6))
-        run(engine)
+        run_until_idle(engine)
         assert result.num_cached_tokens == end // BLOCK * BLOCK
         assert_as_alone(model, recorder, result)
     assert_idle(engine)
@@ -168,7 +155,7 @@ def test_a_conversation_that_grows(model: Model, ahead: bool) -> None:
         known = max(0, len(said) - 1)
         said += text(model, length, turn)
         result = engine.add_request(f"turn {turn}", said, greedy(output))
-        run(engine)
+        run_until_idle(engine)
         assert result.num_cached_tokens == known // BLOCK * BLOCK
         assert_as_alone(model, recorder, result)
         said = said + result.outputs[0].token_ids
@@ -181,7 +168,7 @@ def test_several_continuations_read_their_prompt_once(model: Model, length: int)
     recorder = Recorder(engine)
     params = SamplingParams(n=4, temperature=1, seed=5, max_tokens=5, ignore_eos=True)
     result = engine.add_request("four", text(model, length), params)
-    run(engine)
+    run_until_idle(engine)
     found = (length - 1) // BLOCK * BLOCK
     assert recorder.num_read == length + 3 * (length - found) + 4 * 4
     # What the first found: its siblings' state is no saving that anybody asked for.
@@ -201,7 +188,7 @@ def test_preemption_changes_no_token(model: Model) -> None:
         )
 
     results = [engine.add_request(str(i), text(model, 250, i), params(i)) for i in range(3)]
-    run(engine)
+    run_until_idle(engine)
     assert engine.scheduler.counts.preemptions >= 1
     for result in results:
         assert result.outputs[0].finish_reason == "length" and result.error is None
@@ -210,7 +197,7 @@ def test_preemption_changes_no_token(model: Model) -> None:
     engine = model.engine(blocks=9, states=2)
     for i, result in enumerate(results):
         alone = engine.add_request("alone", result.prompt_token_ids, params(i))
-        run(engine)
+        run_until_idle(engine)
         assert alone.outputs[0].token_ids == result.outputs[0].token_ids
     assert_idle(engine)
 
@@ -219,7 +206,7 @@ def test_without_prefix_caching_nothing_is_found(model: Model) -> None:
     engine = model.engine(blocks=9, states=0, prefix_caching=False)
     for i in range(2):
         result = engine.add_request(str(i), text(model, 300), greedy(2))
-        run(engine)
+        run_until_idle(engine)
         assert result.num_cached_tokens == 0
     for pool in engine.scheduler.pages.pools.values():
         assert pool.num_free == pool.num_pages - 1

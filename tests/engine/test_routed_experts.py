@@ -28,6 +28,7 @@ from ..conftest import engine_config  # noqa: TID252
 from ..models import transcription  # noqa: TID252
 from ..models.drafts import RandomDrafts  # noqa: TID252
 from .arrivals import random_arrivals
+from .running import run_until_idle
 from .test_async import play, slow
 from .test_drafting import Oracle
 from .test_verification import Oracle as DeviceOracle
@@ -224,21 +225,16 @@ def test_prefix_hits(new_llm: Callable[..., LLM], formulas: Formulas) -> None:
     plain = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     wanting, counts = replace(plain, return_routed_experts=True), engine.scheduler.counts
 
-    def run() -> None:
-        while engine.has_work:
-            engine.step()
-            engine.check_integrity()
-
     result = engine.add_request("preempted", prompt, wanting)
     engine.step()
     engine.scheduler.preempt_all()
     engine.add_request("before it", prompt, plain, priority=-1)
-    run()
+    run_until_idle(engine)
     assert result.prompt_routed_experts is not None
     formulas.check([result])
     hit = engine.add_request("hit", prompt, plain)
     whole = engine.add_request("whole", prompt, replace(wanting, n=2))
-    run()
+    run_until_idle(engine)
     assert (hit.num_cached_tokens, whole.num_cached_tokens) == (BLOCK, 0)
     # The other continuation does not return the experts of the prompt.
     assert counts.cached_tokens == 2 * BLOCK

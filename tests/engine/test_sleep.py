@@ -3,19 +3,21 @@
 import ctypes
 import mmap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from finwhale import LLM, RequestError, SamplingParams
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.weight_update import tensors_of
+
+from .weights import bits_of, weights_of
 
 LONG = [7 * i % 400 for i in range(300)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+outputs = partial(bits_of, prompts=[LONG, [1, 2, 3]], params=PARAMS)
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +44,6 @@ def llm_bits(shared_llm: LLM) -> list[object]:
     return outputs(shared_llm)
 
 
-def outputs(llm: LLM) -> list[object]:
-    return [
-        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
-        for result in llm.generate([LONG, [1, 2, 3]], PARAMS)
-        for o in result.outputs
-    ]
-
-
 def resident(llm: LLM, tag: str) -> int:
     """Bytes of an arena that are in memory, as the system counts them."""
     libc, count = ctypes.CDLL(None), 0
@@ -61,22 +55,18 @@ def resident(llm: LLM, tag: str) -> int:
     return count * mmap.PAGESIZE
 
 
-def tensors(llm: LLM) -> list[Tensor]:
-    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
-
-
 @pytest.mark.parametrize("tags", [("weights", "cache"), ("weights",), ("cache",)])
 def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[object]) -> None:
     held = {tag: resident(engine, tag) for tag in tags}
-    addresses = [tensor.data_ptr() for tensor in tensors(engine)]
+    addresses = [tensor.data_ptr() for tensor in weights_of(engine)]
     engine.sleep(tags)  # type: ignore[arg-type]
     for tag, size in held.items():
         assert size > 2**17 and resident(engine, tag) < size // 20
-    assert "weights" not in tags or not any(hasattr(t, "_host_gemm") for t in tensors(engine))
+    assert "weights" not in tags or not any(hasattr(t, "_host_gemm") for t in weights_of(engine))
     (refused,) = engine.generate([1, 2, 3], PARAMS)
     assert "sleeps" in str(refused.error)
     engine.wake(tags)  # type: ignore[arg-type]
-    assert [tensor.data_ptr() for tensor in tensors(engine)] == addresses
+    assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert engine.generate(LONG, PARAMS)[0].num_cached_tokens == 0
     assert outputs(engine) == before
 

@@ -229,7 +229,7 @@ def test_confidences_reach_the_policy(
     def confident(*args: Any) -> Drafts:
         drafts: Drafts = draft(*args)
         values = [(ids % 8 + 1) / 16 for ids in drafts.ids]
-        return replace(drafts, confidences=tuple(values))
+        return replace(drafts, confidences=torch.stack(values))
 
     monkeypatch.setattr(head, "draft", confident)
     verified, found = engine.scheduler.verified, []

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.weight_update import tensors_of
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint
 
+from .weights import bits_of, in_one_buffer, weights_of
+
 LONG = [7 * i % 400 for i in range(300)]  # more than a block
 PROMPTS = [LONG, [1, 2, 3], [5] * 40]
 LAST = "norm.weight"
@@ -32,17 +35,7 @@ def params(max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=3)
 
 
-def outputs(llm: LLM) -> list[object]:
-    """Tokens and log-probabilities, with all their bits."""
-    return [
-        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
-        for result in llm.generate(PROMPTS, params())
-        for o in result.outputs
-    ]
-
-
-def weights_of(llm: LLM) -> list[Tensor]:
-    return tensors_of(local_executor(llm.engine.executor).runner.model.weights)
+outputs = partial(bits_of, prompts=PROMPTS, params=params())
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +101,8 @@ def test_updated_weights_give_the_bits_of_a_fresh_start(
 ) -> None:
     addresses = [tensor.data_ptr() for tensor in weights_of(engine)]
     assert before != expected
-    shared_memory = torch.empty(max(t.nbytes for t in tensors.values()), dtype=torch.uint8)
-
-    def stream() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in reversed(tensors.items()):  # any order, and one buffer for all
-            buffer = shared_memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            yield name, buffer.copy_(tensor)
-
-    engine.update_weights(stream())
+    # In any order, and in one buffer for all.
+    engine.update_weights(in_one_buffer(reversed(tensors.items())))
     assert outputs(engine) == expected
     engine.update_weights(old_path)
     assert outputs(engine) == before

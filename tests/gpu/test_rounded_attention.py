@@ -61,7 +61,7 @@ def test_rounding_in_attention_is_rounding_afterwards(
     grouped = case("grouped_linear", "wo_a", ())
     assert grouped.weight is not None
     w = ready(ops, grouped.weight())
-    for count in (1, 17, 1500) if invariant else (2, 3, 17, 128, 300, 1500):
+    for count in (1, 17, 1500) if invariant else (17, 40, 128, 300, 1500):
         for chunks in steps(count):
             args = case("sparse_attention", kind, chunks).args()
             # Behind a decode, tokens that are none.

@@ -4,12 +4,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.engine.trainers import described, free_port
+from tests.engine.weights import bits_of, in_one_buffer
 from torch import Tensor
 
 from finwhale import (
@@ -38,6 +40,7 @@ from finwhale.testing.tiny import (
 
 PROMPTS = [[5, 6, 7], [9] * 300, list(range(2, 40))]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+outputs = partial(bits_of, prompts=PROMPTS, params=GREEDY)
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +63,6 @@ def open_llm(path: Path, size: int = 2, draft_tokens: int = 0) -> LLM:
     )
 
 
-def outputs(llm: LLM) -> list[object]:
-    return [
-        (o.token_ids, [{i: p.logprob for i, p in table.items()} for table in o.logprobs or []])
-        for result in llm.generate(PROMPTS, GREEDY)
-        for o in result.outputs
-    ]
-
-
 def test_two_ranks(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_updates, "BUCKET_BYTES", 1 << 16)
     old, new = paths
@@ -79,14 +74,11 @@ def test_two_ranks(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     before = outputs(llm)
     assert before != expected
 
-    buffer = torch.empty(max(t.nbytes for t in tensors.values()), dtype=torch.uint8)
-
     def stream(fails: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in tensors.items():
+        for name, tensor in in_one_buffer(tensors.items()):
             if fails and name == "layers.2.ffn.experts.1.w1.weight":
                 raise ConnectionError("the sender is gone")
-            part = buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            yield name, part.copy_(tensor)
+            yield name, tensor
 
     with pytest.raises(ConnectionError):
         llm.update_weights(stream(fails=True))
@@ -184,7 +176,10 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
             "rank": rank,
         }
         sources = [WeightSource(one, specs) for one in (old, new)]
-        running, fresh = (architecture.load_weights(model_config, s, **form) for s in sources)
+        running, fresh = (
+            architecture.begin_loading(model_config, storages=s.storages, **form).fill(s)
+            for s in sources
+        )
         loader = Loader(
             architecture=architecture,
             model_config=model_config,
@@ -192,8 +187,8 @@ def test_packed_weights_are_staged_as_they_are_loaded(tmp_path: Path) -> None:
             **form,  # type: ignore[arg-type]
         )
         names = sorted(new.tensors, key=lambda name: name[::-1])
-        for partial in (False, True):
-            update = WeightUpdate(loader, running, partial=partial)
+        for some in (False, True):
+            update = WeightUpdate(loader, running, partial=some)
             update.add((name, new.read(name)) for name in names)
             update.prepare()
             update.commit()

@@ -253,16 +253,6 @@ def dequantise_fp4(packed: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return out.view(*lead, half * 2)
 
 
-def fp4_to_e4m3(packed: Tensor) -> Tensor:
-    """Packed e2m1 [..., in/2] as float8_e4m3fn [..., in], exactly; the scales stay per 32."""
-    table = _pair_table(packed.device).to(torch.float8_e4m3fn).view(torch.uint8)
-    codes = packed.reshape(-1).view(torch.uint8)
-    out = torch.empty(codes.numel(), 2, dtype=torch.uint8, device=packed.device)
-    for start, stop in _row_slices(codes.numel(), 2, 1):
-        out[start:stop] = table.index_select(0, codes[start:stop].int())
-    return out.view(torch.float8_e4m3fn).view(*packed.shape[:-1], packed.shape[-1] * 2)
-
-
 def _pair_table(device: torch.device) -> Tensor:
     """float32 [256, 2]: the values of a byte's low and high nibble."""
     values = e2m1_values(device)

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
+
+# Imported now: numpy imports this module late, and an interrupt during that import is lost.
 from numpy.random import default_rng
 from numpy.typing import NDArray
 from torch import Tensor
