@@ -83,6 +83,12 @@ def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_
     assert engine.engine.is_sleeping  # the cache does
     engine.wake(["cache"])
     assert outputs(engine) == before
+    engine.sleep(["weights"], drop_weights=True)
+    engine.wake()
+    (refused,) = engine.generate([1, 2, 3], PARAMS)
+    assert "update_weights" in str(refused.error)
+    engine.update_weights(tiny_path)
+    assert outputs(engine) == before
 
 
 def test_running_requests_wait_or_end(engine: LLM, before: list[object]) -> None:

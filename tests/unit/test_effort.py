@@ -13,6 +13,7 @@ import pytest
 from finwhale.chat.effort import ENCODER, EffortLadder, effort_ladder, with_ladder
 from finwhale.chat.template import ChatTemplate, ProtocolName, convert
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.demo import DEMO_PATH, DSPARK_PATH
 
 NOTHING = ""
 ABSOLUTE = "Reasoning Effort: Absolute maximum with no shortcuts permitted.\n"
@@ -129,6 +130,12 @@ def test_the_checkpoint_decides(
     with caplog.at_level(logging.WARNING):
         assert effort_ladder(tmp_path) == wanted
     assert bool(caplog.records) == (dspark and not known)
+
+
+def test_the_embedded_model_needs_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert (effort_ladder(DEMO_PATH), effort_ladder(DSPARK_PATH)) == ("april", "0731")
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("config", [None, "{", "[]"])

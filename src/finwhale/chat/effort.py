@@ -21,6 +21,8 @@ from typing import Literal
 
 import deepseek_recipe as recipe
 
+from finwhale.demo import DSPARK_PATH
+
 logger = logging.getLogger(__name__)
 
 EffortLadder = Literal["april", "0731"]
@@ -37,7 +39,8 @@ def effort_ladder(directory: Path) -> EffortLadder:
     The checkpoint's own encoder (encoding/encoding_dsv4.py) decides; it is read as text and never
     run. Without an encoder, the DSpark keys in config.json decide: a checkpoint without them is
     from April, because 0731 and 0813 have them. A checkpoint with them counts as 0731, with a
-    warning, because April's Flash-DSpark and Pro-DSpark have the same keys.
+    warning unless it is the embedded model, because April's Flash-DSpark and Pro-DSpark have the
+    same keys.
     """
     encoder = directory / ENCODER
     if encoder.is_file():
@@ -48,12 +51,13 @@ def effort_ladder(directory: Path) -> EffortLadder:
             return "april"
     if not _has_dspark_keys(directory / "config.json"):
         return "april"
-    logger.warning(
-        "%s has no %s that says what its levels of reasoning effort are: taking those of "
-        "DeepSeek-V4-Flash-0731. For another checkpoint, put its encoder there",
-        directory,
-        ENCODER,
-    )
+    if directory != DSPARK_PATH:
+        logger.warning(
+            "%s has no %s that says what its levels of reasoning effort are: taking those of "
+            "DeepSeek-V4-Flash-0731. For another checkpoint, put its encoder there",
+            directory,
+            ENCODER,
+        )
     return "0731"
 
 

@@ -214,8 +214,13 @@ class Engine:
         prefix_owner: str,
     ) -> RequestOutput:
         self._check_usable()
-        if self.is_sleeping:
+        if self._asleep:
             raise RequestError("the engine sleeps and accepts no requests: wake it first")
+        if self._lacks_weights:
+            raise RequestError(
+                "the weights were dropped, so the engine accepts no requests: call update_weights "
+                "with all of them first"
+            )
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = checked_prompt(
             prompt_token_ids,
