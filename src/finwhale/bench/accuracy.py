@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
-from finwhale.bench.record import append_record, stamp
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks import call_ranks
@@ -225,16 +224,12 @@ def passes(result: dict[str, Any]) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+    console = new_console()
     record = stamp("accuracy", argv, ("torch",))
     record |= run(args)
     ranks = record["tensor_parallel_size"]
     title = f"{args.config}, {args.layers} layers, {args.tokens} tokens"
-    table = Table(title=title + (f", {ranks} ranks" if ranks > 1 else ""))
-    for column in ("", BFLOAT16, TABLE):
-        table.add_column(column)
+    table = new_table(title + (f", {ranks} ranks" if ranks > 1 else ""), "", BFLOAT16, TABLE)
     for what in record[TABLE]:
         cells = (
             ", ".join(f"{name} {value:.4g}" for name, value in record[name_of][what].items())
@@ -245,23 +240,18 @@ def main(argv: Sequence[str]) -> int:
     if not record["same_bits_on_all_ranks"]:
         console.print("the ranks have computed different bits")
     record["passes"] = passes(record)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return 0 if record["passes"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
     add_sizes(parser, 4)
-    parser.add_argument("--tokens", type=int, default=2560, help="length of the text")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="number of positions whose logits are compared"
-    )
-    parser.add_argument(
-        "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
-    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=2560, help="length of the text")
+    add("--positions", type=int, default=512, help="number of positions whose logits are compared")
+    add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
     names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
     add_options(parser, EngineConfig, names)
-    parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
+    add("--verbose", action="store_true", help="print how long each table takes")
     return parser

@@ -12,7 +12,6 @@ import argparse
 import functools
 import itertools
 import multiprocessing.connection
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import replay_ms, seconds_of, warm_up
 from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
@@ -232,15 +233,10 @@ def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any
 
 
 def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
-    """Microseconds of one call, and the result of the last."""
+    """Microseconds of one call, and the result of the last call."""
     if ranks.device.type == "cpu":
-        return _time_on_cpu(ranks, call)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+        return ranks.slowest(summary([1e6 * seconds_of(call) for _ in range(3)])), call()
+    warm_up([call] * 3)
     ranks.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -249,23 +245,7 @@ def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, floa
     for _ in range(3):
         graph.replay()
     ranks.barrier()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return ranks.slowest(summary(times)), result
-
-
-def _time_on_cpu(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = call()
-        times.append((time.perf_counter() - start) * 1e6)
+    times = [ms * 1e3 / CALLS for ms in replay_ms(graph.replay, REPLAYS)]
     return ranks.slowest(summary(times)), result
 
 
@@ -299,28 +279,24 @@ def random_rows(ranks: Ranks, rows: int, width: int, dtype: torch.dtype) -> Tens
     return torch.randn((rows, width), generator=generator, device=ranks.device).to(dtype)
 
 
+def line_of(what: str, implementation: str, x: Tensor) -> Line:
+    """The fields of a line that say what is measured, on the message x."""
+    rows, width = x.shape
+    dtype = str(x.dtype).removeprefix("torch.")
+    line: Line = {"what": what, "implementation": implementation, "dtype": dtype}
+    return line | {"width": width, "rows": rows, "bytes": x.numel() * x.element_size()}
+
+
 def measure_sums(ranks: Ranks, job: Job, send: Send) -> None:
     for how in all_reduces(ranks, job.tune):
-        for dtype in job.dtypes:
-            for width in job.widths:
-                for rows in job.rows:
-                    x = random_rows(ranks, rows, width, DTYPES[dtype])
-                    num_bytes = x.numel() * x.element_size()
-                    if num_bytes > how.most:
-                        continue
-                    wanted = ref.all_reduce(ranks.gathered(x))
-                    send(
-                        {
-                            "what": "all_reduce",
-                            "implementation": how.name,
-                            "dtype": dtype,
-                            "width": width,
-                            "rows": rows,
-                            "bytes": num_bytes,
-                            "floor_us": floor_us(num_bytes, ranks.rank.size),
-                        }
-                        | attempt(ranks, functools.partial(measure, ranks, how, x, wanted))
-                    )
+        for dtype, width, rows in itertools.product(job.dtypes, job.widths, job.rows):
+            x = random_rows(ranks, rows, width, DTYPES[dtype])
+            line = line_of("all_reduce", how.name, x)
+            if line["bytes"] > how.most:
+                continue
+            line["floor_us"] = floor_us(line["bytes"], ranks.rank.size)
+            wanted = ref.all_reduce(ranks.gathered(x))
+            send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
 
 
 def floor_us(num_bytes: int, size: int) -> float:
@@ -337,8 +313,7 @@ def measure_gathers(ranks: Ranks, send: Send) -> None:
         for rows in GATHERED_ROWS:
             x = random_rows(ranks, rows, VOCAB_SIZE // ranks.rank.size, torch.float32)
             wanted = ref.all_gather(ranks.gathered(x), 1)
-            line = {"what": "all_gather", "implementation": how.name, "rows": rows}
-            line |= {"dtype": "float32", "width": x.shape[1], "bytes": x.numel() * 4}
+            line = line_of("all_gather", how.name, x)
             send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
 
 
@@ -392,9 +367,8 @@ def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
                 "fused": functools.partial(operator, PartialSum(x, channel)),
             }
             for how, call in calls.items():
-                line = {"what": name, "implementation": how, "dtype": dtype, "width": width}
-                line |= {"rows": rows, "bytes": x.numel() * x.element_size()}
-                send(line | attempt(ranks, functools.partial(_mhc, ranks, call, operator(total))))
+                measuring = functools.partial(_mhc, ranks, call, operator(total))
+                send(line_of(name, how, x) | attempt(ranks, measuring))
 
 
 def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
@@ -561,12 +535,11 @@ def failed(line: Line) -> bool:
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    """A row a message, a column an implementation; microseconds."""
+    """A table of microseconds with a row for each message, a column for each implementation."""
     timed = [line for line in lines if "us" in line]
     names = list(dict.fromkeys(line["implementation"] for line in timed))
-    table = Table(title="microseconds a call, slowest rank", title_justify="left")
-    for column in ("message", "KiB", "floor", *names):
-        table.add_column(column, justify="left" if column == "message" else "right")
+    columns = ("message", "KiB", "floor", *names)
+    table = new_table("microseconds a call, slowest rank", *columns)
     rows: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in timed:
         key = line["what"], line["dtype"], line["rows"], line["width"]
@@ -584,7 +557,7 @@ def table_of(lines: Sequence[Line]) -> Table:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench collectives`: 0, or 1 where a result was wrong or a rank failed."""
+    """Run `finwhale bench collectives`. Returns 1 if a result was wrong or a rank failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
@@ -619,29 +592,20 @@ def main(argv: Sequence[str]) -> int:
         "send_bytes_per_s": SEND_RATE,
         "results": lines,
     }
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return int(any(map(failed, lines)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("collectives", __doc__, "collectives.jsonl")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: all GPUs)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="values of a row")
-    parser.add_argument(
-        "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
-    )
-    parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
-    parser.add_argument("--no-sum", action="store_true", help="leave out the all-reduces")
-    parser.add_argument("--no-gather", action="store_true", help="leave out the all-gathers")
-    parser.add_argument(
-        "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, help="number of ranks (default: all GPUs)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
+    add("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
+    add("--widths", type=int, nargs="+", default=[4096], help="values of a row")
+    add("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages")
+    add("--tune", action="store_true", help="try other launches of the kernels")
+    add("--no-sum", action="store_true", help="leave out the all-reduces")
+    add("--no-gather", action="store_true", help="leave out the all-gathers")
+    add("--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

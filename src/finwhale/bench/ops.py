@@ -33,7 +33,8 @@ from finwhale.bench.packing import (
     ready,
 )
 from finwhale.bench.preflight import check_gpu_memory
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import warm_up
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import (
@@ -155,29 +156,25 @@ def implementation(ops: Ops, name: str) -> Implementation:
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     """Microseconds of one call, measured by replaying a graph that makes all calls once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(calls[:2])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return _timed(graph.replay, REPLAYS, len(calls))
+    return _timed(graph.replay, REPLAYS, len(calls), 5)
 
 
 def _timed(
-    run: Callable[[], object], repeats: int, calls: int, warm_up: int = 5
+    run: Callable[[], object], repeats: int, calls: int = 1, untimed: int = 0
 ) -> dict[str, float]:
-    events = [(_event(), _event()) for _ in range(warm_up + repeats)]
+    """Microseconds of one call of `run`'s calls. The host never waits between the repetitions."""
+    events = [(_event(), _event()) for _ in range(untimed + repeats)]
     for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[warm_up:]])
+    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[untimed:]])
 
 
 def _event() -> torch.cuda.Event:
@@ -252,7 +249,7 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str,
         wanted = _as_wide(case.operator, inputs[0], results(definition, plain, case.written))
         error = largest_error(found, wanted)
         # Time the reference once: it is slow.
-        base = _timed(lambda: definition(*plain), 1, 1, warm_up=0)
+        base = _timed(lambda: definition(*plain), 1)
     ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
     return {
         "operator": case.operator,
@@ -582,44 +579,21 @@ def main(argv: Sequence[str]) -> int:
         "read_bytes_per_s": READ_RATE,
         "results": lines,
     }
-    if args.record:
-        append_record(args.record, record)
-        print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("ops", __doc__, "ops.jsonl")
-    parser.add_argument("--config", choices=CONFIGS, default="flash", help="sizes of this model")
-    parser.add_argument(
-        "--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels"
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=list(BATCHES),
-        help=f"numbers of tokens: up to {MAX_DECODE}, that many decodes; beyond it, one prompt",
-    )
-    parser.add_argument(
-        "--context", type=int, default=8192, help="number of tokens before a decode"
-    )
-    parser.add_argument("--operators", nargs="+", default=[], help="measure these only")
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the references instead of timing"
-    )
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="use the batch-invariant operators"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        choices=RANKS,
-        default=1,
-        help="use the sizes of one of so many ranks",
-    )
+    add = parser.add_argument
+    add("--config", choices=CONFIGS, default="flash", help="sizes of this model")
+    add("--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels")
+    about = f"numbers of tokens: up to {MAX_DECODE}, that many decodes; beyond it, one prompt"
+    add("--batches", type=int, nargs="+", default=list(BATCHES), help=about)
+    add("--context", type=int, default=8192, help="number of tokens before a decode")
+    add("--operators", nargs="+", default=[], help="measure these only")
+    add("--check", action="store_true", help="compare with the references instead of timing")
+    add("--batch-invariant", action="store_true", help="use the batch-invariant operators")
+    about = "use the sizes of one rank of this many"
+    add("--tensor-parallel-size", type=int, choices=RANKS, default=1, help=about)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -69,6 +69,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return round(ordered[max(rank, 1) - 1], 4)
 
 
+def keep_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Append a record to the file of --record, and say so; None: the user wants no record."""
+    if path is not None:
+        append_record(path, record)
+        print(f"recorded in {path}")
+
+
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Append a record to a JSONL file; creates the file's folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)

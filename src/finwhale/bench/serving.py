@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench import sweep as sweeping
 from finwhale.bench.latency import Limits, summarise
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.record import append_record, stamp
+from finwhale.bench.printing import new_table
+from finwhale.bench.record import append_record, keep_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.sweep import FEWEST, REQUESTS_PER_CLIENT, SECONDS, Sweep
 from finwhale.bench.workload import Load, described
@@ -46,8 +46,7 @@ def main(argv: Sequence[str]) -> int:
     check_client(load)
     found, results = _measure(endpoint, load, limits)
     _print(found)
-    record = {**_stamp(argv), **_described(endpoint, load, limits), **found}
-    _record(args, record)
+    keep_record(args.record, {**_stamp(argv), **_described(endpoint, load, limits), **found})
     if args.plot:
         from finwhale.bench.load_plot import plot  # only a plot needs matplotlib
 
@@ -117,16 +116,8 @@ def _described(endpoint: Endpoint, load: Load, limits: Limits) -> dict[str, Any]
     return found
 
 
-def _record(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    if args.record:
-        append_record(args.record, record)
-        print(f"recorded in {args.record}", file=sys.stderr)
-
-
 def _print(found: dict[str, Any]) -> None:
-    table = Table(title="serving")
-    for column in ("", "mean", "P50", "P99"):
-        table.add_column(column, justify="right" if column else "left")
+    table = new_table("serving", "", "mean", "P50", "P99")
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         values = found[name] or {}
         table.add_row(
@@ -169,11 +160,8 @@ def _parser() -> argparse.ArgumentParser:
         help='run several loads, like "rate=0.5,1,2" or "concurrency=1,8"; each has its own '
         f"prompts and record (without LOADS: {CONCURRENCIES})",
     )
-    add(
-        "--resume",
-        action="store_true",
-        help="leave out the loads of a sweep that FILE of --record already has",
-    )
+    about = "leave out the loads of a sweep that FILE of --record already has"
+    add("--resume", action="store_true", help=about)
     add("--ttft-limit", type=float, metavar="MS", help="limit on a request's TTFT, for goodput")
     add("--itl-limit", type=float, metavar="MS", help="limit on a request's mean ITL, for goodput")
     add("--plot", type=Path, metavar="FILE", help="plot the run (.png or .svg; needs matplotlib)")
