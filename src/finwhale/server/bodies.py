@@ -71,7 +71,7 @@ class Budget:
                 503,
                 "the server holds too many large requests; try again",
                 code="overloaded",
-                headers={"retry-after": str(self._retry_after_s)},
+                retry_after_s=self._retry_after_s,
             )
         self.bytes += more
 
@@ -143,10 +143,10 @@ class BodyRoute(APIRoute):
         """Checks a parsed body. Raises ApiError."""
 
 
-def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
-    """Raises ApiError if parsed JSON is nested deeper than `limit` levels."""
+def check_depth(value: object) -> None:
+    """Raises ApiError if parsed JSON is nested deeper than MAX_DEPTH levels."""
     level: list[object] = [value]
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         level = [
             item
             for outer in level
@@ -156,7 +156,11 @@ def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
         ]
         if not level:
             return
-    raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
 
 
 def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
@@ -199,8 +203,7 @@ def parse_body(body: bytes, max_items: int) -> Any:
     except ValueError as error:
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from error
     except RecursionError as error:
-        message = f"the body is nested deeper than {MAX_DEPTH} levels"
-        raise ApiError(400, message, code="too_deep") from error
+        raise _too_deep() from error
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         message = f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}"
         raise ApiError(400, message, code="too_complex")

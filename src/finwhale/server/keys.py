@@ -77,7 +77,7 @@ class ApiKey:
                 429,
                 f"the API key may have {self.concurrent} requests at once; try again",
                 code="key_concurrency",
-                headers={"retry-after": str(retry_after_s)},
+                retry_after_s=retry_after_s,
             )
         use.in_flight += 1
         try:
@@ -104,7 +104,7 @@ class ApiKey:
                 f"the API key may use {self.tokens_per_minute} tokens a minute; try again in "
                 f"{wait_s} s",
                 code="key_tokens",
-                headers={"retry-after": str(wait_s)},
+                retry_after_s=wait_s,
             )
 
 

@@ -134,7 +134,7 @@ class Gate:
                 429,
                 "too many requests at once; try again",
                 code="too_many_requests",
-                headers={"retry-after": str(config.retry_after_s)},
+                retry_after_s=config.retry_after_s,
             )
         return key
 

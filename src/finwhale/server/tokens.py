@@ -32,9 +32,7 @@ async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> T
 
 def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
-        state.check_text(body.prompt)
-        ids = state.need_tokenizer().encode(body.prompt)
-        return [state.ready.bos_token_id, *ids] if body.add_special_tokens else ids
+        return state.encode(body.prompt, with_bos=body.add_special_tokens)
     fields: dict[str, Any] = {"messages": body.messages}
     if body.tools:
         fields["tools"] = body.tools
@@ -49,9 +47,7 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
     if body.model is not None:
         state.check_model(body.model)
     tokenizer = state.need_tokenizer()
-    wrong = next((i for i in body.tokens if i >= state.ready.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(f"token id {wrong} is not in 0..{state.ready.vocab_size - 1}")
+    state.check_ids(body.tokens)
     text = await state.in_thread(
         body_bytes, lambda: tokenizer.decode(body.tokens, body.skip_special_tokens)
     )

@@ -75,8 +75,8 @@ class Scan:
     duplicate: tuple[int, int] | None
 
 
-def read_lines(path: Path, max_bytes: int, begin: int = 0) -> Iterator[tuple[RawLine, int]]:
-    """The lines of a file after its first `begin` lines, each with its size in the file.
+def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[RawLine, int]]:
+    """The lines of a file, each with its size in the file.
 
     Args:
         max_bytes: maximum size of a line whose text is wanted.
@@ -95,8 +95,6 @@ def read_lines(path: Path, max_bytes: int, begin: int = 0) -> Iterator[tuple[Raw
                     parts.append(part)
                 if ended or not (part := file.readline(_CHUNK)):
                     break
-            if number <= begin:
-                continue
             text = b"".join(parts) if size <= max_bytes + 1 else None
             blank = text is not None and not text.strip()
             yield RawLine(number, text, 0 if blank else int.from_bytes(digest.digest())), size

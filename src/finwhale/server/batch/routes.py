@@ -73,9 +73,8 @@ def _add_files(
             message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
             raise ApiError(400, f"{message}: delete some", code="too_many_files")
         if sum(one.uploading for one in _on(batches).store.owners.values()) >= MAX_UPLOADS:
-            headers = {"retry-after": str(config.retry_after_s)}
             raise ApiError(429, "too many uploads at once; try again", code="too_many_uploads",
-                           headers=headers)  # fmt: skip
+                           retry_after_s=config.retry_after_s)  # fmt: skip
         owner.uploading += 1
         try:
             found = await receive(request, owner, config.max_file_bytes, config.max_file_lines)

@@ -158,7 +158,7 @@ class Owner:
                 429,
                 f"{max_batches} batches wait or run; this server allows no more",
                 code="too_many_batches",
-                headers={"retry-after": "60"},
+                retry_after_s=60,
             )
         for batch in ended[: max(0, len(self.batches) + 1 - max_batches)]:
             (self.directory / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
