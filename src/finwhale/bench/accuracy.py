@@ -41,12 +41,13 @@ ALLOWED = 4 / 3
 
 @dataclass(slots=True)
 class Results:
-    """What one rank computed for the text.
+    """The values that one rank computed for the text.
 
     Attributes:
         logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
             Rank 0 alone keeps them.
         selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text.
+        digest: a hash of all values; equal digests show that ranks computed the same bits.
     """
 
     logits: dict[str, Tensor] = field(default_factory=dict)

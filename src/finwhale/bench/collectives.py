@@ -1,11 +1,13 @@
 """Measure the collectives between the GPUs of this host, beside NCCL's and torch's.
 
-One process a GPU. Each result is compared with the reference first. A time is that of one call in
-a captured graph of 20 calls: the median over replays, on the slowest rank. The floor is the bytes
-that any all-reduce must send from a rank over the rate of NVLink. Every wait ends after a time.
+Each GPU has one process. The benchmark compares each result with the reference before it times the
+call. A time is the median time of one call in a captured graph of 20 calls, on the slowest rank.
+The floor is the bytes that any all-reduce must send from a rank, divided by the rate of NVLink.
+Every wait has a time limit.
 
-mHC operators are measured on a whole sum ("mhc alone"), after a sum ("sum, mhc") and with the sum
-in their first kernel ("fused"). "sum, mhc" less "mhc alone" is what a sum costs in a layer now.
+The mHC operators run on a finished sum ("mhc alone"), after an all-reduce ("sum, mhc") and with the
+sum in their first kernel ("fused"). The difference of "sum, mhc" and "mhc alone" is the cost of the
+all-reduce in a layer without fusion.
 """
 
 import argparse
@@ -66,9 +68,9 @@ class Implementation:
     """One way to do a collective.
 
     Attributes:
-        most: largest message in bytes.
+        most: maximum size of a message in bytes.
         exact: the result must have the bits of the reference.
-        own_input: makes the input that the call wants of a tensor.
+        own_input: copies a tensor into the kind of memory that the call needs.
     """
 
     name: str
@@ -80,7 +82,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a rank measures."""
+    """The measurements that every rank makes."""
 
     device_type: str
     rows: Sequence[int]
@@ -92,10 +94,10 @@ class Job:
 
 
 class Ranks:
-    """This process's place, and what all ranks agree on.
+    """This process's rank, and helpers that all ranks call together.
 
     Args:
-        group: of the kernels that the benchmark makes itself; None on a CPU.
+        group: process group of the kernels that the benchmark makes itself; None on a CPU.
     """
 
     def __init__(
@@ -267,7 +269,10 @@ def measure(ranks: Ranks, how: Implementation, x: Tensor, wanted: Tensor) -> Lin
 
 
 def attempt(ranks: Ranks, what: Callable[[], Line]) -> Line:
-    """A line, or the error. An error on one rank only ends the benchmark at its time-out."""
+    """Measure a line; returns the error if that fails.
+
+    If only one rank fails, the others wait for it until the benchmark's time-out.
+    """
     try:
         return what()
     except (RuntimeError, ValueError, AttributeError, FinwhaleError) as error:
@@ -372,12 +377,12 @@ def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
 
 
 def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
-    """As the model does."""
+    """Run an operator after an all-reduce, as the model does without fusion."""
     return operator(ranks.collectives.all_reduce(x).to(torch.bfloat16))
 
 
 def _agree(result: Tensor, wanted: Tensor) -> bool:
-    """Whether float32 values agree to 2e-6, and bfloat16 values but for a last bit of one in 1,000.
+    """Whether two results agree: float32 values to 2e-6; one bfloat16 value in 1,000 may differ.
 
     A kernel that sums may multiply and add in another order than one that reads sums, so their
     float32 values differ in the last bits. On an H200, 50 of 1,024 values of `res` differed by up
@@ -402,7 +407,7 @@ def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Ten
 
 
 def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], Tensor]]]:
-    """Calls of a Push that wait for the other ranks, and its sizes."""
+    """Calls that wait for the other ranks, each with the sizes of the Push that makes it."""
     device, sizes = ranks.device, SIZES[ranks.rank.size]
     small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
     calls: dict[str, tuple[PushSizes, Callable[[Any], Tensor]]] = {
@@ -443,7 +448,7 @@ def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
 
 
 def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
-    """One rank's process; rank 0 sends lines, every rank its error, then None."""
+    """Run one rank's process. Rank 0 sends the lines; every rank sends its error, then None."""
     rank = Rank(index, size)
 
     def send(line: Line) -> None:

@@ -20,7 +20,7 @@ from finwhale.options import read_options
 
 
 def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
-    """The configuration and the weights that `arguments.add_model_arguments` describes.
+    """The configuration and the weights that the arguments of `add_model_arguments` name.
 
     Args:
         draft_head: include the draft head in a model of random weights.

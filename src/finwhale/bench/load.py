@@ -148,7 +148,7 @@ class Loader:
             torch.cuda.synchronize(self.device)
 
 
-# What a loader is told to do.
+# The commands to a loader: the names of its methods.
 PLAIN, LOAD, MAPPED, FOLD, FREE = "plain", "load", "load_mapped", "fold", "free"
 
 

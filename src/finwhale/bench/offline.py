@@ -316,8 +316,10 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
 
 
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
-    """The most tokens of a sequence. The first sequences decode while the others are prefilled,
-    which takes at least a quarter of each step. Longer prompts than a step are cached by then.
+    """Maximum length of a sequence.
+
+    The first sequences decode while the others are prefilled; prefill gets at least a quarter of
+    each step. Prompts that are longer than a step are in the prefix cache by then.
     """
     prefill_steps = 4 * shape.batch * min(shape.tokens, step_tokens) // step_tokens
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8

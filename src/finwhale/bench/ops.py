@@ -85,9 +85,9 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
-# Their results are keys to compare exactly, which tests/gpu/test_sampling.py does.
+# tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
-# These are timed and checked as one operator: what they pass to each other differs by table.
+# These are timed and checked as one operator: their intermediate results differ between tables.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 

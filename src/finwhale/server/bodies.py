@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from finwhale.server.errors import ApiError
 
-# A limit of the body's size that follows from the context: an id in JSON takes up to 9 bytes, and a
-# token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
+# The default limit of a body's size depends on the context: an id in JSON takes up to 9 bytes, and
+# a token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
 # and a grammar (1 MiB), whatever the context.
 BASE_BYTES = 4 << 20
 BYTES_PER_TOKEN = 16
@@ -166,8 +166,8 @@ def _too_deep() -> ApiError:
 def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
     """The number of certain ASCII characters outside the strings of JSON text.
 
-    Those in strings count too, unless the number exceeds `enough`. Behind the first syntax error
-    the number means nothing; a parser does not get there.
+    The strings are searched too if there are at most `enough` of the characters in the whole text.
+    After the first syntax error the number means nothing, but a parser stops there.
     """
     found = sum(map(text.count, marks))
     if found <= enough:

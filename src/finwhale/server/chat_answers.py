@@ -280,7 +280,7 @@ class AnswerStream:
 
         Args:
             logprobs: for each token, its log-probability, and the most likely tokens with theirs.
-            unseen_last: whether the last token only counts, and is no part of the answer.
+            unseen_last: whether the last token is no part of the answer; it counts in the usage.
         """
         events: Events = []
         last = len(token_ids) - 1
@@ -307,7 +307,7 @@ class AnswerStream:
         for _ in range(count):
             token_id, logprobs = self._withheld.popleft()
             if token_id in self._dropped:
-                # As text, so that the parser does not take it for markup.
+                # Push it as text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
                 events += self._push(recipe.InferenceChunk.text(text, token_count=1))
                 continue

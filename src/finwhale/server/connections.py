@@ -42,7 +42,7 @@ class Connections:
     Attributes:
         max_connections: number of connections; one more is refused, or replaces a waiting one.
         waiting: the connections that wait for their clients, the longest wait first.
-        on_refusal: is called for each connection that is closed for a reason.
+        on_refusal: receives the reason for each connection that the server refuses.
     """
 
     def __init__(self, config: ServerConfig) -> None:

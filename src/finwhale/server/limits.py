@@ -177,7 +177,7 @@ class _LimitedBody:
     """Passes a request's body on, until it has too many bytes or the server holds too many.
 
     Args:
-        budget: the bytes that the server holds; None: nobody holds those of this body.
+        budget: counts the bytes that the server holds; None: the server does not hold this body.
 
     Attributes:
         refused: the error for which the rest of the body is dropped; None: there is none.

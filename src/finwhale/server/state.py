@@ -1,4 +1,4 @@
-"""What the endpoints share: the model's names and tokenizer, the engine and the limits."""
+"""State that the endpoints share: the model's names and tokenizer, the engine and the limits."""
 
 import asyncio
 import time

@@ -47,11 +47,11 @@ class RawLine:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line, read.
+    """One parsed line.
 
     Attributes:
         custom_id: its name; None: it has no valid one.
-        error: (code, message) of what is wrong with it; None: nothing.
+        error: (code, message) of the line's first mistake; None: it has none.
     """
 
     custom_id: str | None = None
@@ -101,7 +101,7 @@ def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[RawLine, int]]:
 
 
 def scan(path: Path, max_bytes: int, max_items: int, *, shares_cpu: bool) -> Scan:
-    """Reads a whole file, in memory for 33 bytes a line.
+    """Reads a whole file. This takes 33 bytes of memory for each line.
 
     Args:
         shares_cpu: pause as long as the work takes, because other threads serve requests.
@@ -137,7 +137,7 @@ def _duplicate(names: bytearray, numbers: "array[int]") -> tuple[int, int] | Non
 
 
 def read_line(raw: RawLine, url: str | None, max_items: int) -> Line:
-    """Reads a line. What is wrong with it is in `Line.error`.
+    """Reads a line; `Line.error` names a mistake.
 
     Args:
         url: the only endpoint that it may name; None: any of URLS.

@@ -138,10 +138,10 @@ def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | st
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """A browser sends a form of any web page without asking, unlike a JSON body.
+    """Refuses a web page of another server: a browser sends its forms without asking first.
 
     Raises:
-        ApiError (403): a page of another server sends it.
+        ApiError (403): the page's origin is not allowed.
     """
     origin = request.headers.get("origin")
     own = f"//{request.headers.get('host', '')}"

@@ -28,12 +28,12 @@ _BUSY = frozenset({"overloaded", "loading"})
 
 @dataclass(slots=True)
 class Job:
-    """A batch that runs.
+    """A running batch.
 
     Attributes:
         max_bytes, max_items: limits of a line.
         url: the endpoint that all lines must name; None: each may name another one.
-        good, bad: where the results of status 200, and the others, are written; may be one file.
+        good, bad: files of the results with status 200, and of the others; may be one file.
         done: 1 for each line that has a result.
         in_flight: number of lines at once.
     """

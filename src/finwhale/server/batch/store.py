@@ -165,7 +165,7 @@ class Owner:
             del self.batches[batch.id]
 
     def _remove_remains(self) -> None:
-        """Removes what a killed server has left: uploads that were not complete."""
+        """Removes the incomplete uploads that a killed server has left."""
         running = [batch for batch in self.batches.values() if not batch.ended]
         kept = {*self.files, *(one.good_file_id for one in running),
                 *(one.bad_file_id for one in running)}  # fmt: skip
@@ -209,7 +209,7 @@ def open_store(config: ServerConfig) -> Store | None:
 
 
 def owner_name(key: ApiKey | None) -> str:
-    """The folder of a key's files: keys of one name share it, and it does not tell the key."""
+    """The folder of a key's files. Keys of one name share it, and it does not reveal the key."""
     if key is None:
         return EVERYBODY
     return hashlib.sha256(f"batches of {key.identity}".encode()).hexdigest()[:32]
