@@ -82,7 +82,7 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
     ids, wanted, tail = text.token_ids, text.wanted.to(stepper.runner.device), text.tail
     digest = hashlib.sha256()
 
-    def read(cuts: Sequence[int] = ()) -> Tensor:
+    def prefill(cuts: Sequence[int] = ()) -> Tensor:
         streams = stepper.read(ids, cuts)
         digest.update(streams.cpu().contiguous().view(torch.uint8).numpy().data)
         return streams
@@ -103,15 +103,15 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
 
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = recording(run)
-    streams = read()
+    streams = prefill()
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = run
     results.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
     results.logits[CHUNKED] = results.logits[WHOLE]
     decoded = streams[-tail:]
     if every_way:
-        results.logits[CHUNKED] = stepper.logits(read(text.cuts)[wanted]).cpu()
-        decoded = read(range(len(ids) - tail, len(ids)))[-tail:]
+        results.logits[CHUNKED] = stepper.logits(prefill(text.cuts)[wanted]).cpu()
+        decoded = prefill(range(len(ids) - tail, len(ids)))[-tail:]
     results.logits[DECODED] = stepper.logits(decoded).cpu()
     for logits in results.logits.values():
         digest.update(logits.numpy().data)

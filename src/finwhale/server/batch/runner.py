@@ -96,7 +96,7 @@ async def run(app: Starlette, job: Job, held: Room) -> None:
             try:
                 await _run_line(app, job, raw)
             finally:
-                held.give_back(size)
+                held.release(size)
 
     workers = [asyncio.ensure_future(work()) for _ in range(job.in_flight)]
     try:

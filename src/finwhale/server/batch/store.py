@@ -106,7 +106,7 @@ class Owner:
         batches = (Batch(**found) for found in _read(directory / "batches"))
         self.batches = {one.id: one for one in sorted(batches, key=lambda one: one.created_at)}
         self.uploading = 0
-        self._remove_remains()
+        self._remove_incomplete()
 
     def content(self, file_id: str) -> Path:
         return self.directory / "files" / f"{file_id}.jsonl"
@@ -164,7 +164,7 @@ class Owner:
             (self.directory / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
             del self.batches[batch.id]
 
-    def _remove_remains(self) -> None:
+    def _remove_incomplete(self) -> None:
         """Removes the incomplete uploads that a killed server has left."""
         running = [batch for batch in self.batches.values() if not batch.ended]
         kept = {*self.files, *(one.good_file_id for one in running),
@@ -226,7 +226,7 @@ def page_of(found: Iterable[StoredFile | Batch], limit: int, after: str | None) 
     if after is not None:
         ids = [one.id for one in every]
         if after not in ids:
-            raise ApiError(400, "after names nothing of this list", code="invalid_value",
+            raise ApiError(400, "after is not an id of this list", code="invalid_value",
                            param="after")  # fmt: skip
         begin = ids.index(after) + 1
     data = [one.answer() for one in every[begin : begin + limit]]
