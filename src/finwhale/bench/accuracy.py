@@ -184,7 +184,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     (truth,) = computed[TRUTH]
     result: dict[str, Any] = {
-        "benchmark": "accuracy",
         "config": args.config,
         "layers": args.layers,
         "tensor_parallel_size": len(computed[TABLE]),

@@ -198,25 +198,25 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
             shape = f"{block} words, {warps} warps"
             yield push(ranks, f"one shot, {shape}", replace(one, block=block, warps=warps))
             yield push(ranks, f"two shots, {shape}", replace(two, block=block, warps=warps))
-        for block, warps in ((1024, 4), (2048, 4), (4096, 16)):
-            sizes = replace(bulk, bulk_block=block, bulk_warps=warps)
-            yield push(ranks, f"bulk, {block} words, {warps} warps", sizes)
-            made = make_push(ranks, sizes, False, WAIT_SECONDS)
-            yield by_rows(f"push bulk, {block} words, {warps} warps", made)
-        for megabytes in (8, 16):
-            sizes = replace(bulk, bulk=megabytes * 2**20)
-            yield push(ranks, f"bulk, pieces of {megabytes} MiB", sizes)
-            made = make_push(ranks, sizes, False, WAIT_SECONDS)
-            yield by_rows(f"push bulk, pieces of {megabytes} MiB", made)
+        shapes = {
+            f"{block} words, {warps} warps": replace(bulk, bulk_block=block, bulk_warps=warps)
+            for block, warps in ((1024, 4), (2048, 4), (4096, 16))
+        }
+        shapes |= {f"pieces of {n} MiB": replace(bulk, bulk=n * 2**20) for n in (8, 16)}
+        for shape, sizes in shapes.items():
+            yield push(ranks, f"bulk, {shape}", sizes)
+            yield by_rows(f"push bulk, {shape}", make_push(ranks, sizes))
 
 
 def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
     most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    made = make_push(ranks, sizes, late, WAIT_SECONDS)
+    made = make_push(ranks, sizes, late=late)
     return Implementation(f"push {name}", made.all_reduce, most)
 
 
-def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any:
+def make_push(
+    ranks: Ranks, sizes: PushSizes, *, late: bool = False, seconds: float = WAIT_SECONDS
+) -> Any:
     assert ranks.group is not None
     nccl = Nccl(ranks.rank, ranks.group, ordered=True)
     return connecting.make_push(
@@ -336,17 +336,16 @@ class Mhc:
         self.params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 
     def post_pre(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        rest = *self.mixes, self.residual, self.weight, self.params
-        if isinstance(x, Tensor):
-            return self.ops.mhc_post_pre(x, *rest)
-        assert self.ops.mhc_of_ranks is not None
-        return self.ops.mhc_of_ranks.mhc_post_pre(x, *rest)
+        found: tuple[Tensor, ...] = self._operators(x).mhc_post_pre(
+            x, *self.mixes, self.residual, self.weight, self.params
+        )
+        return found
 
     def post(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        if isinstance(x, Tensor):
-            return (self.ops.mhc_post(x, *self.mixes, self.residual),)
-        assert self.ops.mhc_of_ranks is not None
-        return (self.ops.mhc_of_ranks.mhc_post(x, *self.mixes, self.residual),)
+        return (self._operators(x).mhc_post(x, *self.mixes, self.residual),)
+
+    def _operators(self, x: Tensor | PartialSum) -> Any:
+        return self.ops if isinstance(x, Tensor) else self.ops.mhc_of_ranks
 
 
 def fused_sizes(ranks: Ranks) -> PushSizes:
@@ -356,7 +355,7 @@ def fused_sizes(ranks: Ranks) -> PushSizes:
 def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
     assert ops.mhc_of_ranks is not None
-    made = make_push(ranks, fused_sizes(ranks), False, WAIT_SECONDS)
+    made = make_push(ranks, fused_sizes(ranks))
     for dtype, width, rows in itertools.product(job.dtypes, job.widths, MHC_ROWS):
         mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
@@ -428,7 +427,7 @@ def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     lost = ranks.rank.size - 1
     for name, (sizes, call) in waits(ranks, ops).items():
-        made = make_push(ranks, sizes, False, LOST_SECONDS)
+        made = make_push(ranks, sizes, seconds=LOST_SECONDS)
         ranks.barrier()
         start, named = time.perf_counter(), ranks.rank.index == lost
         if not named:
@@ -592,7 +591,6 @@ def main(argv: Sequence[str]) -> int:
     run_ranks(size, job, args.timeout, show)
     Console(width=300).print(table_of(lines))
     record = stamp("collectives", argv, ("torch", "triton")) | {
-        "benchmark": "collectives",
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,
         "results": lines,

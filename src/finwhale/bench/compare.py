@@ -152,7 +152,6 @@ def main(argv: Sequence[str]) -> int:
     show(console, endpoints, found)
     servers = [{"url": endpoint.url, "model": endpoint.model} for endpoint in endpoints]
     record = {
-        "benchmark": "compare",
         **stamp("compare", argv, ("aiohttp",)),
         "load": described(load),
         "servers": dict(zip("ab", servers, strict=True)),

@@ -336,7 +336,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             report(f"prefill, {work.prefill} tokens", times, work.prefill, floor, console)
         )
     return {
-        "benchmark": "cpu",
         "model": checkpoint.path.name,
         "threads": torch.get_num_threads(),
         "rounds": work.rounds,

@@ -250,7 +250,6 @@ def measure(
         table.add_row(name, f"{seconds:.3f}", *(("", "") if name == "fold" else (rate, share)))
     console.print(table)
     return {
-        "benchmark": "load",
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
         "tensor_parallel_size": ranks,

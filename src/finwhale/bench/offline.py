@@ -381,7 +381,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     held = memory(engine)
     console.print(f"loaded and captured in {load_s} s; {held}")
     return {
-        "benchmark": "offline",
         **measured(args, engine),
         "load_s": load_s,
         "memory": held,

@@ -233,6 +233,11 @@ def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
     return plain_args(case.operator, args)
 
 
+def kernel_results(case: OpCase, kernel: Implementation, args: Args) -> list[Tensor]:
+    """Call a kernel of a packed table; returns its results in the reference's form."""
+    return plain_results(case.operator, args, results(kernel, args, case.written))
+
+
 def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, Any]:
     """Measure one case. Weights that are too large are not compared with the reference."""
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
@@ -245,7 +250,7 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str,
     error = base = None
     if weights[0].ready is None or weights[0].plain is not None:
         plain = reference_args(case, inputs[0], weights[0])
-        found = plain_results(case.operator, inputs[0], results(kernel, inputs[0], case.written))
+        found = kernel_results(case, kernel, inputs[0])
         wanted = _as_wide(case.operator, inputs[0], results(definition, plain, case.written))
         error = largest_error(found, wanted)
         # Time the reference once: it is slow.
@@ -359,10 +364,10 @@ def same_alone(
 ) -> str | None:
     """Check that tokens have the same bits alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
-    whole = plain_results(case.operator, args, results(kernel, args, case.written))
+    whole = kernel_results(case, kernel, args)
     for start, end in parts:
         part = take_tokens(args, case.by_token, start, end)
-        found = plain_results(case.operator, part, results(kernel, part, case.written))
+        found = kernel_results(case, kernel, part)
         for position, (one, other) in enumerate(zip(found, whole, strict=True)):
             if case.operator == "prepare_qkv" and position == 1:
                 slots = write_slots(part[7], part[9])
@@ -429,7 +434,7 @@ def check_model_case(
         args = make_args(at_step(mixed_step(count)), weight)
         plain = reference_args(case, args, weight)
         wanted = _as_wide(case.operator, args, results(definition, plain, case.written))
-        found = plain_results(case.operator, args, results(kernel, args, case.written))
+        found = kernel_results(case, kernel, args)
         if isinstance(args[0], Tensor):
             dtype = str(args[0].dtype).removeprefix("torch.")
         what = f"{case.name} {dtype} {count} tokens"
@@ -446,9 +451,9 @@ def check_model_case(
 def check_padding(case: OpCase, kernel: Implementation) -> str | None:
     """Check that padding tokens after a decode give finite values and change no other result."""
     args = case.args()
-    alone = plain_results(case.operator, args, results(kernel, args, case.written))
+    alone = kernel_results(case, kernel, args)
     more = padded(args, PAGED[case.operator], 3)
-    found = plain_results(case.operator, more, results(kernel, more, case.written))
+    found = kernel_results(case, kernel, more)
     for position, one in enumerate(found):
         if one.dtype.is_floating_point and not one.isfinite().all():
             return "not finite"
@@ -460,7 +465,7 @@ def check_padding(case: OpCase, kernel: Implementation) -> str | None:
 def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
     """Check that pages past 2^31 bytes give the same bits."""
     args = case.args()
-    near = plain_results(case.operator, args, results(kernel, args, case.written))
+    near = kernel_results(case, kernel, args)
     far = far_pages(args, FAR_BYTES)
     found = plain_results(case.operator, far, _last_rows(kernel, far, case.written))
     if case.operator == "select_entries":
@@ -572,7 +577,6 @@ def main(argv: Sequence[str]) -> int:
             return int(failed > 0)
         lines = run_timing(sizes, ops, args.operators, args.batches, args.context)
     record = stamp("ops", argv, ("torch", "triton")) | {
-        "benchmark": "ops",
         "config": args.config,
         "table": args.table,
         "tensor_parallel_size": args.tensor_parallel_size,

@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
     columns = ("", "running", "median", "p10", "p90", "max", "clock", "allowed")
     table = new_table("host time of a decode step, microseconds", *columns)
     record = stamp("overhead", argv, ("torch",))
-    record |= {"benchmark": "overhead", "context": args.context, "results": []}
+    record |= {"context": args.context, "results": []}
     record["tensor_parallel_size"] = args.tensor_parallel_size or 1
     too_slow = False
     for name, params in PARAMS.items():

@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_args(argv)
     columns = ("tokens", "found", "keys", "until planned", "p90", "allowed")
     table = new_table("a cached prompt, nanoseconds per token", *columns)
-    record = stamp("prefix", argv, ()) | {"benchmark": "prefix", "results": []}
+    record = stamp("prefix", argv, ()) | {"results": []}
     too_slow = False
     for num_tokens in args.tokens:
         result = measure(num_tokens, args.repeats)

@@ -23,7 +23,7 @@ RESULTS = Path("bench/results")
 
 
 def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """The time, hardware, versions and command of a measurement.
+    """The name, time, hardware, versions and command of a measurement.
 
     Args:
         what: name of the benchmark.
@@ -31,6 +31,7 @@ def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, 
         packages: packages whose versions to record.
     """
     return {
+        "benchmark": what,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {

@@ -46,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     check_client(load)
     found, results = _measure(endpoint, load, limits)
     _print(found)
-    keep_record(args.record, {**_stamp(argv), **_described(endpoint, load, limits), **found})
+    about = stamp("serving", argv, ("aiohttp",)) | _described(endpoint, load, limits)
+    keep_record(args.record, about | found)
     if args.plot:
         from finwhale.bench.load_plot import plot  # only a plot needs matplotlib
 
@@ -72,7 +73,7 @@ def _sweep(
             record = sweeping.recorded(args.record, about) if args.resume else None
             if record is None:
                 found, _ = _measure(endpoint, one, limits)
-                record = {**_stamp(argv), **about, **found}
+                record = {**stamp("serving", argv, ("aiohttp",)), **about, **found}
                 if args.record:
                     append_record(args.record, record)
             points.append(record)
@@ -97,10 +98,6 @@ def _sweep(
 def _measure(endpoint: Endpoint, load: Load, limits: Limits) -> tuple[dict[str, Any], list[Result]]:
     results, seconds = asyncio.run(run_load(endpoint, load))
     return summarise(results, seconds, limits), results
-
-
-def _stamp(argv: Sequence[str]) -> dict[str, Any]:
-    return {"benchmark": "serving", **stamp("serving", argv, ("aiohttp",))}
 
 
 def _described(endpoint: Endpoint, load: Load, limits: Limits) -> dict[str, Any]:

@@ -197,7 +197,6 @@ def main(argv: Sequence[str]) -> int:
     record = stamp("start", argv, ("torch",))
     results = starts(args, [a for a in argv if a != "--verbose"], console)
     show(console, results)
-    record["benchmark"] = "start"
     shared = ("config", "layers", "tensor_parallel_size")
     record |= {name: results[0][name] for name in shared}
     record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]

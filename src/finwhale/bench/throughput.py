@@ -170,7 +170,6 @@ def main(argv: Sequence[str]) -> int:
     late = dict(engine.metrics().late_compilations)
     console.print(f"started in {start_s} s; kernels compiled since then: {late}")
     record = stamp("throughput", argv, ("torch",)) | {
-        "benchmark": "throughput",
         **measured(args, engine),
         "load": str(load),
         "at_once": args.max_num_seqs,
