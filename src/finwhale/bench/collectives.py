@@ -80,19 +80,6 @@ class Implementation:
     own_input: Callable[[Tensor], Tensor] = Tensor.clone
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """The measurements that every rank makes."""
-
-    device_type: str
-    rows: Sequence[int]
-    widths: Sequence[int]
-    dtypes: Sequence[str]
-    tune: bool
-    sum: bool
-    gather: bool
-
-
 class Ranks:
     """This process's rank, and helpers that all ranks call together.
 
@@ -292,9 +279,9 @@ def line_of(what: str, implementation: str, x: Tensor) -> Line:
     return line | {"width": width, "rows": rows, "bytes": x.numel() * x.element_size()}
 
 
-def measure_sums(ranks: Ranks, job: Job, send: Send) -> None:
-    for how in all_reduces(ranks, job.tune):
-        for dtype, width, rows in itertools.product(job.dtypes, job.widths, job.rows):
+def measure_sums(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+    for how in all_reduces(ranks, args.tune):
+        for dtype, width, rows in itertools.product(args.dtypes, args.widths, args.rows):
             x = random_rows(ranks, rows, width, DTYPES[dtype])
             line = line_of("all_reduce", how.name, x)
             if line["bytes"] > how.most:
@@ -352,11 +339,11 @@ def fused_sizes(ranks: Ranks) -> PushSizes:
     return replace(SIZES[ranks.rank.size], fused_tokens=128, fused_programs=2048)
 
 
-def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
+def measure_mhc(ranks: Ranks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
     assert ops.mhc_of_ranks is not None
     made = make_push(ranks, fused_sizes(ranks))
-    for dtype, width, rows in itertools.product(job.dtypes, job.widths, MHC_ROWS):
+    for dtype, width, rows in itertools.product(args.dtypes, args.widths, MHC_ROWS):
         mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
         total = ref.all_reduce(ranks.gathered(x)).bfloat16()
@@ -446,7 +433,7 @@ def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
 # --- Processes ------------------------------------------------------------------------------------
 
 
-def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
+def work(index: int, size: int, port: int, args: argparse.Namespace, results: Any) -> None:
     """Run one rank's process. Rank 0 sends the lines; every rank sends its error, then None."""
     rank = Rank(index, size)
 
@@ -456,7 +443,7 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
 
     try:
         store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        cpu = job.device_type == "cpu"
+        cpu = args.device == "cpu"
         device = torch.device("cpu") if cpu else torch.device("cuda", index)
         start = time.perf_counter()
         collectives, group = connecting.connect(rank, device, store), None
@@ -476,14 +463,14 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
         name = type(ranks.collectives).__name__
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
         with torch.inference_mode():
-            if job.sum:
-                measure_sums(ranks, job, send)
-            if job.gather:
+            if not args.no_sum:
+                measure_sums(ranks, args, send)
+            if not args.no_gather:
                 measure_gathers(ranks, send)
             if not cpu and not isinstance(ranks.collectives, Nccl):
                 ops = load_ops(Platform.detect())
                 if ops.mhc_of_ranks is not None:
-                    measure_mhc(ranks, ops, job, send)
+                    measure_mhc(ranks, ops, args, send)
                 lose_a_rank(ranks, ops, send)
         ranks.barrier()
     except Exception:
@@ -491,21 +478,21 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
     results.send(None)
 
 
-def run_ranks(size: int, job: Job, seconds: float, show: Send) -> None:
+def run_ranks(size: int, args: argparse.Namespace, show: Send) -> None:
     """Run the ranks until all have ended, one fails, or the time is over."""
     context = torch.multiprocessing.get_context("spawn")
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for index in range(size):
         receiving, sending = context.Pipe(duplex=False)
-        args = (index, size, store.port, job, sending)
-        process = context.Process(target=work, args=args, daemon=True)
+        own = (index, size, store.port, args, sending)
+        process = context.Process(target=work, args=own, daemon=True)
         process.start()
         sending.close()
         pipes.append(receiving)
         processes.append(process)
     try:
-        _collect(pipes, time.monotonic() + seconds, show)
+        _collect(pipes, time.monotonic() + args.timeout, show)
     finally:
         for process in processes:
             process.join(5)
@@ -572,15 +559,6 @@ def main(argv: Sequence[str]) -> int:
     size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
-    job = Job(
-        args.device,
-        args.rows,
-        args.widths,
-        args.dtypes,
-        args.tune,
-        not args.no_sum,
-        not args.no_gather,
-    )
     console, lines = Console(), []
 
     def show(line: Line) -> None:
@@ -588,7 +566,7 @@ def main(argv: Sequence[str]) -> int:
         if "us" not in line or failed(line):
             console.print(line, markup=False)
 
-    run_ranks(size, job, args.timeout, show)
+    run_ranks(size, args, show)
     Console(width=300).print(table_of(lines))
     record = stamp("collectives", argv, ("torch", "triton")) | {
         "ranks": size,
