@@ -53,7 +53,7 @@ VOCAB_SIZE = 129280
 CALLS = 20
 REPLAYS = 30
 SEND_RATE = 450e9  # bytes per second from one H200 to the others of its host, in one direction
-WAIT_SECONDS = 30.0  # of a kernel for another rank, which may still compile
+WAIT_SECONDS = 30.0  # A kernel waits this long for another rank, which may still be compiling.
 LOST_SECONDS = 1.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -62,8 +62,9 @@ RANKS = (1, 2, 4, 8)
 BATCHES = (1, 8, 32, 128, 8192)
 MAX_DECODE = 1024  # Batches up to this are decodes of one token each; larger ones are one prompt.
 REPLAYS = 50
-# The inputs of all turns exceed an H200's L2 cache (60 MB), unless that takes more than MAX_TURNS
-# turns. Inputs so small stay in L2; in a model the previous operator leaves them there too.
+# Each call of a timed graph has its own inputs. Together they exceed an H200's L2 cache (60 MB),
+# unless that takes more than MAX_TURNS calls. Such small inputs stay in L2; in a model the previous
+# operator leaves them there too.
 ROTATED_BYTES = 128 * 2**20
 MAX_TURNS = 64
 PLAIN_BYTES = 40 * 10**9  # Weights that take more in float32 are not compared.

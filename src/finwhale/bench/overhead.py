@@ -44,9 +44,10 @@ from finwhale.options import add_options
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 64, 256)
-# The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request.
+# The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request, plus
+# RANKS_US with several ranks.
 STEP_US, REQUEST_US = 200.0, 2.0
-RANKS_US = 100.0  # and this much more with several ranks
+RANKS_US = 100.0
 WARM_UP = 40
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),

@@ -70,7 +70,7 @@ class OtherRequests:
             self._engine.abort(self.results["aborted"][-1].request_id)
 
     def _prompt(self, length: int) -> list[int]:
-        # numpy is fast, and the time of this call lies between two steps.
+        # numpy is fast: the time of this call counts as time between two steps.
         ids = self._draw.integers(self._engine.model_config.vocab_size, size=length)
         return cast(list[int], ids.tolist())
 

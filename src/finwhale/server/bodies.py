@@ -26,7 +26,7 @@ from finwhale.server.errors import ApiError
 # and a grammar (1 MiB), whatever the context.
 BASE_BYTES = 4 << 20
 BYTES_PER_TOKEN = 16
-# A body up to this size is parsed and encoded without waiting, and is always let in.
+# The server always accepts a body up to this size, and parses and encodes it without waiting.
 SMALL_BYTES = 64 << 10
 # The most expensive JSON value is a list: parsing this many holds the GIL for 50 ms.
 MAX_STRUCTURES = 1 << 17
@@ -83,7 +83,7 @@ class Parser:
         """`max_items`: the number of commas that a body may have."""
         self._max_items = max_items
         self._free = asyncio.Semaphore(1)
-        # Always the same thread: the memory allocator keeps memory for each thread.
+        # One thread, because the memory allocator keeps memory for each thread.
         self._thread = ThreadPoolExecutor(1, "parser")
 
     async def parse(self, body: bytes) -> Any:
@@ -100,7 +100,7 @@ class Parser:
             value = await asyncio.get_running_loop().run_in_executor(
                 self._thread, parse_body, body, self._max_items()
             )
-            # The loop gets at least as much time between large bodies as they take.
+            # Between large bodies, other requests get at least as much time as a body took.
             await asyncio.sleep(time.monotonic() - begin)
         return value
 

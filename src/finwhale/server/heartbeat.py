@@ -21,7 +21,7 @@ class Heartbeat:
     """The two times. The server creates it and passes it to the engine's process at its start."""
 
     def __init__(self, context: BaseContext) -> None:
-        # Written and read without a lock: the machine writes an aligned double as a whole.
+        # No lock is needed: the machine writes an aligned double as a whole.
         self._values = context.RawArray(ctypes.c_double, 2)
 
     def start(self) -> None:

@@ -20,7 +20,7 @@ from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
 
-# These paths need no key: health checks, and the page and the description, which hold no data.
+# These paths need no key: health checks, the page and the API description, which hold no data.
 _OPEN = frozenset(
     {"/", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/docs"}
 )
@@ -29,7 +29,7 @@ STATIC_PATH = "/docs-files"
 _ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
-# Probes may call these paths by any host name.
+# Probes may use any host name for these paths.
 _HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 _FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
 MAX_LOGGED_PATH = 200

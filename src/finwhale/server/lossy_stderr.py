@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import util
 
-MOST_BYTES = 4 << 20  # that wait to be written
-PAUSE_S = 0.01  # until the next attempt to write to a slow reader
+MOST_BYTES = 4 << 20  # maximum size of the text that waits to be written
+PAUSE_S = 0.01  # pause before the next attempt to write to a slow reader
 LAST_WORDS_S = 1.0  # at its end, a process waits this long for what it has written
 
 

@@ -20,7 +20,7 @@ from finwhale.server.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_CUSTOM_ID = 512
-# The most bytes of a line beside the body of its request.
+# Maximum size of a line without the body of its request.
 ENVELOPE_BYTES = 16 << 10
 _FIELDS = {"custom_id", "method", "url", "body"}
 _CHUNK = 1 << 16

@@ -15,7 +15,7 @@ from finwhale.server.keys import ApiKey
 from finwhale.server.schemas import Body
 from finwhale.server.state import ServerState
 
-# Uploads that are received at once; each has a file on the disk that may remain incomplete.
+# Maximum number of uploads at once; each has a file on the disk that may remain incomplete.
 MAX_UPLOADS = 4
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]

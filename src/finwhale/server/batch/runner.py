@@ -18,11 +18,11 @@ from finwhale.server.batch.room import Room
 from finwhale.server.client import StoppingError
 from finwhale.server.errors import ApiError
 
-# Lines in memory at once, beyond which no further line is taken.
+# Maximum size of all lines that are being answered.
 MAX_HELD_BYTES = 256 << 20
-_READ_LINES, _READ_BYTES = 64, 1 << 20  # read at once
+_READ_LINES, _READ_BYTES = 64, 1 << 20  # limits of one read
 _MAX_WAIT_S = 30.0
-# The server is busy: the line runs again later.
+# With these error codes the server is busy, and the line runs again later.
 _BUSY = frozenset({"overloaded", "loading"})
 
 
