@@ -18,7 +18,7 @@ def record_path(text: str) -> Path:
     path = Path(text)
     folder = existing_folder(path.absolute().parent)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a directory, and a file is wanted")
+        raise argparse.ArgumentTypeError(f"{path} is a directory, not a file")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{folder} is not a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):

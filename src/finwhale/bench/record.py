@@ -120,9 +120,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FinwhaleError(f"{where}: a JSON object is wanted: {error}") from error
+        raise FinwhaleError(f"{where}: expected a JSON object: {error}") from error
     if not isinstance(data, dict):
-        raise FinwhaleError(f"{where}: a JSON object is wanted, got {type(data).__name__}")
+        raise FinwhaleError(f"{where}: expected a JSON object, got {type(data).__name__}")
     return data
 
 
