@@ -10,14 +10,11 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from fastapi import Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
 
 from finwhale.server.errors import ApiError
 
@@ -103,44 +100,6 @@ class Parser:
             # Between large bodies, other requests get at least as much time as a body took.
             await asyncio.sleep(time.monotonic() - begin)
         return value
-
-
-class ParsedRequest(Request):
-    """A request whose body has been parsed. The bytes are dropped."""
-
-    def __init__(self, request: Request, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._value = value
-
-    async def body(self) -> bytes:
-        return b"parsed"  # FastAPI asks only whether there is a body
-
-    async def json(self) -> Any:
-        return self._value
-
-
-class BodyRoute(APIRoute):
-    """A route that parses JSON bodies with `app.state.parser`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def parse_and_handle(request: Request) -> Response:
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind == "application/json" or kind.endswith("+json"):
-                body = await request.body()
-                if body:
-                    request.scope["state"]["body_bytes"] = len(body)
-                    value = await request.app.state.parser.parse(body)
-                    del body
-                    self.check(request, value)
-                    request = ParsedRequest(request, value)
-            return await handle(request)
-
-        return parse_and_handle if self.body_field is not None else handle
-
-    def check(self, request: Request, value: Any) -> None:
-        """Checks a parsed body. Raises ApiError."""
 
 
 def check_depth(value: object) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finwhale.chat.template import convert
+from finwhale.chat.template import ProtocolName, convert
 from finwhale.errors import RequestError
 from finwhale.server.schemas import (
     CountTokensBody,
@@ -38,7 +38,11 @@ def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
         fields["tools"] = body.tools
     if body.thinking:
         fields["thinking"] = body.thinking
-    converted = convert("chat", fields, default_thinking=state.config.default_thinking)
+    return _encode_chat(state, "chat", fields)
+
+
+def _encode_chat(state: ServerState, protocol: ProtocolName, fields: dict[str, Any]) -> list[int]:
+    converted = convert(protocol, fields, default_thinking=state.config.default_thinking)
     return state.need_template().encode(converted, state.check_text).token_ids
 
 
@@ -58,9 +62,5 @@ async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> i
     """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
     state.check_model(body.model)
     fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
-
-    def encode() -> int:
-        converted = convert("messages", fields, default_thinking=state.config.default_thinking)
-        return len(state.need_template().encode(converted, state.check_text).token_ids)
-
-    return await state.in_thread(body_bytes, encode)
+    ids = await state.in_thread(body_bytes, lambda: _encode_chat(state, "messages", fields))
+    return len(ids)
