@@ -1,4 +1,4 @@
-"""Between the training model's parameters and the tensors of an official checkpoint, by name."""
+"""Converts between the training model's parameters and the tensors of an official checkpoint."""
 
 from __future__ import annotations
 
