@@ -110,8 +110,8 @@ class EngineLoop:
             logger.info("the server has closed the pipe")
         except Exception as error:
             known = isinstance(error, EngineDeadError)
-            with contextlib.suppress(OSError):
-                self._send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
+            message = str(error) if known else f"{type(error).__name__}: {error}"
+            self._send_unless_closed(Failed(message))
             raise
         finally:
             self._rollouts.close()
@@ -123,8 +123,7 @@ class EngineLoop:
 
     def _end_stuck(self, cause: str) -> None:
         """End this process, whose device waits for a rank that is gone."""
-        with contextlib.suppress(OSError):
-            self._send(Failed(cause))
+        self._send_unless_closed(Failed(cause))
         end_process(cause)
 
     def _take_commands(self) -> bool:
