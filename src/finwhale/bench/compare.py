@@ -19,7 +19,7 @@ from rich.console import Console
 
 from finwhale.bench.latency import summarise
 from finwhale.bench.load_client import Endpoint, check_client, check_endpoint, run_load
-from finwhale.bench.printing import new_table
+from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.workload import Load, described
@@ -140,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     models = args.model * 2 if len(args.model) == 1 else args.model
     endpoints = [read_endpoint(*pair) for pair in zip(args.url, models, strict=True)]
     check_client(load)
-    console = Console()
+    console = new_console()
 
     async def run() -> list[list[dict[str, Any]]]:
         for endpoint in endpoints:

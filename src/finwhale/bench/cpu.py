@@ -273,7 +273,7 @@ def report(
 ) -> dict[str, Any]:
     """Print a table of one measurement, and return its part of the record."""
     base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
-    table = new_table(what, "", "ms", "p10", "p90", "tokens/s", "x", "x p10")
+    table = new_table(what, "", "ms", "p10", "p90", "tokens/s", "x", "x p10", no_wrap=True)
     table.caption = "medians; p10 is near the time on an idle machine"
     rows = []
     for name, values in times.items():

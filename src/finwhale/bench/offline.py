@@ -338,7 +338,7 @@ SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
     columns = ("", "ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts")
-    table = new_table("whole steps of the engine; medians", *columns)
+    table = new_table("whole steps of the engine; medians", *columns, no_wrap=True)
     for shape, result in rows:
         median = result["ms"]["median"]
         tokens = shape.batch or shape.tokens

@@ -182,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
     columns = ("", "running", "median", "p10", "p90", "max", "clock", "allowed")
-    table = new_table("host time of a decode step, microseconds", *columns)
+    table = new_table("host time of a decode step, microseconds", *columns, no_wrap=True)
     record = stamp("overhead", argv, ("torch",))
     record |= {"context": args.context, "results": []}
     record["tensor_parallel_size"] = args.tensor_parallel_size or 1

@@ -12,10 +12,14 @@ def new_console(width: int = 120) -> Console:
     return console
 
 
-def new_table(title: str, *columns: str) -> Table:
-    """Create a table whose first column is text, and whose other columns are numbers."""
+def new_table(title: str, *columns: str, no_wrap: bool = False) -> Table:
+    """Create a table whose first column is text, and whose other columns are numbers.
+
+    Args:
+        no_wrap: keep the text of the first column in one line.
+    """
     table = Table(title=title, title_justify="left")
-    table.add_column(columns[0], no_wrap=True)
+    table.add_column(columns[0], no_wrap=no_wrap)
     for column in columns[1:]:
         table.add_column(column, justify="right")
     return table

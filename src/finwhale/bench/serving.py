@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from finwhale.bench import sweep as sweeping
 from finwhale.bench.latency import Limits, summarise
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.printing import new_table
+from finwhale.bench.printing import new_console, new_table
 from finwhale.bench.record import append_record, keep_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.sweep import FEWEST, REQUESTS_PER_CLIENT, SECONDS, Sweep
@@ -63,7 +61,7 @@ def _sweep(
     loads = sweep.loads(load, args.num_requests)
     for one in loads:
         check_client(one)
-    console, points, stopped = Console(), [], False
+    console, points, stopped = new_console(), [], False
     try:
         for value, one in zip(sweep.values, loads, strict=True):
             about = {
@@ -120,7 +118,7 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(
             name, *(f"{values[k]:,.2f}" if values else "-" for k in ("mean", "p50", "p99"))
         )
-    console = Console()
+    console = new_console()
     console.print(table)
     console.print(
         f"{found['completed']} requests in {found['seconds']:.2f} s: "

@@ -173,7 +173,7 @@ def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> l
 def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
     phases = list(results[0]["phases"])
     columns = ("start", *phases, "first token", "kernels", "compiled", "early p99/later", "late")
-    table = new_table("seconds of each start", *columns)
+    table = new_table("seconds of each start", *columns, no_wrap=True)
     for result in results:
         table.add_row(
             result["start"],
