@@ -121,7 +121,8 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
         budget_bytes=2**37,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
-        wanted_tokens=config.max_num_seqs * max_len,
+        # Sequences take whole pages, and admission keeps some free: no sequence may wait for pages.
+        wanted_tokens=2 * config.max_num_seqs * max_len,
         shares=config.enable_prefix_caching,
     )
     description = RankDescription(
