@@ -1,13 +1,11 @@
-"""Compares the training model with transformers' DeepSeek-V4 in fp32, on the CPU, on random
-weights.
+"""Compares the training model with transformers' DeepSeek-V4: random weights, fp32, on the CPU.
 
     python check.py                       the architecture of config.json
     python check.py --sinkhorn            the Triton kernels of sinkhorn.py (on a GPU)
 
-Nothing is left at zero (sinks, biases, ape, hc base) and swiglu_limit is small enough for its
-clamps to bite. The
-checkpoint is written with official names, and transformers loads it by its own rules. MTP is
-not part of that oracle.
+No sink, bias, ape or hc base is zero, and swiglu_limit is so small that it clamps values. The
+checkpoint has official names, and transformers loads it by its own rules. transformers has no MTP
+layer, so this does not check it.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class Rows:
 
 
 def pack(corpus: Corpus, documents: np.ndarray, length: int) -> Rows:
-    """Documents one after another, each aligned to ALIGNMENT, cut into rows of `length` tokens;
-    the last is filled up."""
+    """Put documents one after another, each aligned to ALIGNMENT, and cut them into rows of
+    `length` tokens. PAD fills the last row."""
     lengths = corpus.lengths[documents]
     padded = -(-lengths // ALIGNMENT) * ALIGNMENT
     ends = np.cumsum(padded)
@@ -67,8 +67,8 @@ def pack(corpus: Corpus, documents: np.ndarray, length: int) -> Rows:
 
 
 def epoch(corpus: Corpus, weights: dict[str, float], length: int, rng: np.random.Generator) -> Rows:
-    """The training documents in a random order, each repeated or dropped by its source's
-    weight, rows shuffled."""
+    """Rows of the training documents in a random order. The weight of a source says how often its
+    documents are repeated, or how many of them are dropped."""
     training = np.flatnonzero(~corpus.held_out)
     weight = np.array([weights.get(name, 1.0) for name in corpus.sources])[corpus.source[training]]
     repeats = np.floor(weight + rng.random(len(training))).astype(np.int64)

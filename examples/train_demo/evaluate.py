@@ -1,5 +1,5 @@
-"""Perplexity on held-out text, agreement of the draft layer, closed questions and samples, as
-results.json.
+"""Measures perplexity on held-out text and agreement of the draft layer, asks closed questions,
+draws samples, and writes results.json.
 
 python evaluate.py --corpus corpus.xz --shipped FOLDER --out results.json
 """
@@ -91,7 +91,7 @@ def answers(
 
 
 def closed_questions(model: DemoModel, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Greedy answers; right when the wanted words are in the answer."""
+    """Greedy answers. An answer is right if it contains the expected words."""
     found = answers(model, tokenizer, [chat_prompt(q) for q, _ in CLOSED], 40, 0.0)
     rows = [
         {"question": q, "answer": a, "right": w in a}

@@ -1,4 +1,4 @@
-"""Accepted lengths of a DSpark head by kind of text and temperature, and its confidences.
+"""Measures the accepted lengths of a DSpark head by source and temperature, and its confidences.
 
     python evaluate_dspark.py --model CHECKPOINT --mtp CHECKPOINT --corpus corpus.xz --out FILE
 

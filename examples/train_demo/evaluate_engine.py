@@ -1,4 +1,4 @@
-"""Perplexity on held-out text and agreement of the draft layer, through finwhale's engine on a CPU.
+"""Measures perplexity on held-out text and the draft layer's agreement, with finwhale on a CPU.
 
 python evaluate_engine.py --corpus work/corpus.xz [--activations exact] [--wo-a-input bf16]
 

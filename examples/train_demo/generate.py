@@ -1,4 +1,4 @@
-"""A minimal generation loop on the training model: the whole sequence again for every token."""
+"""A minimal generation loop that computes the whole sequence again for every token."""
 
 from __future__ import annotations
 

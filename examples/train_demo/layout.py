@@ -1,31 +1,12 @@
-"""Between the training model's parameters and the tensors of an official checkpoint, by name."""
+"""Converts between the training model's parameters and the tensors of an official checkpoint."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Kind = Literal["fp8", "fp4", "bf16", "f32", "i64"]
-
-_FP8 = re.compile(
-    r"(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123]|[eh]_proj|main_proj)\.weight$"
-)
-_F32 = re.compile(r"(attn_sink|ape|gate\.bias|hc_(attn|ffn|head)_(fn|base|scale))$")
-
-
-def kind_of(name: str) -> Kind:
-    """How a tensor of the checkpoint is stored."""
-    if ".experts." in name:
-        return "fp4"
-    if _FP8.search(name):
-        return "fp8"
-    if name.endswith("tid2eid"):
-        return "i64"
-    return "f32" if _F32.search(name) else "bf16"
 
 
 def official_tensors(state: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(gradient: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of gradient [N, out, in]: five
+    """Approximate the semi-orthogonal matrices nearest to gradient [N, out, in], with five
     Newton-Schulz steps in bf16."""
     a, b, c = NEWTON_SCHULZ
     x: Tensor = gradient.bfloat16()

@@ -1,4 +1,4 @@
-"""How well the demo model finds what was said earlier in the prompt, near and far, through
+"""Measures how well the demo model recalls earlier parts of the prompt, near and far, with
 finwhale's own engine.
 
 python recall.py --work FOLDER            the folder that data.py filled; prints JSON

@@ -1,10 +1,9 @@
 """Sinkhorn normalisation of mHC's 4x4 mixing matrices: torch on the CPU, one Triton kernel each
 way on a GPU.
 
-Autograd through the iterations launches about eighty tiny kernels a call, and the model calls
-it twice a layer. The
-backward kernel keeps nothing: it recomputes each iterate from the input, which is 16 numbers a
-token.
+Autograd through the iterations launches about eighty tiny kernels a call, and the model makes two
+calls a layer. The backward kernel stores no iterates: it recomputes each one from the input, which
+is 16 numbers a token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

@@ -175,8 +175,8 @@ def balance(model: DemoModel, load: Tensor, rate: float) -> None:
 
 
 def draft_labels(batch: Batch, step: int) -> Tensor:
-    """What the MTP layer predicts in its step; the first tokens of a document have no streams of
-    the step before."""
+    """The labels [B, T] of a step of the MTP layer. The first tokens of a document have none, since
+    there are no streams of the step before."""
     labels = labels_of(batch.tokens, batch.doc, 2)
     for _ in range(step):
         same = F.pad(batch.doc[:, 1:] == batch.doc[:, :-1], (1, 0), value=False)

@@ -182,22 +182,12 @@ def summary(by_source: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    batch_tokens: int
-    row_tokens: int
-    row_anchors: int
-    max_steps: int
-    log_steps: int
-    measure_steps: int
-    save_seconds: float
-
-
 class Trainer:
     def __init__(self, base: Path, model: DemoModel, head: DSparkHead, corpus: Corpus,
-                 settings: Settings, optimizer: Optimizer, clock: Clock) -> None:  # fmt: skip
+                 args: argparse.Namespace, optimizer: Optimizer, clock: Clock) -> None:  # fmt: skip
+        """args: of the command line."""
         self.base, self.model, self.head, self.corpus = base, model, head, corpus
-        self.settings, self.optimizer, self.clock = settings, optimizer, clock
+        self.args, self.optimizer, self.clock = args, optimizer, clock
         self.device = next(head.parameters()).device
         on = torch.tensor(True, device=self.device)
         self.frozen = Switches(on, on)
@@ -205,12 +195,12 @@ class Trainer:
         self.step, self.seen, self.drafts = 0, 0, 0
 
     def forward(self, batch: Batch) -> tuple[Losses, Tensor]:
-        head, model, settings = self.head, self.model, self.settings
+        head, model = self.head, self.model
         features = features_of(model, head.head_config, batch, self.frozen)
         anchors = choose_anchors(
             batch,
             labels_of(batch.tokens, batch.doc, 1),
-            settings.row_anchors,
+            self.args.row_anchors,
             model.config.sliding_window,
             head.head_config.block_size,
             torch.Generator().manual_seed(self.step),
@@ -245,7 +235,7 @@ class Trainer:
         return warm * min(1.0, max((1 - progress) / (1 - DECAY_FROM), 0.01))
 
     def progress(self) -> float:
-        steps = self.settings.max_steps
+        steps = self.args.max_steps
         return max(self.clock.progress(), min(1.0, self.step / steps) if steps else 0.0)
 
     def train_step(self, batch: Batch, progress: float) -> Losses:
@@ -256,13 +246,13 @@ class Trainer:
         balance(self.head, load, BIAS_RATE / 10 if progress >= SETTLE_FROM else BIAS_RATE)
         self.step += 1
         self.seen += batch.tokens.numel()
-        self.drafts += len(batch.tokens) * self.settings.row_anchors
+        self.drafts += len(batch.tokens) * self.args.row_anchors
         return losses
 
     def run(self, out: Path, state: Path, held_out: HeldOut) -> None:
-        settings, saved = self.settings, self.clock.elapsed()
-        size = settings.batch_tokens // settings.row_tokens
-        stream = short_batches(self.corpus, self.step, settings.row_tokens, size, self.device)
+        args, saved = self.args, self.clock.elapsed()
+        size = args.batch_tokens // args.row_tokens
+        stream = short_batches(self.corpus, self.step, args.row_tokens, size, self.device)
         lines = (out / "train_dspark.jsonl").open("a")
 
         def note(record: dict[str, Any]) -> None:
@@ -277,10 +267,10 @@ class Trainer:
             note({"held_out": summary(by_source), "by_source": by_source})
 
         while (progress := self.progress()) < 1:
-            if self.step % settings.measure_steps == 0:
+            if self.step % args.measure_steps == 0:
                 measure()
             losses = self.train_step(next(stream), progress)
-            if (self.step - 1) % settings.log_steps == 0:
+            if (self.step - 1) % args.log_steps == 0:
                 values = zip(losses._fields, losses, strict=True)
                 note(
                     {"progress": round(progress, 4)}
@@ -288,7 +278,7 @@ class Trainer:
                     | {"tokens": self.seen, "blocks": self.drafts}
                     | {"seconds": round(self.clock.elapsed(), 1)}
                 )
-            if self.clock.elapsed() - saved > settings.save_seconds:
+            if self.clock.elapsed() - saved > args.save_seconds:
                 saved = self.clock.elapsed()
                 self.save(out, state)
         measure()
@@ -331,17 +321,8 @@ def main() -> None:
     raw = dspark_json(json.loads((args.base / "config.json").read_text()))
     head = DSparkHead(model.config, DSparkConfig.of(raw), dtype).to(args.device)
     head.start_from(model)
-    settings = Settings(
-        batch_tokens=args.batch_tokens,
-        row_tokens=args.row_tokens,
-        row_anchors=args.row_anchors,
-        max_steps=args.max_steps,
-        log_steps=args.log_steps,
-        measure_steps=args.measure_steps,
-        save_seconds=args.save_seconds,
-    )
     optimizer = Optimizer(head, args.muon_rate, args.adam_rate, weight_decay=0.03)
-    trainer = Trainer(args.base, model, head, corpus, settings, optimizer, clock)
+    trainer = Trainer(args.base, model, head, corpus, args, optimizer, clock)
     if resumed:
         trainer.resume(resumed)
     held_out = HeldOut(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from finwhale import LLM, EngineDeadError
 from finwhale.bench import accuracy, drafting, load, offline
+from finwhale.bench.engine import measured
 from finwhale.config import EngineConfig
 from finwhale.engine.rank.call_ranks import call_ranks
 from finwhale.engine.rank.executor import LocalExecutor
@@ -71,7 +72,7 @@ def test_offline_measurements_run_on_all_ranks(two: LLM, path: Path) -> None:
     assert result["ms"]["median"] > 0 and result["experts_hit"] >= 1
     assert result["graph_ms"] is None  # a CPU captures nothing
     args = Namespace(model=str(path), config="flash")
-    found = offline.measured(args, two.engine)
+    found = measured(args, two.engine)
     assert found["tensor_parallel_size"] == 2 and found["config"] == str(path)
     assert found["layers"] == 3
 

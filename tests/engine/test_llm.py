@@ -17,6 +17,7 @@ import torch
 
 from finwhale import LLM, RequestError, RequestOutput, SamplingParams
 from finwhale.engine.rank.executor import local_executor
+from finwhale.testing.library_tokenizer import encode_with_special
 from finwhale.testing.stepping import Stepper
 
 TEXT = "The fin whale is"
@@ -331,7 +332,7 @@ def scripted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]
 
     def say(text: str) -> None:
         assert llm.tokenizer is not None
-        script = iter([*llm.tokenizer.encode_with_special(text), 1])
+        script = iter([*encode_with_special(llm.tokenizer, text), 1])
         logits = local_executor(llm.engine.executor).runner.logits
 
         def speak(chunks: Any) -> torch.Tensor:

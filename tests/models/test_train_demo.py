@@ -29,10 +29,14 @@ import train_dspark  # noqa: E402
 from corpus import PAD  # noqa: E402
 from export import dequantised, join, load_shipped  # noqa: E402
 from generate import hidden_of  # noqa: E402
-from layout import kind_of, official_tensors  # noqa: E402
+from layout import official_tensors  # noqa: E402
 from model import Batch, DemoConfig, DemoModel, Switches  # noqa: E402
 from rounding import rounded_fp4_weight, rounded_fp8_weight  # noqa: E402
 
+# The weights that a checkpoint stores in FP8.
+FP8_NAMES = re.compile(
+    r"(attn\.w(q_a|q_b|kv|o_a|o_b)|indexer\.wq_b|shared_experts\.w[123]|[eh]_proj|main_proj)\.weight$"
+)
 TINY = {
     "hidden_size": 128,
     "num_hidden_layers": 4,
@@ -156,7 +160,7 @@ def round_weights(module: torch.nn.Module) -> None:
     for name, p in module.named_parameters():
         if re.search(r"\.experts\.w[123]\.weight$", name):
             p.data.copy_(rounded_fp4_weight(p.data))
-        elif kind_of(name) == "fp8":
+        elif FP8_NAMES.search(name):
             p.data.copy_(rounded_fp8_weight(p.data))
 
 

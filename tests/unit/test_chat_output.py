@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from finwhale.chat.output import OutputEvent, OutputParser
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
+from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()
@@ -74,7 +75,7 @@ def test_any_split_of_the_text(cuts: set[int]) -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_any_split_of_the_token_ids(data: st.DataObject) -> None:
-    ids = [*template()._tokenizer.encode_with_special(ANSWER), 1]
+    ids = [*encode_with_special(template()._tokenizer, ANSWER), 1]
     cuts = data.draw(st.sets(st.integers(1, len(ids) - 1)))
     p = parser(tools=TOOLS)
     edges = [0, *sorted(cuts), len(ids)]
@@ -85,7 +86,7 @@ def test_any_split_of_the_token_ids(data: st.DataObject) -> None:
 
 
 def test_every_token_and_character_by_itself() -> None:
-    for pieces in (list(ANSWER), [[i] for i in template()._tokenizer.encode_with_special(ANSWER)]):
+    for pieces in (list(ANSWER), [[i] for i in encode_with_special(template()._tokenizer, ANSWER)]):
         p = parser(tools=TOOLS)
         events = [event for piece in pieces for event in p.feed(piece)]
         check_answer(p, events + p.finish())

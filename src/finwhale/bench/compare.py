@@ -16,11 +16,11 @@ from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench.latency import summarise
 from finwhale.bench.load_client import Endpoint, check_client, check_endpoint, run_load
-from finwhale.bench.record import append_record, stamp
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.workload import Load, described
 from finwhale.errors import FinwhaleError
@@ -109,9 +109,8 @@ async def run_rounds(
 
 
 def show(console: Console, endpoints: Sequence[Endpoint], found: dict[str, Any]) -> None:
-    table = Table(title="medians of the rounds; B against A", title_justify="left")
-    for column in ("", "A", "B", "difference", "95% interval", ""):
-        table.add_column(column, justify="right" if column else "left")
+    columns = ("", "A", "B", "difference", "95% interval", "")
+    table = new_table("medians of the rounds; B against A", *columns)
     for title, line in found.items():
         better = (line["difference"] > 0) == VALUES[title][1]
         clear = line["low"] > 0 or line["high"] < 0
@@ -141,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     models = args.model * 2 if len(args.model) == 1 else args.model
     endpoints = [read_endpoint(*pair) for pair in zip(args.url, models, strict=True)]
     check_client(load)
-    console = Console()
+    console = new_console()
 
     async def run() -> list[list[dict[str, Any]]]:
         for endpoint in endpoints:
@@ -151,21 +150,15 @@ def main(argv: Sequence[str]) -> int:
     rounds = asyncio.run(run())
     found = differences(rounds)
     show(console, endpoints, found)
-    if args.record:
-        servers = {
-            name: {"url": endpoint.url, "model": endpoint.model}
-            for name, endpoint in zip("ab", endpoints, strict=True)
-        }
-        record = {
-            "benchmark": "compare",
-            **stamp("compare", argv, ("aiohttp",)),
-            "load": described(load),
-            "servers": servers,
-            "results": found,
-            "rounds": [dict(zip("ab", pair, strict=True)) for pair in rounds],
-        }
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    servers = [{"url": endpoint.url, "model": endpoint.model} for endpoint in endpoints]
+    record = {
+        **stamp("compare", argv, ("aiohttp",)),
+        "load": described(load),
+        "servers": dict(zip("ab", servers, strict=True)),
+        "results": found,
+        "rounds": [dict(zip("ab", pair, strict=True)) for pair in rounds],
+    }
+    keep_record(args.record, record)
     return 0
 
 
@@ -174,11 +167,6 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--url", action="append", required=True, help="URL of a server; give it twice: A, then B")
     add("--model", action="append", required=True, help="name of the model, or those of A and of B")
-    add(
-        "--rounds",
-        type=int,
-        default=ROUNDS,
-        metavar="N",
-        help="number of rounds that count (default: %(default)s)",
-    )
+    about = "number of rounds that count (default: %(default)s)"
+    add("--rounds", type=int, default=ROUNDS, metavar="N", help=about)
     return parser

@@ -9,19 +9,20 @@ is its forward and an argmax.
 import argparse
 import importlib
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench.arguments import new_parser
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.location import checkpoint_directory
 from finwhale.checkpoint.reader import Checkpoint
@@ -200,17 +201,11 @@ def measure_decode(
         for _ in range(work.steps // TURN):
             for contender in order:
                 contender.step()  # The others' turns have displaced its data from the CPU caches.
-                times[contender.name] += list(_timed(contender, TURN - 1))
+                steps = (1e3 * seconds_of(contender.step) for _ in range(TURN - 1))
+                times[contender.name] += steps
         for contender in order:
             tokens[contender.name] += contender.finish()
     return times, tokens
-
-
-def _timed(contender: Contender, count: int) -> Iterator[float]:
-    for _ in range(count):
-        start = time.perf_counter()
-        contender.step()
-        yield (time.perf_counter() - start) * 1e3
 
 
 def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
@@ -219,9 +214,8 @@ def measure_prefill(contenders: Sequence[Contender], work: Workload) -> Times:
     for round_ in range(work.rounds):
         prompts = work.prompts(1, work.prefill, round_)
         for contender in _rotated(contenders, round_):
-            start = time.perf_counter()
-            contender.begin(prompts, 0)
-            times[contender.name].append((time.perf_counter() - start) * 1e3)
+            prefill = partial(contender.begin, prompts, 0)
+            times[contender.name].append(1e3 * seconds_of(prefill))
             contender.finish()
     return times
 
@@ -246,15 +240,9 @@ def machine_rates() -> tuple[float, float]:
     """
     memory = torch.ones(2**26)
     matrix = torch.ones(1024, 1024)
-    reads = [_seconds(memory.sum) for _ in range(5)]
-    gemms = [_seconds(lambda: matrix @ matrix) for _ in range(5)]
+    reads = [seconds_of(memory.sum) for _ in range(5)]
+    gemms = [seconds_of(lambda: matrix @ matrix) for _ in range(5)]
     return memory.nbytes / min(reads), 2 * 1024**3 / min(gemms)
-
-
-def _seconds(run: Any) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def floor_ms(config: ModelConfig, tokens: int, sequences: int) -> float:
@@ -285,18 +273,14 @@ def report(
 ) -> dict[str, Any]:
     """Print a table of one measurement, and return its part of the record."""
     base = summary(next(v for name, v in times.items() if name.startswith("transformers")))
-    table = Table(
-        title=what, title_justify="left", caption="medians; p10 is near the time on an idle machine"
-    )
-    table.add_column("", no_wrap=True)
-    for column in ("ms", "p10", "p90", "tokens/s", "x", "x p10"):
-        table.add_column(column, justify="right")
+    table = new_table(what, "", "ms", "p10", "p90", "tokens/s", "x", "x p10", no_wrap=True)
+    table.caption = "medians; p10 is near the time on an idle machine"
     rows = []
     for name, values in times.items():
         line = summary(values)
         rate = tokens_a_step / line["median"] * 1e3
         speedup = {key: round(base[key] / line[key], 2) for key in ("median", "p10")}
-        shown = (line["median"], line["p10"], line["p90"], rate, *speedup.values())
+        shown = (*(line[key] for key in ("median", "p10", "p90")), rate, *speedup.values())
         table.add_row(name, *(f"{value:,.{int(value < 100)}f}" for value in shown))
         rows.append(
             {"engine": name, "ms": line, "tokens_per_s": round(rate, 1), "speedup": speedup}
@@ -352,7 +336,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
             report(f"prefill, {work.prefill} tokens", times, work.prefill, floor, console)
         )
     return {
-        "benchmark": "cpu",
         "model": checkpoint.path.name,
         "threads": torch.get_num_threads(),
         "rounds": work.rounds,
@@ -381,43 +364,24 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--steps must be at least {TURN}")
     if args.threads:
         torch.set_num_threads(args.threads)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 100
     record = stamp("cpu", argv, ("torch", "transformers"))
-    record |= run(args, console)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    record |= run(args, new_console(100))
+    keep_record(args.record, record)
     return 0 if all(r.get("same_tokens", 1) == 1 for r in record["results"]) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("cpu", __doc__, "cpu.jsonl")
-    parser.add_argument(
-        "path",
-        nargs="?",
-        type=Path,
-        metavar="PATH",
-        help="directory of a checkpoint (default: the demo model)",
-    )
-    parser.add_argument("--context", type=_count, default=300, help="length of a prompt")
-    parser.add_argument(
-        "--steps", type=_count, default=64, help="number of tokens to decode in each round"
-    )
-    parser.add_argument("--rounds", type=_count, default=5, help="number of rounds")
-    parser.add_argument(
-        "--prefill", type=int, default=2048, help="number of tokens to prefill; 0 skips it"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="measure decode in the compiled mode too"
-    )
-    parser.add_argument(
-        "--batches", type=_count, nargs="+", default=list(BATCHES), help="batch sizes of decode"
-    )
-    parser.add_argument(
-        "--threads", type=_count, help="number of torch threads (default: torch's choice)"
-    )
+    add = parser.add_argument
+    about = "directory of a checkpoint (default: the demo model)"
+    add("path", nargs="?", type=Path, metavar="PATH", help=about)
+    add("--context", type=_count, default=300, help="length of a prompt")
+    add("--steps", type=_count, default=64, help="number of tokens to decode in each round")
+    add("--rounds", type=_count, default=5, help="number of rounds")
+    add("--prefill", type=int, default=2048, help="number of tokens to prefill; 0 skips it")
+    add("--compile", action="store_true", help="measure decode in the compiled mode too")
+    add("--batches", type=_count, nargs="+", default=list(BATCHES), help="batch sizes of decode")
+    add("--threads", type=_count, help="number of torch threads (default: torch's choice)")
     return parser
 
 

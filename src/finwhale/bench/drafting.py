@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from finwhale.bench.printing import new_table
 from finwhale.bench.record import summary
 from finwhale.config import DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
@@ -254,10 +254,8 @@ def _drafts(before: EngineMetrics, found: EngineMetrics, runs: int) -> dict[str,
 
 def show(console: Console, rows: Sequence[dict[str, Any]]) -> None:
     """Print the rows of `measure` as a table."""
-    table = Table(title="decoding with drafts; medians", title_justify="left")
     names = ("batch", "drafts", "accept", "tokens/s", "speed", "a step", "rows", "step ms", "time")
-    for name in (*names, "verify ms", "draft ms"):
-        table.add_column(name, justify="right")
+    table = new_table("decoding with drafts; medians", *names, "verify ms", "draft ms")
     for row in rows:
         forced = "" if not row["draft_tokens"] else "model's" if row["accept"] is None else None
         table.add_row(

@@ -14,7 +14,6 @@ import math
 import os
 import pickle
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -26,11 +25,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench.arguments import add_sizes, new_parser
 from finwhale.bench.preflight import check_disk
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import seconds_of
 from finwhale.checkpoint.dummy import DummySource
 from finwhale.checkpoint.loading import WeightSource
 from finwhale.checkpoint.reader import Checkpoint
@@ -148,7 +148,7 @@ class Loader:
             torch.cuda.synchronize(self.device)
 
 
-# What a loader is told to do.
+# The commands to a loader: the names of its methods.
 PLAIN, LOAD, MAPPED, FOLD, FREE = "plain", "load", "load_mapped", "fold", "free"
 
 
@@ -186,12 +186,6 @@ def serve(new_loader: Callable[[Rank], Loader], seat: Seat) -> None:
         seat.report(Answer(pickle.dumps(None)))
 
 
-def timed(run: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
 def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:
     options = EngineConfig(device=args.device, tensor_parallel_size=args.tensor_parallel_size)
     devices = choose_devices(options, lambda count: 1)
@@ -201,7 +195,7 @@ def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str
         config = ModelConfig.from_dict(Checkpoint.open(directory).config)
     _check_room(config, directory, devices)
     if args.model is None and not any(directory.glob("*.safetensors")):
-        written = timed(
+        written = seconds_of(
             lambda: write_stored(
                 directory,
                 {"written_by": "finwhale bench load", "num_hidden_layers": args.layers},
@@ -239,16 +233,15 @@ def measure(
     ways = {"plain read": PLAIN, "load": LOAD, "fold": FOLD}
     for _ in range(args.repeats):
         for name, what in ways.items():
-            times[name].append(timed(partial(loaders.run, what)))
+            times[name].append(seconds_of(partial(loaders.run, what)))
         loaders.run(FREE)
         if args.mapped:
-            times["mapped load"].append(timed(partial(loaders.run, MAPPED)))
+            times["mapped load"].append(seconds_of(partial(loaders.run, MAPPED)))
             loaders.run(FREE)
     ranks = loaders.own.rank.size
     where = f"{device.type} on {ranks} ranks" if ranks > 1 else str(device)
-    table = Table(title=f"{size / 1e9:.1f} GB to {where}; medians", title_justify="left")
-    for column in ("", "s", "GB/s", "of the plain read"):
-        table.add_column(column, justify="right" if column else "left")
+    title = f"{size / 1e9:.1f} GB to {where}; medians"
+    table = new_table(title, "", "s", "GB/s", "of the plain read")
     results = {name: summary(found) for name, found in times.items() if found}
     plain = results["plain read"]["median"]
     for name, found in results.items():
@@ -257,7 +250,6 @@ def measure(
         table.add_row(name, f"{seconds:.3f}", *(("", "") if name == "fold" else (rate, share)))
     console.print(table)
     return {
-        "benchmark": "load",
         "config": args.model or args.config,
         "layers": config.num_hidden_layers,
         "tensor_parallel_size": ranks,
@@ -271,26 +263,21 @@ def measure(
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench load`."""
     args = _parser().parse_args(argv)
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
     record = stamp("load", argv, ("torch",))
     with tempfile.TemporaryDirectory(prefix="finwhale-load-") as temporary:
-        record |= run(args, Path(args.model or args.directory or temporary), console)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+        record |= run(args, Path(args.model or args.directory or temporary), new_console())
+    keep_record(args.record, record)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("load", __doc__, "load-h200.jsonl")
     add_sizes(parser, 6)
-    parser.add_argument("--model", metavar="PATH", help="directory of a checkpoint to use instead")
-    parser.add_argument(
-        "--directory", metavar="DIR", help="keep the synthetic checkpoint here (default: delete it)"
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="number of repetitions")
-    parser.add_argument("--mapped", action="store_true", help="measure memory-mapped loading too")
+    add = parser.add_argument
+    add("--model", metavar="PATH", help="directory of a checkpoint to use instead")
+    about = "keep the synthetic checkpoint here (default: delete it)"
+    add("--directory", metavar="DIR", help=about)
+    add("--repeats", type=int, default=3, help="number of repetitions")
+    add("--mapped", action="store_true", help="measure memory-mapped loading too")
     add_options(parser, EngineConfig, ("device", "tensor_parallel_size"))
     return parser

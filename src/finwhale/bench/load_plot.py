@@ -2,29 +2,18 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from matplotlib.figure import Figure
 
-
-class PlottedResult(Protocol):
-    """The fields of a `serving.Result` that the plot uses."""
-
-    begin: float
-    pieces: list[float]
-    error: str | None
-
-    @property
-    def ttft(self) -> float: ...
-    @property
-    def between(self) -> list[float]: ...
+from finwhale.bench.load_client import Result
 
 
-def plot(path: Path, results: Sequence[PlottedResult], summary: dict[str, Any]) -> None:
+def plot(path: Path, results: Sequence[Result], summary: dict[str, Any]) -> None:
     """Write the plot. The suffix of `path` determines the format.
 
     Args:
-        summary: result of `serving.summarise`.
+        summary: result of `latency.summarise`.
     """
     good = [r for r in results if r.error is None]
     figure = Figure(figsize=(11, 3.6), layout="constrained")

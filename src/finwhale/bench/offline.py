@@ -25,16 +25,15 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench import drafting
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.record import append_record, stamp, summary
-from finwhale.checkpoint.location import checkpoint_directory
-from finwhale.checkpoint.reader import Checkpoint
+from finwhale.bench.engine import measured, memory, open_engine, source
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import replay_ms, seconds_of
 from finwhale.config import MAX_DRAFT_TOKENS, DraftTokens, EngineConfig
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.plan.step_planner import StepPlanner
 from finwhale.engine.rank.call_ranks import call_ranks
@@ -44,7 +43,6 @@ from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
 from finwhale.ops.case import BF16_RATE, FP8_RATE, READ_RATE
 from finwhale.ops.moe.cases import FP4_BYTES
 from finwhale.options import read_options
@@ -131,7 +129,7 @@ class Bench:
 
         prompts = [self.prompt(shape.tokens) for _ in range(repeats + 1)]
         self._prefill_once(prompts.pop())
-        times = [self._timed(partial(self._prefill_once, prompt)) for prompt in prompts]
+        times = [1e3 * seconds_of(partial(self._prefill_once, prompt)) for prompt in prompts]
         result: dict[str, Any] = {"ms": summary(times)}
         result["tokens_per_s"] = round(shape.tokens / result["ms"]["median"] * 1e3)
         fp8, bf16 = self._prefill_ops(shape.tokens)
@@ -204,12 +202,6 @@ class Bench:
         while self.engine.has_work:
             self.engine.step()
         self.engine.abort(name)
-
-    @staticmethod
-    def _timed(run: Any) -> float:
-        start = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - start)
 
     def _plan(self) -> StepPlan:
         """Plan the next step without the engine, which later plans the same step itself."""
@@ -292,14 +284,7 @@ def graph_ms(plan: StepPlan, repeats: int, executor: LocalExecutor) -> float | N
     if graphs is None or not graphs.fits(plan):
         return None
     graphs.run(plan)
-    times: list[float] = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graphs.replay(plan.num_tokens)
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+    times = replay_ms(partial(graphs.replay, plan.num_tokens), repeats)
     return round(sorted(times)[len(times) // 2], 4)
 
 
@@ -331,17 +316,17 @@ def experts_hit(plan: StepPlan, executor: LocalExecutor) -> float:
 
 
 def _room(shape: Shape, steps: int, step_tokens: int) -> int:
-    """The most tokens of a sequence. The first sequences decode while the others are prefilled,
-    which takes at least a quarter of each step. Longer prompts than a step are cached by then.
+    """Maximum length of a sequence.
+
+    The first sequences decode while the others are prefilled; prefill gets at least a quarter of
+    each step. Prompts that are longer than a step are in the prefix cache by then.
     """
     prefill_steps = 4 * shape.batch * min(shape.tokens, step_tokens) // step_tokens
     return shape.tokens + prefill_steps + 2 * WARM_UP + steps + 8
 
 
 def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, float]]) -> None:
-    table = Table(title=f"{shape}: kernels of one step", title_justify="left")
-    for column in ("kernel", "launches", "us", "us each"):
-        table.add_column(column, justify="left" if column == "kernel" else "right")
+    table = new_table(f"{shape}: kernels of one step", "kernel", "launches", "us", "us each")
     for name, launches, micros in rows:
         table.add_row(name[:70], str(launches), f"{micros:,.0f}", f"{micros / launches:,.1f}")
     console.print(table)
@@ -351,53 +336,9 @@ def show_kernels(console: Console, shape: Shape, rows: list[tuple[str, int, floa
 SET_HERE = ("max_model_len", "max_num_seqs", "graph_sizes", "draft_tokens")
 
 
-def memory(engine: Engine) -> dict[str, float]:
-    """GiB on a GPU: of the cache, reserved by torch, and the peak that torch has allocated."""
-    if not engine.executor.description.device.startswith("cuda"):
-        return {}
-    gib = 2.0**30
-    return {
-        "cache_gib": round(engine.memory.cache / gib, 2),
-        "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
-        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
-    }
-
-
-def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
-    """The fields of a benchmark record that describe the model: name, layers, number of ranks."""
-    assert isinstance(engine.model_config, ModelConfig)
-    return {
-        "config": args.model or args.config,
-        "layers": engine.model_config.num_hidden_layers,
-        "tensor_parallel_size": first_rank(engine.executor).collectives.rank.size,
-    }
-
-
-def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
-    """The configuration and the weights that the arguments ask for.
-
-    Args:
-        draft_head: include the draft head in a model of random weights.
-    """
-    if args.model is not None:
-        checkpoint = Checkpoint.open(checkpoint_directory(args.model))
-        config = ModelConfig.from_dict(checkpoint.config)
-        return config, CheckpointWeights(config, checkpoint)
-    if not args.dummy:
-        raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
-    config = ModelConfig.preset(args.config)
-    if not draft_head:
-        config = config.without_draft_head()
-    if args.layers is not None:
-        config = config.with_layers(args.layers)
-    return config, DummyWeights(config)
-
-
 def show(console: Console, rows: list[tuple[Shape, dict[str, Any]]]) -> None:
-    table = Table(title="whole steps of the engine; medians", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts"):
-        table.add_column(column, justify="right")
+    columns = ("", "ms", "p90", "graph ms", "tokens/s", "floor ms", "share", "experts")
+    table = new_table("whole steps of the engine; medians", *columns, no_wrap=True)
     for shape, result in rows:
         median = result["ms"]["median"]
         tokens = shape.batch or shape.tokens
@@ -421,20 +362,8 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     shapes += [Shape(1, context) for context in args.long_contexts]
     shapes += [Shape(0, tokens) for tokens in args.prefill]
     longest = max(_room(shape, args.steps, args.max_num_batched_tokens) for shape in shapes) + 8
-    config, weights = source(args)
-    start = time.perf_counter()
-    engine = start_engine(
-        read_options(
-            args,
-            EngineConfig,
-            max_model_len=min(longest, config.max_position_embeddings),
-            max_num_seqs=max(1, *(shape.batch for shape in shapes)),
-        ),
-        config,
-        weights,
-        None,
-    )
-    load_s = round(time.perf_counter() - start, 1)
+    num_seqs = max(1, *(shape.batch for shape in shapes))
+    engine, load_s = open_engine(args, longest, max_num_seqs=num_seqs)
     gc.collect()
     if args.verbose:
         console.print(f"loaded and captured in {load_s} s")
@@ -452,7 +381,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     held = memory(engine)
     console.print(f"loaded and captured in {load_s} s; {held}")
     return {
-        "benchmark": "offline",
         **measured(args, engine),
         "load_s": load_s,
         "memory": held,
@@ -524,47 +452,29 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--accept needs drafts: give --draft-tokens too")
     if args.steps is None:
         args.steps = ADAPTIVE_STEPS if args.draft_tokens == "auto" else STEPS
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
     record = stamp("offline", argv, ("torch",))
-    record |= run_drafting(args, console) if args.draft_tokens else run(args, console)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    record |= (run_drafting if args.draft_tokens else run)(args, new_console())
+    keep_record(args.record, record)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("offline", __doc__, "offline-h200.jsonl")
     add_model_arguments(parser, SET_HERE, max_num_batched_tokens=8192)
-    parser.add_argument(
-        "--batches", type=int, nargs="*", default=[1, 8, 32, 128], help="batch sizes"
-    )
-    parser.add_argument(
-        "--context", type=int, default=1024, help="number of tokens before a decode step"
-    )
-    parser.add_argument(
-        "--long-contexts",
-        type=int,
-        nargs="*",
-        default=[65536],
-        help="contexts of further decodes with batch size 1",
-    )
-    parser.add_argument(
-        "--prefill",
-        type=int,
-        nargs="*",
-        default=[2048, 8192, 32768],
-        help="lengths of prompts to prefill",
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--batches", type=int, nargs="*", default=[1, 8, 32, 128], help="batch sizes")
+    add("--context", type=int, default=1024, help="number of tokens before a decode step")
+    about = "contexts of further decodes with batch size 1"
+    add("--long-contexts", type=int, nargs="*", default=[65536], help=about)
+    prompts = [2048, 8192, 32768]
+    add("--prefill", type=int, nargs="*", default=prompts, help="lengths of prompts to prefill")
+    add(
         "--steps",
         type=int,
         help=f"number of steps to time (default: {STEPS}, and {ADAPTIVE_STEPS} with --draft-tokens "
         "auto, which ends when each request has as many tokens)",
     )
-    parser.add_argument(
+    add(
         "--draft-tokens",
         type=_draft_tokens,
         default=0,
@@ -572,7 +482,7 @@ def _parser() -> argparse.ArgumentParser:
         help="compare decoding with this many drafts, or with as many as the engine chooses, with "
         "plain decoding, and measure nothing else",
     )
-    parser.add_argument(
+    add(
         "--accept",
         type=_rate,
         nargs="*",
@@ -580,14 +490,7 @@ def _parser() -> argparse.ArgumentParser:
         help="force these fractions of the drafts to be right; with auto, they are the means of "
         "probabilities that differ between requests and positions (default: the model's own)",
     )
-    parser.add_argument(
-        "--kernels",
-        type=int,
-        default=0,
-        metavar="N",
-        help="print the N slowest kernels of each shape",
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="print each result as soon as it is known"
-    )
+    about = "print the N slowest kernels of each shape"
+    add("--kernels", type=int, default=0, metavar="N", help=about)
+    add("--verbose", action="store_true", help="print each result as soon as it is known")
     return parser

@@ -33,7 +33,8 @@ from finwhale.bench.packing import (
     ready,
 )
 from finwhale.bench.preflight import check_gpu_memory
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import warm_up
 from finwhale.errors import FinwhaleError
 from finwhale.ops import Ops, load_ops
 from finwhale.ops.case import (
@@ -61,8 +62,9 @@ RANKS = (1, 2, 4, 8)
 BATCHES = (1, 8, 32, 128, 8192)
 MAX_DECODE = 1024  # Batches up to this are decodes of one token each; larger ones are one prompt.
 REPLAYS = 50
-# The inputs of all turns exceed an H200's L2 cache (60 MB), unless that takes more than MAX_TURNS
-# turns. Inputs so small stay in L2; in a model the previous operator leaves them there too.
+# Each call of a timed graph has its own inputs. Together they exceed an H200's L2 cache (60 MB),
+# unless that takes more than MAX_TURNS calls. Such small inputs stay in L2; in a model the previous
+# operator leaves them there too.
 ROTATED_BYTES = 128 * 2**20
 MAX_TURNS = 64
 PLAIN_BYTES = 40 * 10**9  # Weights that take more in float32 are not compared.
@@ -84,9 +86,9 @@ PAGED = {
     "sparse_attention": (0, 3, 4, 5, 8, 9),
 }
 NO_KERNEL = ("prepare_linear", "prepare_experts", "grouped_form")
-# Their results are keys to compare exactly, which tests/gpu/test_sampling.py does.
+# tests/gpu/test_sampling.py compares their results, which are sort keys, exactly.
 CANDIDATES = ("best_candidates", "merge_candidates")
-# These are timed and checked as one operator: what they pass to each other differs by table.
+# These are timed and checked as one operator: their intermediate results differ between tables.
 EXPERTS = dict.fromkeys(("experts_dispatch", "experts_compute", "experts_combine"), "experts")
 PLATFORMS = {"nvidia": Platform("nvidia", "sm90"), "amd": Platform("amd", "gfx942")}
 
@@ -155,29 +157,25 @@ def implementation(ops: Ops, name: str) -> Implementation:
 
 def time_calls(calls: Sequence[Callable[[], object]]) -> dict[str, float]:
     """Microseconds of one call, measured by replaying a graph that makes all calls once."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
+    warm_up(calls[:2])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return _timed(graph.replay, REPLAYS, len(calls))
+    return _timed(graph.replay, REPLAYS, len(calls), 5)
 
 
 def _timed(
-    run: Callable[[], object], repeats: int, calls: int, warm_up: int = 5
+    run: Callable[[], object], repeats: int, calls: int = 1, untimed: int = 0
 ) -> dict[str, float]:
-    events = [(_event(), _event()) for _ in range(warm_up + repeats)]
+    """Microseconds of one call of `run`'s calls. The host never waits between the repetitions."""
+    events = [(_event(), _event()) for _ in range(untimed + repeats)]
     for start, end in events:
         start.record()
         run()
         end.record()
     torch.cuda.synchronize()
-    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[warm_up:]])
+    return summary([start.elapsed_time(end) * 1e3 / calls for start, end in events[untimed:]])
 
 
 def _event() -> torch.cuda.Event:
@@ -236,6 +234,11 @@ def reference_args(case: OpCase, args: Args, weight: Weights) -> Args:
     return plain_args(case.operator, args)
 
 
+def kernel_results(case: OpCase, kernel: Implementation, args: Args) -> list[Tensor]:
+    """Call a kernel of a packed table; returns its results in the reference's form."""
+    return plain_results(case.operator, args, results(kernel, args, case.written))
+
+
 def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str, Any]:
     """Measure one case. Weights that are too large are not compared with the reference."""
     kernel, definition = (implementation(table, case.operator) for table in (ops, reference))
@@ -248,11 +251,11 @@ def measure(case: OpCase, chunks: Chunks, ops: Ops, reference: Ops) -> dict[str,
     error = base = None
     if weights[0].ready is None or weights[0].plain is not None:
         plain = reference_args(case, inputs[0], weights[0])
-        found = plain_results(case.operator, inputs[0], results(kernel, inputs[0], case.written))
+        found = kernel_results(case, kernel, inputs[0])
         wanted = _as_wide(case.operator, inputs[0], results(definition, plain, case.written))
         error = largest_error(found, wanted)
         # Time the reference once: it is slow.
-        base = _timed(lambda: definition(*plain), 1, 1, warm_up=0)
+        base = _timed(lambda: definition(*plain), 1)
     ours = time_calls([lambda args=args: kernel(*args) for args in inputs])  # type: ignore[misc]
     return {
         "operator": case.operator,
@@ -362,10 +365,10 @@ def same_alone(
 ) -> str | None:
     """Check that tokens have the same bits alone, in other batches and in the whole batch."""
     count = max(end for _, end in parts)
-    whole = plain_results(case.operator, args, results(kernel, args, case.written))
+    whole = kernel_results(case, kernel, args)
     for start, end in parts:
         part = take_tokens(args, case.by_token, start, end)
-        found = plain_results(case.operator, part, results(kernel, part, case.written))
+        found = kernel_results(case, kernel, part)
         for position, (one, other) in enumerate(zip(found, whole, strict=True)):
             if case.operator == "prepare_qkv" and position == 1:
                 slots = write_slots(part[7], part[9])
@@ -432,7 +435,7 @@ def check_model_case(
         args = make_args(at_step(mixed_step(count)), weight)
         plain = reference_args(case, args, weight)
         wanted = _as_wide(case.operator, args, results(definition, plain, case.written))
-        found = plain_results(case.operator, args, results(kernel, args, case.written))
+        found = kernel_results(case, kernel, args)
         if isinstance(args[0], Tensor):
             dtype = str(args[0].dtype).removeprefix("torch.")
         what = f"{case.name} {dtype} {count} tokens"
@@ -449,9 +452,9 @@ def check_model_case(
 def check_padding(case: OpCase, kernel: Implementation) -> str | None:
     """Check that padding tokens after a decode give finite values and change no other result."""
     args = case.args()
-    alone = plain_results(case.operator, args, results(kernel, args, case.written))
+    alone = kernel_results(case, kernel, args)
     more = padded(args, PAGED[case.operator], 3)
-    found = plain_results(case.operator, more, results(kernel, more, case.written))
+    found = kernel_results(case, kernel, more)
     for position, one in enumerate(found):
         if one.dtype.is_floating_point and not one.isfinite().all():
             return "not finite"
@@ -463,7 +466,7 @@ def check_padding(case: OpCase, kernel: Implementation) -> str | None:
 def check_far_pages(case: OpCase, kernel: Implementation) -> str | None:
     """Check that pages past 2^31 bytes give the same bits."""
     args = case.args()
-    near = plain_results(case.operator, args, results(kernel, args, case.written))
+    near = kernel_results(case, kernel, args)
     far = far_pages(args, FAR_BYTES)
     found = plain_results(case.operator, far, _last_rows(kernel, far, case.written))
     if case.operator == "select_entries":
@@ -575,51 +578,27 @@ def main(argv: Sequence[str]) -> int:
             return int(failed > 0)
         lines = run_timing(sizes, ops, args.operators, args.batches, args.context)
     record = stamp("ops", argv, ("torch", "triton")) | {
-        "benchmark": "ops",
         "config": args.config,
         "table": args.table,
         "tensor_parallel_size": args.tensor_parallel_size,
         "read_bytes_per_s": READ_RATE,
         "results": lines,
     }
-    if args.record:
-        append_record(args.record, record)
-        print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("ops", __doc__, "ops.jsonl")
-    parser.add_argument("--config", choices=CONFIGS, default="flash", help="sizes of this model")
-    parser.add_argument(
-        "--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels"
-    )
-    parser.add_argument(
-        "--batches",
-        type=int,
-        nargs="+",
-        default=list(BATCHES),
-        help=f"numbers of tokens: up to {MAX_DECODE}, that many decodes; beyond it, one prompt",
-    )
-    parser.add_argument(
-        "--context", type=int, default=8192, help="number of tokens before a decode"
-    )
-    parser.add_argument("--operators", nargs="+", default=[], help="measure these only")
-    parser.add_argument(
-        "--check", action="store_true", help="compare with the references instead of timing"
-    )
-    parser.add_argument(
-        "--batch-invariant", action="store_true", help="use the batch-invariant operators"
-    )
-    parser.add_argument(
-        "--tensor-parallel-size",
-        type=int,
-        choices=RANKS,
-        default=1,
-        help="use the sizes of one of so many ranks",
-    )
+    add = parser.add_argument
+    add("--config", choices=CONFIGS, default="flash", help="sizes of this model")
+    add("--table", choices=PLATFORMS, default="nvidia", help="measure this platform's kernels")
+    about = f"numbers of tokens: up to {MAX_DECODE}, that many decodes; beyond it, one prompt"
+    add("--batches", type=int, nargs="+", default=list(BATCHES), help=about)
+    add("--context", type=int, default=8192, help="number of tokens before a decode")
+    add("--operators", nargs="+", default=[], help="measure these only")
+    add("--check", action="store_true", help="compare with the references instead of timing")
+    add("--batch-invariant", action="store_true", help="use the batch-invariant operators")
+    about = "use the sizes of one rank of this many"
+    add("--tensor-parallel-size", type=int, choices=RANKS, default=1, help=about)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

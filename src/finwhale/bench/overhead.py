@@ -15,12 +15,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp, summary
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
@@ -45,9 +44,10 @@ from finwhale.options import add_options
 from finwhale.request import SamplingParams
 
 BATCHES = (1, 64, 256)
-# The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request.
+# The limit on the host's time for a step: STEP_US, plus REQUEST_US for each running request, plus
+# RANKS_US with several ranks.
 STEP_US, REQUEST_US = 200.0, 2.0
-RANKS_US = 100.0  # and this much more with several ranks
+RANKS_US = 100.0
 WARM_UP = 40
 PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=None, ignore_eos=True),
@@ -121,7 +121,8 @@ def stub_executor(config: EngineConfig, model_config: ModelConfig, peers: Peers)
         budget_bytes=2**37,
         max_num_seqs=config.max_num_seqs,
         max_step_tokens=config.max_num_batched_tokens,
-        wanted_tokens=config.max_num_seqs * max_len,
+        # Sequences take whole pages, and admission keeps some free: no sequence may wait for pages.
+        wanted_tokens=2 * config.max_num_seqs * max_len,
         shares=config.enable_prefix_caching,
     )
     description = RankDescription(
@@ -181,13 +182,10 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench overhead`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = Console()
-    table = Table(title="host time of a decode step, microseconds", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for column in ("running", "median", "p10", "p90", "max", "clock", "allowed"):
-        table.add_column(column, justify="right")
+    columns = ("", "running", "median", "p10", "p90", "max", "clock", "allowed")
+    table = new_table("host time of a decode step, microseconds", *columns, no_wrap=True)
     record = stamp("overhead", argv, ("torch",))
-    record |= {"benchmark": "overhead", "context": args.context, "results": []}
+    record |= {"context": args.context, "results": []}
     record["tensor_parallel_size"] = args.tensor_parallel_size or 1
     too_slow = False
     for name, params in PARAMS.items():
@@ -203,17 +201,16 @@ def main(argv: Sequence[str]) -> int:
             shown = [micros[key] for key in ("median", "p10", "p90", "max")]
             shown.append(result["clock_us"]["median"])
             table.add_row(name, str(batch), *(f"{us:,.0f}" for us in shown), f"{allowed:,.0f}")
-    console.print(table)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    new_console().print(table)
+    keep_record(args.record, record)
     return int(too_slow)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("overhead", __doc__, "overhead.jsonl")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
-    parser.add_argument("--context", type=int, default=1024, help="length of a prompt")
-    parser.add_argument("--steps", type=int, default=400, help="number of steps to time")
+    add = parser.add_argument
+    add("--batches", type=int, nargs="+", default=list(BATCHES), help="batch sizes")
+    add("--context", type=int, default=1024, help="length of a prompt")
+    add("--steps", type=int, default=400, help="number of steps to time")
     add_options(parser, EngineConfig, ["tensor_parallel_size"])
     return parser

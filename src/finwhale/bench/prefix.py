@@ -9,13 +9,13 @@ import gc
 import random
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from finwhale.bench.arguments import new_parser
-from finwhale.bench.record import append_record, stamp, summary
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, stamp, summary
+from finwhale.bench.timing import seconds_of
 from finwhale.engine.plan.pages import PageManager
 from finwhale.engine.plan.scheduler import Scheduler
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
@@ -44,9 +44,8 @@ def measure(num_tokens: int, repeats: int) -> dict[str, Any]:
     gc.collect()
     keys_ns, whole_ns = [], []
     for repeat in range(repeats):
-        start = time.perf_counter()
-        scheduler.prefix.extend_keys([], prompt)
-        keys_ns.append(1e9 * (time.perf_counter() - start) / num_tokens)
+        extend = partial(scheduler.prefix.extend_keys, [], prompt)
+        keys_ns.append(1e9 * seconds_of(extend) / num_tokens)
         again = _sequence(f"again {repeat}", prompt)
         start = time.perf_counter()
         scheduler.add(again)
@@ -93,11 +92,9 @@ def _sequence(key: str, prompt: list[int]) -> RunningSequence:
 def main(argv: Sequence[str]) -> int:
     """Run `finwhale bench prefix`. Returns 1 if a median exceeds its limit, otherwise 0."""
     args = _parser().parse_args(argv)
-    console = Console()
-    table = Table(title="a cached prompt, nanoseconds per token", title_justify="left")
-    for column in ("tokens", "found", "keys", "until planned", "p90", "allowed"):
-        table.add_column(column, justify="right")
-    record = stamp("prefix", argv, ()) | {"benchmark": "prefix", "results": []}
+    columns = ("tokens", "found", "keys", "until planned", "p90", "allowed")
+    table = new_table("a cached prompt, nanoseconds per token", *columns)
+    record = stamp("prefix", argv, ()) | {"results": []}
     too_slow = False
     for num_tokens in args.tokens:
         result = measure(num_tokens, args.repeats)
@@ -108,10 +105,8 @@ def main(argv: Sequence[str]) -> int:
         table.add_row(
             f"{num_tokens:,}", f"{result['found']:,}", *(f"{nanos:,.0f}" for nanos in shown)
         )
-    console.print(table)
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    new_console().print(table)
+    keep_record(args.record, record)
     return int(too_slow)
 
 

@@ -18,7 +18,7 @@ def record_path(text: str) -> Path:
     path = Path(text)
     folder = existing_folder(path.absolute().parent)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{path} is a directory, and a file is wanted")
+        raise argparse.ArgumentTypeError(f"{path} is a directory, not a file")
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{folder} is not a directory")
     if not os.access(path if path.exists() else folder, os.W_OK):
@@ -30,19 +30,17 @@ def record_path(text: str) -> Path:
 
 def check_disk(folder: Path, num_bytes: float, what: str, remedy: str) -> None:
     """Raises ResourceError if `what`, which takes num_bytes, does not fit the folder's disk."""
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise ResourceError(
-            f"{what} takes {num_bytes / 1e9:,.1f} GB, and {folder} has {free / 1e9:,.1f} GB free: "
-            f"{remedy}"
-        )
+    _check_room(num_bytes, shutil.disk_usage(folder).free, what, str(folder), remedy)
 
 
 def check_gpu_memory(num_bytes: float, what: str, remedy: str) -> None:
     """Raises ResourceError if `what` does not fit the free memory of the current GPU."""
-    free, _ = torch.cuda.mem_get_info()
+    _check_room(num_bytes, torch.cuda.mem_get_info()[0], what, "the GPU", remedy)
+
+
+def _check_room(num_bytes: float, free: int, what: str, place: str, remedy: str) -> None:
     if num_bytes > free:
         raise ResourceError(
-            f"{what} takes {num_bytes / 1e9:,.1f} GB, and the GPU has {free / 1e9:,.1f} GB free: "
+            f"{what} takes {num_bytes / 1e9:,.1f} GB, and {place} has {free / 1e9:,.1f} GB free: "
             f"{remedy}"
         )

@@ -23,7 +23,7 @@ RESULTS = Path("bench/results")
 
 
 def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, Any]:
-    """The time, hardware, versions and command of a measurement.
+    """The name, time, hardware, versions and command of a measurement.
 
     Args:
         what: name of the benchmark.
@@ -31,6 +31,7 @@ def stamp(what: str, argv: Sequence[str], packages: Sequence[str]) -> dict[str, 
         packages: packages whose versions to record.
     """
     return {
+        "benchmark": what,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "hardware": {
@@ -67,6 +68,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     rank = math.ceil(round(share * len(ordered), 6))
     return round(ordered[max(rank, 1) - 1], 4)
+
+
+def keep_record(path: Path | None, record: dict[str, Any]) -> None:
+    """Append a record to the file of --record, and say so; None: the user wants no record."""
+    if path is not None:
+        append_record(path, record)
+        print(f"recorded in {path}")
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
@@ -112,9 +120,9 @@ def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise FinwhaleError(f"{where}: a JSON object is wanted: {error}") from error
+        raise FinwhaleError(f"{where}: expected a JSON object: {error}") from error
     if not isinstance(data, dict):
-        raise FinwhaleError(f"{where}: a JSON object is wanted, got {type(data).__name__}")
+        raise FinwhaleError(f"{where}: expected a JSON object, got {type(data).__name__}")
     return data
 
 

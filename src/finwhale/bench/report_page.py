@@ -180,7 +180,9 @@ def _bars(plot: BarPlot) -> Iterator[str]:
 
 def _comparison(group: Group) -> Iterator[str]:
     keys = list(dict.fromkeys(key for run in group.runs for key in run.values))
-    keys.sort(key=_first_seen(keys))
+    # Rows of one thing stand together, in the order of the first.
+    places = {what: i for i, what in enumerate(dict.fromkeys(what for what, _ in keys))}
+    keys.sort(key=lambda key: places[key[0]])
     several = len(group.runs) > 1
     names = [_run_header(run, i, several) for i, run in enumerate(group.runs)]
     yield _table_head(("what", "value", *names), escaped=True)
@@ -199,14 +201,6 @@ def _comparison(group: Group) -> Iterator[str]:
     yield "</tbody></table></div>"
     if len(keys) > MAX_ROWS:
         yield f"<p>{len(keys) - MAX_ROWS:,} more values are in the record.</p>"
-
-
-def _first_seen(keys: Sequence[tuple[str, str]]) -> Any:
-    """Sorts keys by the first place of their first part, so that its rows stand together."""
-    places: dict[str, int] = {}
-    for what, _ in keys:
-        places.setdefault(what, len(places))
-    return lambda key: places[key[0]]
 
 
 def _run_header(run: Run, number: int, several: bool) -> str:

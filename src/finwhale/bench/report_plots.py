@@ -84,14 +84,14 @@ def _offline(group: Group) -> Iterator[LinePlot]:
     speeds: list[Line] = []
     for run in group.runs:
         decodes = [one for one in run.data["results"] if one["batch"]]
-        # Decodes of one long context are a row of the table.
+        # Plot the most frequent context; decodes at others appear only in the table.
         contexts = [one["tokens"] for one in decodes]
         context = max(set(contexts), key=contexts.count) if contexts else None
         decodes = [one for one in decodes if one["tokens"] == context]
         if len(decodes) < 2:
             continue
         steps.append(_line(run, "", [(one["batch"], one["ms"]["median"]) for one in decodes]))
-        # Floors of the same work are nearly the same.
+        # The floors of all runs are nearly the same, so plot one.
         floor = _line(run, "floor", [(x["batch"], x["floor_ms"]) for x in decodes], dashed=True)
         medians = [(one["batch"], one["ms"]["median"] / 1e3) for one in decodes]
         speeds.append(_line(run, "", [(1 / step, batch / step) for batch, step in medians]))

@@ -130,7 +130,7 @@ def _read(data: dict[str, Any]) -> tuple[str, Values]:
     if reader is not None:
         try:
             values = dict(reader(data))
-            # Refuse what is no number here, because the page computes with it.
+            # The page computes with the values, so each must be a finite number.
             if all(_is_number(value) for value in values.values()):
                 return kind, values
         except (KeyError, TypeError, ValueError, AttributeError, IndexError):

@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from finwhale.bench import sweep as sweeping
 from finwhale.bench.latency import Limits, summarise
 from finwhale.bench.load_client import Endpoint, Result, check_client, check_endpoint, run_load
-from finwhale.bench.record import append_record, stamp
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import append_record, keep_record, stamp
 from finwhale.bench.serving_options import load_parser, read_endpoint, read_load
 from finwhale.bench.sweep import FEWEST, REQUESTS_PER_CLIENT, SECONDS, Sweep
 from finwhale.bench.workload import Load, described
@@ -46,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     check_client(load)
     found, results = _measure(endpoint, load, limits)
     _print(found)
-    record = {**_stamp(argv), **_described(endpoint, load, limits), **found}
-    _record(args, record)
+    about = stamp("serving", argv, ("aiohttp",)) | _described(endpoint, load, limits)
+    keep_record(args.record, about | found)
     if args.plot:
         from finwhale.bench.load_plot import plot  # only a plot needs matplotlib
 
@@ -63,7 +61,7 @@ def _sweep(
     loads = sweep.loads(load, args.num_requests)
     for one in loads:
         check_client(one)
-    console, points, stopped = Console(), [], False
+    console, points, stopped = new_console(), [], False
     try:
         for value, one in zip(sweep.values, loads, strict=True):
             about = {
@@ -73,7 +71,7 @@ def _sweep(
             record = sweeping.recorded(args.record, about) if args.resume else None
             if record is None:
                 found, _ = _measure(endpoint, one, limits)
-                record = {**_stamp(argv), **about, **found}
+                record = {**stamp("serving", argv, ("aiohttp",)), **about, **found}
                 if args.record:
                     append_record(args.record, record)
             points.append(record)
@@ -100,10 +98,6 @@ def _measure(endpoint: Endpoint, load: Load, limits: Limits) -> tuple[dict[str, 
     return summarise(results, seconds, limits), results
 
 
-def _stamp(argv: Sequence[str]) -> dict[str, Any]:
-    return {"benchmark": "serving", **stamp("serving", argv, ("aiohttp",))}
-
-
 def _described(endpoint: Endpoint, load: Load, limits: Limits) -> dict[str, Any]:
     server = {
         "url": endpoint.url,
@@ -117,22 +111,14 @@ def _described(endpoint: Endpoint, load: Load, limits: Limits) -> dict[str, Any]
     return found
 
 
-def _record(args: argparse.Namespace, record: dict[str, Any]) -> None:
-    if args.record:
-        append_record(args.record, record)
-        print(f"recorded in {args.record}", file=sys.stderr)
-
-
 def _print(found: dict[str, Any]) -> None:
-    table = Table(title="serving")
-    for column in ("", "mean", "P50", "P99"):
-        table.add_column(column, justify="right" if column else "left")
+    table = new_table("serving", "", "mean", "P50", "P99")
     for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"):
         values = found[name] or {}
         table.add_row(
             name, *(f"{values[k]:,.2f}" if values else "-" for k in ("mean", "p50", "p99"))
         )
-    console = Console()
+    console = new_console()
     console.print(table)
     console.print(
         f"{found['completed']} requests in {found['seconds']:.2f} s: "
@@ -169,11 +155,8 @@ def _parser() -> argparse.ArgumentParser:
         help='run several loads, like "rate=0.5,1,2" or "concurrency=1,8"; each has its own '
         f"prompts and record (without LOADS: {CONCURRENCIES})",
     )
-    add(
-        "--resume",
-        action="store_true",
-        help="leave out the loads of a sweep that FILE of --record already has",
-    )
+    about = "leave out the loads of a sweep that FILE of --record already has"
+    add("--resume", action="store_true", help=about)
     add("--ttft-limit", type=float, metavar="MS", help="limit on a request's TTFT, for goodput")
     add("--itl-limit", type=float, metavar="MS", help="limit on a request's mean ITL, for goodput")
     add("--plot", type=Path, metavar="FILE", help="plot the run (.png or .svg; needs matplotlib)")

@@ -1,16 +1,14 @@
 """The command-line options of a load, which `bench serving` and `bench compare` share."""
 
 import argparse
-import math
 import os
 from typing import Any
 
 from finwhale.bench.load_client import Endpoint
 from finwhale.bench.preflight import record_path
 from finwhale.bench.record import RESULTS
-from finwhale.bench.workload import AGENTS, DATASETS, UNIFORM, Load
-
-EPILOG = "The API key is read from OPENAI_API_KEY."
+from finwhale.bench.workload import AGENTS, UNIFORM, Load
+from finwhale.options import add_options, read_options
 
 
 def load_parser(name: str, doc: str | None, num_requests: str) -> argparse.ArgumentParser:
@@ -25,41 +23,12 @@ def load_parser(name: str, doc: str | None, num_requests: str) -> argparse.Argum
         prog=f"finwhale bench {name}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=EPILOG,
+        epilog="The API key is read from OPENAI_API_KEY.",
     )
+    add_options(parser, Load)
     add = parser.add_argument
-    add(
-        "--dataset",
-        choices=DATASETS,
-        default="uniform",
-        help="lengths of the requests: uniform in a range; log-normal as those of chats; or "
-        "agents, which are sessions of growing prompts with a shared system prompt (default: "
-        "uniform)",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="use /v1/chat/completions, with words instead of token ids",
-    )
-    add(
-        "--num-requests",
-        type=int,
-        metavar="N",
-        help=f"number of requests (default: {num_requests})",
-    )
-    add(
-        "--request-rate",
-        type=float,
-        default=math.inf,
-        metavar="R",
-        help="requests (of agents: sessions) per second, at random times (default: all at once)",
-    )
-    add(
-        "--concurrency",
-        type=int,
-        metavar="N",
-        help="maximum number of requests at once (default: no limit)",
-    )
+    about = f"number of requests (default: {num_requests})"
+    add("--num-requests", type=int, metavar="N", help=about)
     add(
         "--input-tokens",
         type=_span,
@@ -81,35 +50,6 @@ def load_parser(name: str, doc: str | None, num_requests: str) -> argparse.Argum
         help="number of tokens with which all prompts begin; of agents: the system prompt "
         f"(default: {UNIFORM.shared_prefix}; agents: {AGENTS.shared_prefix})",
     )
-    add(
-        "--turns",
-        type=int,
-        default=8,
-        metavar="N",
-        help="number of requests of an agent's session (default: %(default)s)",
-    )
-    add(
-        "--max-length",
-        type=int,
-        metavar="N",
-        help="cut prompts and outputs so that both together have at most this many tokens; of "
-        "agents: end a session before a prompt exceeds it (default: no limit)",
-    )
-    add(
-        "--max-token-id",
-        type=int,
-        default=4000,
-        metavar="N",
-        help="largest token id in a prompt (default: %(default)s)",
-    )
-    add(
-        "--no-ignore-eos",
-        dest="ignore_eos",
-        action="store_false",
-        help="let the model end its output",
-    )
-    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
-    add("--seed", type=int, default=0, help="seed of prompts and arrival times (default: 0)")
     add(
         "--record",
         type=record_path,
@@ -134,12 +74,9 @@ def read_load(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Load
         parser.error(f"--dataset chat has its own lengths: leave out {flags}")
     sizes = AGENTS if args.dataset == "agents" else UNIFORM
     values: dict[str, Any] = {name: getattr(sizes, name) for name in sized} | given
-    for name in ("dataset", "chat", "request_rate", "concurrency", "turns", "max_length",
-                 "max_token_id", "ignore_eos", "temperature", "seed"):  # fmt: skip
-        values[name] = getattr(args, name)
     if args.num_requests is not None:
         values["num_requests"] = args.num_requests
-    load = Load(**values)
+    load = read_options(args, Load, **values)
     load.check()
     return load
 

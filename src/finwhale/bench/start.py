@@ -14,22 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.offline import measured, source
-from finwhale.bench.record import append_record, percentile, stamp, summary
+from finwhale.bench.engine import measured, open_engine
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, percentile, stamp, summary
+from finwhale.bench.timing import seconds_of
 from finwhale.chat.tokenizer import Tokenizer
-from finwhale.config import EngineConfig
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.start_times import freeze_heap, process_start, whole_start
-from finwhale.options import read_options
 from finwhale.request import SamplingParams
 
 REPORT = "finwhale-start "  # Each start's process prints its results on a line with this prefix.
@@ -41,24 +39,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     demo = args.model is None and not args.dummy
     if demo:
         args = argparse.Namespace(**vars(args) | {"model": DEMO_PATH})
-    config, weights = source(args)
-    engine = start_engine(
-        read_options(
-            args,
-            EngineConfig,
-            max_model_len=min(args.max_model_len, config.max_position_embeddings),
-        ),
-        config,
-        weights,
-        Tokenizer.open(DEMO_PATH) if demo else None,
-    )
+    tokenizer = Tokenizer.open(DEMO_PATH) if demo else None
+    engine, _ = open_engine(args, args.max_model_len, tokenizer)
     freeze_heap()  # as finwhale serve does
     phases = whole_start(engine.start_seconds, began)
     ready = time.monotonic()
     first = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
     engine.add_request("first", [1, 2, 3], first)
-    while engine.has_work:
-        engine.step()
+    run_all(engine)
     first_token = time.monotonic() - process_start()
     mixed = MixedRequests(engine, args)
     early = mixed.run(args.requests)
@@ -82,6 +70,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def run_all(engine: Engine) -> None:
+    """Step until no request is left."""
+    while engine.has_work:
+        engine.step()
+
+
 class MixedRequests:
     """Runs random requests with all sampling options, and times some of them.
 
@@ -102,21 +96,20 @@ class MixedRequests:
         for _ in range(requests):
             self._other()
             times.append(self._timed())
-        while self.engine.has_work:
-            self.engine.step()
+        run_all(self.engine)
         return times
 
     def _timed(self) -> float:
         """Finish all other requests, then time one request alone."""
-        while self.engine.has_work:
-            self.engine.step()
+        run_all(self.engine)
         name = self._name()
         prompt, params = self._prompt(self.length), self._params(max_tokens=1, n=1)
-        begin = time.perf_counter()
-        self.engine.add_request(name, prompt, params)
-        while self.engine.has_work:
-            self.engine.step()
-        return 1e3 * (time.perf_counter() - begin)
+
+        def run() -> None:
+            self.engine.add_request(name, prompt, params)
+            run_all(self.engine)
+
+        return 1e3 * seconds_of(run)
 
     def _other(self) -> None:
         """Add several requests of random lengths, and run some of their steps."""
@@ -157,7 +150,7 @@ def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> l
     results = []
     with tempfile.TemporaryDirectory(prefix="finwhale-start-") as directory:
         cache = args.cache_dir or directory
-        for kind in _kinds(args):
+        for kind in ("warm" if args.cache_dir else "cold", *["warm"] * args.warm):
             command = [sys.executable, "-m", "finwhale", "bench", "start", *argv]
             begin = time.perf_counter()
             done = subprocess.run(
@@ -177,19 +170,10 @@ def starts(args: argparse.Namespace, argv: Sequence[str], console: Console) -> l
     return results
 
 
-def _kinds(args: argparse.Namespace) -> Iterator[str]:
-    yield "warm" if args.cache_dir else "cold"
-    for _ in range(args.warm):
-        yield "warm"
-
-
 def show(console: Console, results: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="seconds of each start", title_justify="left")
-    table.add_column("start", no_wrap=True)
     phases = list(results[0]["phases"])
-    columns = [*phases, "first token", "kernels", "compiled", "early p99/later", "late"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    columns = ("start", *phases, "first token", "kernels", "compiled", "early p99/later", "late")
+    table = new_table("seconds of each start", *columns, no_wrap=True)
     for result in results:
         table.add_row(
             result["start"],
@@ -209,19 +193,14 @@ def main(argv: Sequence[str]) -> int:
     if args.one:
         print(REPORT + json.dumps(measure(args)), flush=True)
         return 0
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = new_console(160)
     record = stamp("start", argv, ("torch",))
     results = starts(args, [a for a in argv if a != "--verbose"], console)
     show(console, results)
-    record["benchmark"] = "start"
     shared = ("config", "layers", "tensor_parallel_size")
     record |= {name: results[0][name] for name in shared}
     record["results"] = [{k: v for k, v in one.items() if k not in shared} for one in results]
-    if args.record:
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    keep_record(args.record, record)
     return 0
 
 
@@ -229,20 +208,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = new_parser("start", __doc__, "start-h200.jsonl")
     parser.epilog = "With --cache-dir, the cache is not empty and every start counts as warm."
     add_model_arguments(parser, (), max_model_len=65536)
-    parser.add_argument(
-        "--requests", type=int, default=100, help="number of timed requests, first and later"
-    )
-    parser.add_argument("--prompt-tokens", type=int, default=200, help="length of a timed prompt")
-    parser.add_argument(
-        "--longest-prompt", type=int, default=8192, help="length of the longest other prompt"
-    )
-    parser.add_argument(
-        "--warm", type=int, default=2, help="number of warm starts after the cold one"
-    )
-    parser.add_argument(
-        "--one", action="store_true", help="start once in this process and print JSON"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="print each result as soon as it is known"
-    )
+    add = parser.add_argument
+    add("--requests", type=int, default=100, help="number of timed requests, first and later")
+    add("--prompt-tokens", type=int, default=200, help="length of a timed prompt")
+    add("--longest-prompt", type=int, default=8192, help="length of the longest other prompt")
+    add("--warm", type=int, default=2, help="number of warm starts after the cold one")
+    add("--one", action="store_true", help="start once in this process and print JSON")
+    add("--verbose", action="store_true", help="print each result as soon as it is known")
     return parser

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from finwhale.bench.latency import ATTAINMENT, best_goodput, knee
+from finwhale.bench.printing import new_table
 from finwhale.bench.record import read_records
 from finwhale.bench.workload import Load
 
@@ -78,12 +78,11 @@ def recorded(path: Path | None, wanted: dict[str, Any]) -> dict[str, Any] | None
 
 def show(console: Console, over: str, points: Sequence[dict[str, Any]]) -> None:
     """Print the table of a sweep's records, its knee and its goodput."""
-    table = Table(title="serving, by load; latencies in ms", title_justify="left")
     headers = (over, "requests/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99", "cached",
                "errors", "within limits")  # fmt: skip
     limited = any("goodput" in point for point in points)
-    for header in headers[: None if limited else -1]:
-        table.add_column(header, justify="right")
+    columns = headers[: None if limited else -1]
+    table = new_table("serving, by load; latencies in ms", *columns)
     for point in points:
         cells = [
             f"{point['sweep']['value']:g}",

@@ -15,17 +15,14 @@ from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from finwhale.bench.arguments import add_model_arguments, new_parser
-from finwhale.bench.offline import measured, memory, source
-from finwhale.bench.record import append_record, percentile, stamp, summary
-from finwhale.config import EngineConfig
+from finwhale.bench.engine import measured, memory, open_engine
+from finwhale.bench.printing import new_console, new_table
+from finwhale.bench.record import keep_record, percentile, stamp, summary
 from finwhale.engine.loop.engine import Engine
-from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.rank.start_times import freeze_heap
-from finwhale.options import read_options
 from finwhale.request import RequestOutput, SamplingParams
 
 # Number of steps between two other requests of each kind, and the tokens that each one generates.
@@ -73,7 +70,7 @@ class OtherRequests:
             self._engine.abort(self.results["aborted"][-1].request_id)
 
     def _prompt(self, length: int) -> list[int]:
-        # numpy is fast, and the time of this call lies between two steps.
+        # numpy is fast: the time of this call counts as time between two steps.
         ids = self._draw.integers(self._engine.model_config.vocab_size, size=length)
         return cast(list[int], ids.tolist())
 
@@ -138,11 +135,9 @@ def serve(
     return found | ({} if others is None else {"others": others.summary()})
 
 
-def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
-    table = Table(title=str(load), title_justify="left")
-    names = ("tokens/s", "step ms", "slowest", "between tokens: p50", "p99", "max")
-    for name in ("", *names):
-        table.add_column(name, justify="right")
+def table_of(load: Load, rows: dict[str, dict[str, Any]]) -> Table:
+    columns = ("", "tokens/s", "step ms", "slowest", "between tokens: p50", "p99", "max")
+    table = new_table(str(load), *columns)
     for what, row in rows.items():
         between = row["between_tokens_ms"]
         table.add_row(
@@ -152,7 +147,7 @@ def show(console: Console, load: Load, rows: dict[str, dict[str, Any]]) -> None:
             f"{row['step_ms']['max']:,.1f}",
             *(f"{between[name]:,.2f}" for name in ("p50", "p99", "max")),
         )
-    console.print(table)
+    return table
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,57 +156,42 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.output_tokens < 2:
         parser.error("--output-tokens must be at least 2: the time between tokens is measured")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 120
-    config, weights = source(args)
     load = Load(args.requests, args.prompt_tokens, args.output_tokens)
     longest = max(args.long_prompt, load.prompt_tokens + load.output_tokens) + 2 * OTHER_TOKENS
-    start = time.perf_counter()
-    engine = start_engine(
-        read_options(
-            args, EngineConfig, max_model_len=min(longest, config.max_position_embeddings)
-        ),
-        config,
-        weights,
-        None,
-    )
-    start_s = round(time.perf_counter() - start, 1)
+    engine, start_s = open_engine(args, longest)
     freeze_heap()  # as finwhale serve does
     draw = np.random.default_rng(0)
     serve(engine, draw, Load(load.requests, load.prompt_tokens, max(2, load.output_tokens // 8)))
     rows = {"alone": serve(engine, draw, load)}
     if args.long_prompt:
         rows["among others"] = serve(engine, draw, load, args.long_prompt)
-    show(console, load, rows)
+    console = new_console()
+    console.print(table_of(load, rows))
     late = dict(engine.metrics().late_compilations)
     console.print(f"started in {start_s} s; kernels compiled since then: {late}")
-    if args.record:
-        record = stamp("throughput", argv, ("torch",))
-        record |= {
-            "benchmark": "throughput",
-            **measured(args, engine),
-            "load": str(load),
-            "at_once": args.max_num_seqs,
-            "max_num_batched_tokens": args.max_num_batched_tokens,
-            "wo_a_input": args.wo_a_input,
-            "start_s": start_s,
-            "memory": memory(engine),
-            "late_compilations": late,
-            "results": rows,
-        }
-        append_record(args.record, record)
-        console.print(f"recorded in {args.record}")
+    record = stamp("throughput", argv, ("torch",)) | {
+        **measured(args, engine),
+        "load": str(load),
+        "at_once": args.max_num_seqs,
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+        "wo_a_input": args.wo_a_input,
+        "start_s": start_s,
+        "memory": memory(engine),
+        "late_compilations": late,
+        "results": rows,
+    }
+    keep_record(args.record, record)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("throughput", __doc__, "throughput-h200.jsonl")
     add_model_arguments(parser, ["max_model_len"], max_num_seqs=128)
-    parser.add_argument("--requests", type=int, default=256, help="number of requests")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="length of each prompt")
-    parser.add_argument("--output-tokens", type=int, default=256, help="length of each output")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--requests", type=int, default=256, help="number of requests")
+    add("--prompt-tokens", type=int, default=1024, help="length of each prompt")
+    add("--output-tokens", type=int, default=256, help="length of each output")
+    add(
         "--long-prompt",
         type=int,
         default=65536,

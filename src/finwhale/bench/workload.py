@@ -20,12 +20,12 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from finwhale.errors import FinwhaleError
+from finwhale.options import option
 
 Dataset = Literal["uniform", "chat", "agents"]
-DATASETS: tuple[Dataset, ...] = get_args(Dataset)
 WORDS = ("the", "a", "sea", "whale", "ship", "sky", "wind", "day", "fish", "sun", "boat", "deep")
 
 # The mean and the standard deviation of the logarithm of a length in tokens.
@@ -48,39 +48,47 @@ AGENTS = Sizes((429, 1288), (91, 273), 4096)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests to send to an endpoint.
+    """The requests to send to an endpoint. The fields with a help text are options.
 
     Attributes:
-        chat: use /v1/chat/completions with text, instead of /v1/completions with token ids.
         num_requests: total number of requests.
-        request_rate: requests (of agents: sessions) per second, which arrive as a Poisson process;
-            inf: all at once.
-        concurrency: maximum number of requests at once; None: no limit.
         input_tokens, output_tokens: least and largest length; each request draws its own. Of
             agents: the tokens that a turn adds. `chat` does not use them.
         shared_prefix: number of tokens with which all prompts begin, of input_tokens; of agents:
             the system prompt, which comes before input_tokens.
-        turns: number of requests of an agent's session.
-        max_length: tokens of the longest prompt with its output; longer ones are cut; None: no
-            limit.
-        max_token_id: token ids of prompts are below this.
-        ignore_eos: generate exactly output_tokens tokens (an extension that some servers lack).
     """
 
-    dataset: Dataset = "uniform"
-    chat: bool = False
+    dataset: Dataset = option(
+        "uniform",
+        "lengths of the requests: uniform in a range; log-normal as those of chats; or agents, "
+        "which are sessions of growing prompts with a shared system prompt",
+    )
+    chat: bool = option(False, "use /v1/chat/completions, with words instead of token ids")
     num_requests: int = 256
-    request_rate: float = math.inf
-    concurrency: int | None = None
+    request_rate: float = option(
+        math.inf,
+        "requests (of agents: sessions) per second, which arrive as a Poisson process; inf: all at "
+        "once",
+        metavar="R",
+    )
+    concurrency: int | None = option(
+        None, "maximum number of requests at once", unset="no limit", metavar="N"
+    )
     input_tokens: tuple[int, int] = UNIFORM.input_tokens
     output_tokens: tuple[int, int] = UNIFORM.output_tokens
     shared_prefix: int = UNIFORM.shared_prefix
-    turns: int = 8
-    max_length: int | None = None
-    max_token_id: int = 4000
-    ignore_eos: bool = True
-    temperature: float = 0.0
-    seed: int = 0
+    turns: int = option(8, "number of requests of an agent's session", metavar="N")
+    max_length: int | None = option(
+        None,
+        "cut prompts and outputs so that both together have at most this many tokens; of agents: "
+        "end a session before a prompt exceeds it",
+        unset="no limit",
+        metavar="N",
+    )
+    max_token_id: int = option(4000, "token ids of prompts are below this", metavar="N")
+    ignore_eos: bool = option(True, "let the model end its output", flag="--no-ignore-eos")
+    temperature: float = option(0.0, "sampling temperature")
+    seed: int = option(0, "seed of prompts and arrival times")
 
     def check(self) -> None:
         """Raises FinwhaleError if a value is out of range or contradicts another."""

@@ -10,7 +10,7 @@ class Detokenizer:
     """Turns a stream of token ids into text that is never revised.
 
     A character whose bytes are spread over several tokens appears with its last byte. The texts of
-    all calls, joined, are `Tokenizer.decode` of all ids. The cost is that of the tokens' bytes.
+    all calls, joined, are `Tokenizer.decode` of all ids. The cost is linear in the tokens' bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:

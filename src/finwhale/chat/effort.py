@@ -17,7 +17,7 @@ max and every other level as high.
 import json
 import logging
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
@@ -68,17 +68,23 @@ def with_ladder(conversation: recipe.Conversation, ladder: EffortLadder) -> reci
     if ladder == "0731" or not conversation.thinking_mode:
         return conversation
     strongest = conversation.reasoning_effort in ("xhigh", "max")
+    return changed(conversation, reasoning_effort="high" if strongest else "low")
+
+
+def changed(conversation: recipe.Conversation, **changes: Any) -> recipe.Conversation:
+    """Copy a conversation with other values of some of its fields."""
     as_json = conversation.response_format == "json_object"
-    return recipe.Conversation(
-        conversation.messages,
-        thinking_mode=True,
-        tools=conversation.tools,
-        tool_choice=conversation.tool_choice,
-        reasoning_effort="high" if strongest else "low",
-        response_format="json_object" if as_json else "text",
-        response_schema=conversation.response_schema,
-        response_regex=conversation.response_regex,
-    )
+    fields: dict[str, Any] = {
+        "messages": conversation.messages,
+        "thinking_mode": conversation.thinking_mode,
+        "tools": conversation.tools,
+        "tool_choice": conversation.tool_choice,
+        "reasoning_effort": conversation.reasoning_effort,
+        "response_format": "json_object" if as_json else "text",
+        "response_schema": conversation.response_schema,
+        "response_regex": conversation.response_regex,
+    }
+    return recipe.Conversation(**fields | changes)
 
 
 def _has_dspark_keys(config: Path) -> bool:

@@ -152,7 +152,7 @@ class OutputParser:
 def new_gate(
     tokenizer: Tokenizer, params: SamplingParams, stop: Sequence[str], end_of_thinking: int | None
 ) -> StopGate | None:
-    """What looks for an answer's stop strings; None: the parser can.
+    """The gate that finds an answer's stop strings; None: the parser finds them.
 
     Args:
         stop: the answer's stop strings, which params may lack.

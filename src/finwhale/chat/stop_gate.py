@@ -34,7 +34,8 @@ class StopGate:
         self._end_of_thinking, self._markup, self._min_tokens = end_of_thinking, markup, min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_tokens = 0
-        # Numbers of tokens that are whole characters, with their text; the last may lack bytes.
+        # Groups of tokens that end at whole characters: the number of tokens, and their text. The
+        # last character of the last group may lack bytes.
         self._withheld: deque[tuple[int, str]] = deque()
         self._incomplete = False
         self._num_safe = 0  # characters of that text that certainly belong to the answer
@@ -76,7 +77,7 @@ class StopGate:
         return released, self._withheld[0][1][: self._num_safe] if self._num_safe else ""
 
     def release(self) -> int:
-        """Give up what is withheld: no stop string can follow. Returns the number of tokens."""
+        """Stop withholding tokens: no stop string can follow. Returns their number."""
         count = sum(count for count, _ in self._withheld)
         self._withheld.clear()
         self._incomplete, self._num_safe = False, 0

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import deepseek_recipe as recipe
 
-from finwhale.chat.effort import EffortLadder, with_ladder
+from finwhale.chat.effort import EffortLadder, changed, with_ladder
 from finwhale.chat.output import OutputParser
 from finwhale.chat.stop_gate import StopGate
 from finwhale.chat.tokenizer import Tokenizer
@@ -110,17 +110,7 @@ def _continued(conversation: recipe.Conversation) -> recipe.Conversation:
     """The conversation, whose last message, an assistant's, the answer continues."""
     *messages, last = conversation.messages
     prefix = recipe.AssistantMessage(last.content, last.reasoning_content, prefix=True)
-    as_json = conversation.response_format == "json_object"
-    return recipe.Conversation(
-        [*messages, prefix],
-        thinking_mode=conversation.thinking_mode,
-        tools=conversation.tools,
-        tool_choice=conversation.tool_choice,
-        reasoning_effort=conversation.reasoning_effort,
-        response_format="json_object" if as_json else "text",
-        response_schema=conversation.response_schema,
-        response_regex=conversation.response_regex,
-    )
+    return changed(conversation, messages=[*messages, prefix])
 
 
 def _parse(protocol: ProtocolName, body: Mapping[str, Any]) -> Any:

@@ -101,14 +101,6 @@ class Tokenizer:
         """
         return self._plain.encode(_checked(text), add_special_tokens=False).ids
 
-    def encode_with_special(self, text: str) -> list[int]:
-        """Token ids of trusted text, in which spelled control tokens become control tokens.
-
-        Raises:
-            RequestError: `text` is not a string, or not valid Unicode.
-        """
-        return self._full.encode(_checked(text), add_special_tokens=False).ids
-
     def added_id(self, spelling: str) -> int:
         """The id of a control token.
 
@@ -149,10 +141,6 @@ class Tokenizer:
     def longest_token(self) -> int:
         """The number of bytes of the longest token."""
         return max(len(self.token_bytes(i)) for i in self._tokens)
-
-    @cached_property
-    def _full(self) -> tokenizers.Tokenizer:
-        return _build(self._spec, self.path)
 
     @cached_property
     def recipe(self) -> deepseek_recipe.Tokenizer:

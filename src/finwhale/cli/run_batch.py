@@ -29,9 +29,9 @@ from finwhale.server.config import ServerConfig
 from finwhale.server.state import ServerState
 
 OPTIONS = ("model_names", "default_thinking", "max_body_bytes", "max_choices", "lenient")
-# Lines that are read and encoded while the engine has as many sequences as it can take.
+# Number of lines that are read and encoded while the engine is full.
 AHEAD = 16
-# The longest line that is read before the length of the context is known.
+# Maximum size of a line before the length of the context is known.
 SCAN_BYTES = 64 << 20
 BAR_INTERVAL_S = 0.2
 

@@ -20,6 +20,7 @@ from finwhale.server import chat_answers, chat_requests, completions, health, to
 from finwhale.server.batch.batches import Batches
 from finwhale.server.batch.routes import add_batches
 from finwhale.server.bodies import Parser, max_items
+from finwhale.server.body_route import BodyRoute
 from finwhale.server.chat_requests import ChatProtocolBody
 from finwhale.server.errors import (
     ApiError,
@@ -28,7 +29,6 @@ from finwhale.server.errors import (
     error_response,
     is_anthropic,
 )
-from finwhale.server.fields_route import FieldsRoute
 from finwhale.server.limits import STATIC_PATH, Gate
 from finwhale.server.logs import RequestLog, note_refusal
 from finwhale.server.metrics import CONTENT_TYPE
@@ -91,7 +91,7 @@ def create_app(state: ServerState) -> FastAPI:
         # A redirect would go to the host that the client names.
         redirect_slashes=False,
     )
-    app.router.route_class = FieldsRoute
+    app.router.route_class = BodyRoute
     app.state.parser = Parser(lambda: max_items(state.max_model_len))
     app.state.lenient = state.config.lenient
     if state.config.cors_origins:

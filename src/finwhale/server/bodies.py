@@ -10,23 +10,20 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from fastapi import Request
-from fastapi.routing import APIRoute
-from starlette.responses import Response
 
 from finwhale.server.errors import ApiError
 
-# A limit of the body's size that follows from the context: an id in JSON takes up to 9 bytes, and a
-# token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
+# The default limit of a body's size depends on the context: an id in JSON takes up to 9 bytes, and
+# a token of text rarely more than 16, escapes included. The constant leaves room for tools, schemas
 # and a grammar (1 MiB), whatever the context.
 BASE_BYTES = 4 << 20
 BYTES_PER_TOKEN = 16
-# A body up to this size is parsed and encoded without waiting, and is always let in.
+# The server always accepts a body up to this size, and parses and encodes it without waiting.
 SMALL_BYTES = 64 << 10
 # The most expensive JSON value is a list: parsing this many holds the GIL for 50 ms.
 MAX_STRUCTURES = 1 << 17
@@ -71,7 +68,7 @@ class Budget:
                 503,
                 "the server holds too many large requests; try again",
                 code="overloaded",
-                headers={"retry-after": str(self._retry_after_s)},
+                retry_after_s=self._retry_after_s,
             )
         self.bytes += more
 
@@ -83,7 +80,7 @@ class Parser:
         """`max_items`: the number of commas that a body may have."""
         self._max_items = max_items
         self._free = asyncio.Semaphore(1)
-        # Always the same thread: the memory allocator keeps memory for each thread.
+        # One thread, because the memory allocator keeps memory for each thread.
         self._thread = ThreadPoolExecutor(1, "parser")
 
     async def parse(self, body: bytes) -> Any:
@@ -100,53 +97,15 @@ class Parser:
             value = await asyncio.get_running_loop().run_in_executor(
                 self._thread, parse_body, body, self._max_items()
             )
-            # The loop gets at least as much time between large bodies as they take.
+            # Between large bodies, other requests get at least as much time as a body took.
             await asyncio.sleep(time.monotonic() - begin)
         return value
 
 
-class ParsedRequest(Request):
-    """A request whose body has been parsed. The bytes are dropped."""
-
-    def __init__(self, request: Request, value: Any) -> None:
-        super().__init__(request.scope, request.receive)
-        self._value = value
-
-    async def body(self) -> bytes:
-        return b"parsed"  # FastAPI asks only whether there is a body
-
-    async def json(self) -> Any:
-        return self._value
-
-
-class BodyRoute(APIRoute):
-    """A route that parses JSON bodies with `app.state.parser`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def parse_and_handle(request: Request) -> Response:
-            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-            if kind == "application/json" or kind.endswith("+json"):
-                body = await request.body()
-                if body:
-                    request.scope["state"]["body_bytes"] = len(body)
-                    value = await request.app.state.parser.parse(body)
-                    del body
-                    self.check(request, value)
-                    request = ParsedRequest(request, value)
-            return await handle(request)
-
-        return parse_and_handle if self.body_field is not None else handle
-
-    def check(self, request: Request, value: Any) -> None:
-        """Checks a parsed body. Raises ApiError."""
-
-
-def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
-    """Raises ApiError if parsed JSON is nested deeper than `limit` levels."""
+def check_depth(value: object) -> None:
+    """Raises ApiError if parsed JSON is nested deeper than MAX_DEPTH levels."""
     level: list[object] = [value]
-    for _ in range(limit):
+    for _ in range(MAX_DEPTH):
         level = [
             item
             for outer in level
@@ -156,14 +115,18 @@ def check_depth(value: object, limit: int = MAX_DEPTH) -> None:
         ]
         if not level:
             return
-    raise ApiError(400, f"the body is nested deeper than {limit} levels", code="too_deep")
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    return ApiError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
 
 
 def count_outside_strings(text: bytes, marks: bytes, enough: int) -> int:
     """The number of certain ASCII characters outside the strings of JSON text.
 
-    Those in strings count too, unless the number exceeds `enough`. Behind the first syntax error
-    the number means nothing; a parser does not get there.
+    The strings are searched too if there are at most `enough` of the characters in the whole text.
+    After the first syntax error the number means nothing, but a parser stops there.
     """
     found = sum(map(text.count, marks))
     if found <= enough:
@@ -199,8 +162,7 @@ def parse_body(body: bytes, max_items: int) -> Any:
     except ValueError as error:
         raise ApiError(400, "the body is not valid JSON", code="invalid_json") from error
     except RecursionError as error:
-        message = f"the body is nested deeper than {MAX_DEPTH} levels"
-        raise ApiError(400, message, code="too_deep") from error
+        raise _too_deep() from error
     if isinstance(value, dict) and len(value) > MAX_FIELDS:
         message = f"the body has {len(value)} fields; no request has more than {MAX_FIELDS}"
         raise ApiError(400, message, code="too_complex")

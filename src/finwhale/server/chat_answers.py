@@ -15,7 +15,6 @@ from finwhale.chat.template import REQUEST_KINDS, ProtocolName, ProtocolRequest
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.request import Logprob
 from finwhale.server.chat_requests import AnswerOptions, ChatRequest
-from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.sse import event
@@ -119,7 +118,8 @@ async def _chat_events(
             if options.include_usage:
                 chunk["usage"] = None
             if options.continuous_usage:
-                chunk["usage"] = usage_so_far(request.token_ids, len(answers.token_ids[index]))
+                num_tokens = len(answers.token_ids[index])
+                chunk["usage"] = usage_of(len(request.token_ids), num_tokens)
             yield event(json.dumps(chunk))
     if options.include_usage:
         yield event(json.dumps({**head, "choices": [], "usage": _sum(usages)}))
@@ -188,12 +188,12 @@ def prompt_logprobs(
     ]
 
 
-def usage_so_far(prompt: Sequence[int], completion_tokens: int) -> dict[str, Any]:
-    """The usage of one choice while it streams."""
+def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+    """The usage of an answer in OpenAI's form."""
     return {
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": len(prompt) + completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 
@@ -201,9 +201,8 @@ def _sum(usages: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The usage of n answers to one prompt; the prompt is counted once."""
     if not usages:
         return None
-    total = dict(usages[0])
-    total["completion_tokens"] = sum(u["completion_tokens"] for u in usages)
-    total["total_tokens"] = total["prompt_tokens"] + total["completion_tokens"]
+    completion_tokens = sum(usage["completion_tokens"] for usage in usages)
+    total = usages[0] | usage_of(usages[0]["prompt_tokens"], completion_tokens)
     details = [u.get("completion_tokens_details") for u in usages]
     reasoning = [d["reasoning_tokens"] for d in details if d]
     if reasoning:
@@ -281,7 +280,7 @@ class AnswerStream:
 
         Args:
             logprobs: for each token, its log-probability, and the most likely tokens with theirs.
-            unseen_last: whether the last token only counts, and is no part of the answer.
+            unseen_last: whether the last token is no part of the answer; it counts in the usage.
         """
         events: Events = []
         last = len(token_ids) - 1
@@ -308,7 +307,7 @@ class AnswerStream:
         for _ in range(count):
             token_id, logprobs = self._withheld.popleft()
             if token_id in self._dropped:
-                # As text, so that the parser does not take it for markup.
+                # Push it as text, so that the parser does not take it for markup.
                 text = self._tokenizer.token_text(token_id) if self._special_tokens else ""
                 events += self._push(recipe.InferenceChunk.text(text, token_count=1))
                 continue
@@ -364,7 +363,8 @@ class _Answers:
         The first item, (-1, []), says that the engine has accepted the request.
 
         Raises:
-            ApiError: the engine failed on the request; and what `ServerState.generating` raises.
+            ApiError: the engine failed on the request.
+            Also what `ServerState.generating` raises.
         """
         request, state = self._request, self._state
         async with state.generating(
@@ -372,9 +372,7 @@ class _Answers:
         ) as generation:
             yield -1, []
             async for delta in generation:
-                state.metrics.delta(self._log, delta)
-                if delta.error is not None:
-                    raise ApiError(500, delta.error, code="generation_failed")
+                state.count(self._log, delta)
                 self.routed_experts.add(delta)
                 yield delta.index, self._feed(delta)
                 # The parser may have met a stop string before the engine has ended the answer,

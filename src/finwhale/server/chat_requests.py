@@ -243,7 +243,7 @@ def _take_extensions(body: ChatBody, fields: Fields) -> None:
 
 
 def _template_fields(kwargs: Fields) -> Fields:
-    """The fields of the body that mean what `chat_template_kwargs` say. Raises RequestError."""
+    """The fields of a body that replace its `chat_template_kwargs`. Raises RequestError."""
     found: Fields = {}
     for name, value in kwargs.items():
         if name in ("thinking", "enable_thinking") and isinstance(value, bool):
@@ -449,7 +449,7 @@ def _recipe_format(conversation: recipe.Conversation) -> Format | None:
 
 
 def _take_own_format(protocol: ProtocolName, fields: Fields) -> Format | None:
-    """Takes a format that deepseek-recipe does not read out of the fields. Raises RequestError."""
+    """Removes a format that deepseek-recipe cannot read, and returns it. Raises RequestError."""
     if protocol == "chat":
         given = fields.get("response_format")
         if isinstance(given, Mapping) and given.get("type") == "grammar":
@@ -469,7 +469,7 @@ def _take_own_format(protocol: ProtocolName, fields: Fields) -> Format | None:
 def _take_choice(protocol: ProtocolName, fields: Fields) -> _ToolChoice:
     """What the fields say about tool calls.
 
-    If a call is required, the choice is taken out of the fields, since the grammar enforces it.
+    If a call is required, this removes the choice from the fields, since the grammar enforces it.
 
     Raises:
         RequestError: the choice names a tool that is not among the tools.

@@ -49,7 +49,7 @@ class QueueFullError(FinwhaleError):
 
 
 class Observer(Protocol):
-    """Is called for each step and each compiled grammar (the metrics are an observer)."""
+    """Receives each step and each compiled grammar (the metrics are an observer)."""
 
     def step(self, deltas: Sequence[Delta]) -> None: ...
 
@@ -164,7 +164,7 @@ class EngineClient:
 
     @classmethod
     def spawn(cls, load: Callable[[], object]) -> "EngineClient":
-        """Starts a process and calls `load`, which must be picklable, there to open an engine."""
+        """Starts a process in which `load`, which must be picklable, opens an engine."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         heartbeat = Heartbeat(context)

@@ -1,6 +1,7 @@
 """/v1/completions: continues texts or token ids."""
 
 import json
+import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
@@ -10,10 +11,9 @@ from typing import Any
 
 from finwhale.errors import RequestError
 from finwhale.request import Logprob, SamplingParams
-from finwhale.server.chat_answers import prompt_logprobs, usage_so_far
+from finwhale.server.chat_answers import prompt_logprobs, usage_of
 from finwhale.server.chat_requests import format_guide
 from finwhale.server.client import Generation
-from finwhale.server.errors import ApiError
 from finwhale.server.logs import RequestLog
 from finwhale.server.routed_experts import RoutedExperts
 from finwhale.server.schemas import CompletionBody
@@ -61,9 +61,10 @@ class CompletionJob:
         """Whether the table of log-probabilities begins with the prompt's."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
+    def same_prompt(self, index: int) -> range:
+        """The indices of all continuations of the prompt that continuation `index` has."""
+        first = index - index % self.n
+        return range(first, first + self.n)
 
 
 async def prepare(state: ServerState, body: CompletionBody, body_bytes: int) -> CompletionJob:
@@ -115,16 +116,12 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 
 def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list[int]:
     if isinstance(prompt, list):
-        wrong = next((i for i in prompt if i >= state.ready.vocab_size), None)
-        if wrong is not None:
-            raise RequestError(f"prompt token id {wrong} is not in 0..{state.ready.vocab_size - 1}")
+        state.check_ids(prompt)
         ids = prompt
     elif not prompt:
         raise RequestError("the prompt is empty: give at least one character")
     else:
-        state.check_text(prompt)
-        ids = state.need_tokenizer().encode(prompt)
-        ids = [state.ready.bos_token_id, *ids] if with_bos else ids
+        ids = state.encode(prompt, with_bos=with_bos)
     if not ids:
         raise RequestError("the prompt is empty: give at least one token")
     state.check_prompt(ids)
@@ -133,16 +130,15 @@ def _encode(state: ServerState, prompt: str | list[int], with_bos: bool) -> list
 
 async def complete(state: ServerState, job: CompletionJob, log: RequestLog) -> dict[str, Any]:
     """The response to a request that does not stream."""
-    choices = [_Choice(state, job, i // job.n) for i in range(len(job.prompts) * job.n)]
+    choices = _choices(state, job)
     experts = [RoutedExperts() for _ in job.prompts]
     if job.params is not None:
         async with job.generating(state, log) as generation:
             async for delta in generation:
-                _check(state, log, delta)
+                state.count(log, delta)
                 if delta.prompt_logprobs is not None:
-                    first = delta.index - delta.index % job.n
-                    for choice in choices[first : first + job.n]:
-                        choice.add_prompt(delta.prompt_logprobs)
+                    for i in job.same_prompt(delta.index):
+                        choices[i].add_prompt(delta.prompt_logprobs)
                 experts[delta.index // job.n].add(delta)
                 choices[delta.index].add(delta)
     found = []
@@ -159,13 +155,13 @@ async def stream(
     """The events of an answer. The first item, empty, says that the engine has accepted the
     request."""
     head = _head(state, job)
-    choices = [_Choice(state, job, i // job.n) for i in range(len(job.prompts) * job.n)]
+    choices = _choices(state, job)
 
     def chunk(index: int) -> bytes:
         choice = choices[index]
         usage: dict[str, Any] = {"usage": None} if job.body.wants_usage else {}
         if job.body.wants_continuous_usage:
-            usage = {"usage": usage_so_far(choice.prompt, choice.num_tokens)}
+            usage = {"usage": usage_of(len(choice.prompt), choice.num_tokens)}
         return event(json.dumps({**head, "choices": [{"index": index, **choice.new()}], **usage}))
 
     if job.params is None:
@@ -179,11 +175,10 @@ async def stream(
                 for i in range(len(choices)):
                     yield chunk(i)
             async for delta in generation:
-                _check(state, log, delta)
+                state.count(log, delta)
                 choice = choices[delta.index]
                 if delta.prompt_logprobs is not None:
-                    first = delta.index - delta.index % job.n
-                    for i in range(first, first + job.n):
+                    for i in job.same_prompt(delta.index):
                         choices[i].add_prompt(delta.prompt_logprobs)
                         if choices[i].started and i != delta.index:
                             yield chunk(i)
@@ -195,29 +190,23 @@ async def stream(
     yield event("[DONE]")
 
 
-def _check(state: ServerState, log: RequestLog, delta: Delta) -> None:
-    state.metrics.delta(log, delta)
-    if delta.error is not None:
-        raise ApiError(500, delta.error, code="generation_failed")
-
-
 def _head(state: ServerState, job: CompletionJob) -> dict[str, Any]:
     return {
         "id": job.answer_id,
         "object": "text_completion",
-        "created": state.now(),
+        "created": int(time.time()),
         "model": state.model_name,
     }
 
 
 def _usage(job: CompletionJob, log: RequestLog) -> dict[str, Any]:
     output_tokens = log.output_tokens if job.generates else 0
-    return {
-        "prompt_tokens": job.num_prompt_tokens,
-        "completion_tokens": output_tokens,
-        "total_tokens": job.num_prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": log.cached_tokens},
-    }
+    details = {"prompt_tokens_details": {"cached_tokens": log.cached_tokens}}
+    return usage_of(sum(map(len, job.prompts)), output_tokens) | details
+
+
+def _choices(state: ServerState, job: CompletionJob) -> "list[_Choice]":
+    return [_Choice(state, job, prompt) for prompt in range(len(job.prompts)) for _ in range(job.n)]
 
 
 class _Choice:

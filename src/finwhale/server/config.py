@@ -56,7 +56,7 @@ class ServerConfig:
     )
     default_thinking: bool = option(
         True,
-        "whether a chat request thinks if it does not say",
+        "whether the model thinks if a chat request does not say",
         unset="yes; no with the demo model",
         flag="--thinking",
     )
@@ -70,7 +70,7 @@ class ServerConfig:
         flag="--api-key-file",
     )
     share_prefixes: bool = option(
-        False, "let all API keys share cached prefixes; without it, each name has its own"
+        False, "let all API keys share cached prefixes; without it, each key's name has its own"
     )
     cors_origins: tuple[str, ...] = option(
         (),
@@ -98,7 +98,7 @@ class ServerConfig:
     )
     max_queue: int = option(
         512,
-        "maximum number of sequences that wait beyond those that run; a request beyond it gets 429",
+        "maximum number of waiting sequences; a request beyond it gets 429",
         metavar="N",
     )
     max_concurrency: int = option(
@@ -106,7 +106,7 @@ class ServerConfig:
     )
     retry_after_s: int = option(
         1,
-        "time that an answer of 429, or of 503 while the model loads, tells clients to wait",
+        "header Retry-After of answers with status 429, and with 503 while the model loads",
         metavar="SECONDS",
         flag="--retry-after",
     )
@@ -129,8 +129,8 @@ class ServerConfig:
     )
     drain_delay_s: float = option(
         0.0,
-        "time for which a server that is told to stop still accepts requests, after /health/ready "
-        "has turned to 503; give a load balancer time to notice",
+        "time for which a stopping server accepts requests while /health/ready answers 503, so "
+        "that a load balancer can notice",
         metavar="SECONDS",
         flag="--drain-delay",
     )
@@ -160,37 +160,37 @@ class ServerConfig:
     )
     engine_timeout_s: float = option(
         60.0,
-        "time without a sign of life from the engine's process after which /health/live fails",
+        "time after which /health/live fails if the engine's process gives no sign of life",
         metavar="SECONDS",
         flag="--engine-timeout",
     )
     step_timeout_s: float = option(
         600.0,
-        "duration of one step of the engine beyond which /health/live fails",
+        "maximum duration of a step of the engine; beyond it, /health/live fails",
         metavar="SECONDS",
         flag="--step-timeout",
     )
     max_connections: int = option(
         4096,
-        "maximum number of connections, within the system's limit of open files; a further one "
-        "replaces the one that has sent nothing for longest",
+        "maximum number of connections, within the system's limit of open files; a connection "
+        "beyond it replaces the one that has been silent for longest",
         metavar="N",
     )
     header_timeout_s: float = option(
         10.0,
-        "time in which the head of a request must arrive",
+        "time limit for the arrival of a request's head",
         metavar="SECONDS",
         flag="--header-timeout",
     )
     body_timeout_s: float = option(
         30.0,
-        "time in which a request's body must arrive, plus a second for each 64 KiB",
+        "time limit for the arrival of a request's body, to which each 64 KiB add a second",
         metavar="SECONDS",
         flag="--body-timeout",
     )
     idle_timeout_s: float = option(
         75.0,
-        "time after which a connection without a request is closed, or one that does not read its "
+        "time after which the server closes a connection that has no request or does not read its "
         "answer",
         metavar="SECONDS",
         flag="--idle-timeout",
@@ -205,7 +205,7 @@ class ServerConfig:
         "URL to which to send OpenTelemetry traces of requests, over OTLP's HTTP with protobuf, "
         "such as http://127.0.0.1:4318/v1/traces; needs the extra trace. OpenTelemetry's "
         "environment variables apply, too",
-        unset="what OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT say; none",
+        unset="that of OTEL_EXPORTER_OTLP_TRACES_ENDPOINT or OTEL_EXPORTER_OTLP_ENDPOINT; none",
         metavar="URL",
     )
 

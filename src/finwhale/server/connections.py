@@ -24,7 +24,7 @@ from finwhale.server.config import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-# A body may take its time-out and this long beyond it: a slow line is no attack.
+# The time limit for a body grows by a second for each this many bytes: a slow line is no attack.
 MIN_BYTES_PER_S = 64 << 10
 # Descriptors kept for files, the engine, the process that tries grammars, and the health port.
 RESERVED_FILES = 128
@@ -42,7 +42,7 @@ class Connections:
     Attributes:
         max_connections: number of connections; one more is refused, or replaces a waiting one.
         waiting: the connections that wait for their clients, the longest wait first.
-        on_refusal: is called for each connection that is closed for a reason.
+        on_refusal: receives the reason for each connection that the server refuses.
     """
 
     def __init__(self, config: ServerConfig) -> None:

@@ -84,7 +84,7 @@ class ApiError(Exception):
         message: one line for the client.
         code: OpenAI's machine-readable code, or None.
         param: the field of the request that is wrong, or None.
-        headers: further headers of the answer.
+        headers: further headers of the answer; Retry-After if `retry_after_s` is not None.
     """
 
     def __init__(
@@ -94,6 +94,7 @@ class ApiError(Exception):
         *,
         code: ErrorCode | None = None,
         param: str | None = None,
+        retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
@@ -102,6 +103,8 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = dict(headers or {})
+        if retry_after_s is not None:
+            self.headers["retry-after"] = str(retry_after_s)
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
@@ -111,13 +114,11 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError | None:
     if isinstance(error, RequestError):
         return ApiError(400, str(error), code="invalid_request")
     if isinstance(error, QueueFullError):
-        headers = {"retry-after": str(retry_after_s)}
-        return ApiError(429, str(error), code="queue_full", headers=headers)
+        return ApiError(429, str(error), code="queue_full", retry_after_s=retry_after_s)
     if isinstance(error, EngineDeadError):
         return ApiError(503, str(error), code="engine_dead")
     if isinstance(error, StoppingError):
-        headers = {"retry-after": str(retry_after_s)}
-        return ApiError(503, str(error), code="server_stopping", headers=headers)
+        return ApiError(503, str(error), code="server_stopping", retry_after_s=retry_after_s)
     if isinstance(error, TimeoutError):
         return ApiError(504, "the request took longer than the server allows", code="timeout")
     return None

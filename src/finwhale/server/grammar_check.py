@@ -205,5 +205,5 @@ def _gone() -> ApiError:
         503,
         "the process that checks grammars has ended; try again",
         code="grammar_check_failed",
-        headers={"retry-after": "1"},
+        retry_after_s=1,
     )

@@ -20,10 +20,10 @@ Compiled = tuple[Add, Matcher | BaseException | None, float]
 class GrammarCompiler:
     """A thread that compiles one grammar at a time.
 
-    llguidance compiles without Python's lock (GIL), so steps go on meanwhile. Everything here has
+    llguidance compiles without Python's lock (GIL), so steps go on meanwhile. Each grammar has
     passed its trial in another process (`server/grammar_check.py`). The thread has the priority of
-    the step loop: one with a lower priority can be paused by other processes while it holds the
-    lock, and the step loop then waits for it (on a busy machine for a second).
+    the step loop: other processes could pause a thread of lower priority while it holds the lock,
+    and the step loop would wait for it (on a busy machine for a second).
 
     Attributes:
         done: becomes readable (`multiprocessing.connection.wait`) when `take` has results.

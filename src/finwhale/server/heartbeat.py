@@ -1,10 +1,10 @@
 """Shows the server whether the engine's process runs and its steps end, without using the pipe.
 
-Two numbers in shared memory, both of the machine's monotonic clock. A thread of the engine's
-process writes the first one twice a second: it stops if the process is stopped, swapped out or
-stuck with Python's lock (GIL) held. The step loop writes the second one when a step begins and
-clears it when the step ends. A long step, such as a prefill on a CPU, is therefore no false alarm:
-the thread beats meanwhile, and only a far longer limit applies to the step itself.
+Shared memory holds two times of the machine's monotonic clock. A thread of the engine's process
+writes the first one twice a second. It cannot write if the process is stopped, swapped out or stuck
+with Python's lock (GIL) held. The step loop writes the second one when a step begins, and clears it
+when the step ends. A long step, such as a prefill on a CPU, is therefore no false alarm: the thread
+goes on writing, and only a far longer limit applies to the step itself.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ class Heartbeat:
     """The two times. The server creates it and passes it to the engine's process at its start."""
 
     def __init__(self, context: BaseContext) -> None:
-        # Written and read without a lock: the machine writes an aligned double as a whole.
+        # No lock is needed: the machine writes an aligned double as a whole.
         self._values = context.RawArray(ctypes.c_double, 2)
 
     def start(self) -> None:

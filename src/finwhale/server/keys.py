@@ -25,7 +25,7 @@ _MIN_KEY = 8
 
 
 class Use:
-    """The present use of all keys with one name.
+    """The current use of all keys with one name.
 
     Attributes:
         in_flight: number of requests.
@@ -52,7 +52,7 @@ class ApiKey:
     """One API key.
 
     Attributes:
-        name: what the log calls it.
+        name: its name in the log.
         digest: a hash of the key.
         identity: equal for keys that share limits and cached prefixes.
         concurrent: maximum number of requests at once; None: no limit.
@@ -77,7 +77,7 @@ class ApiKey:
                 429,
                 f"the API key may have {self.concurrent} requests at once; try again",
                 code="key_concurrency",
-                headers={"retry-after": str(retry_after_s)},
+                retry_after_s=retry_after_s,
             )
         use.in_flight += 1
         try:
@@ -104,7 +104,7 @@ class ApiKey:
                 f"the API key may use {self.tokens_per_minute} tokens a minute; try again in "
                 f"{wait_s} s",
                 code="key_tokens",
-                headers={"retry-after": str(wait_s)},
+                retry_after_s=wait_s,
             )
 
 
@@ -146,7 +146,7 @@ def parse_keys(lines: Sequence[str], uses: dict[str, Use] | None = None) -> list
     """The keys that lines of key files describe.
 
     Args:
-        uses: the present use of each identity.
+        uses: the current use of each identity.
 
     Raises:
         FinwhaleError: a line is wrong. The error does not contain the line, which is a secret.

@@ -320,9 +320,9 @@ def check_fields(shape: Shape, body: object, *, lenient: bool = False) -> list[s
 
 
 def _findings(shape: Shape, value: Any, path: str) -> Iterator[tuple[str, Any, str | None]]:
-    """Yields what is ignored: its path, the object that has it and its name there.
+    """Yields each ignored field: its path, the object that has it, and its name in the object.
 
-    The name is None for what is accepted without an effect.
+    The name is None for an object that is accepted without an effect.
     """
     if isinstance(shape, list):
         if isinstance(value, list):

@@ -20,7 +20,7 @@ from finwhale.server.state import ServerState
 
 logger = logging.getLogger("finwhale.server.requests")
 
-# These paths need no key: health checks, and the page and the description, which hold no data.
+# These paths need no key: health checks, the page and the API description, which hold no data.
 _OPEN = frozenset(
     {"/", "/health", "/ping", "/health/live", "/health/ready", "/openapi.json", "/docs"}
 )
@@ -29,7 +29,7 @@ STATIC_PATH = "/docs-files"
 _ALWAYS = frozenset({"/", "/health", "/ping", "/health/live", "/health/ready", "/metrics", "/live"})
 
 
-# Probes may call these paths by any host name.
+# Probes may use any host name for these paths.
 _HEALTH = frozenset({"/health", "/health/live", "/health/ready"})
 _FILES = (f"{STATIC_PATH}/", f"{PAGE_PATH}/")
 MAX_LOGGED_PATH = 200
@@ -134,7 +134,7 @@ class Gate:
                 429,
                 "too many requests at once; try again",
                 code="too_many_requests",
-                headers={"retry-after": str(config.retry_after_s)},
+                retry_after_s=config.retry_after_s,
             )
         return key
 
@@ -177,7 +177,7 @@ class _LimitedBody:
     """Passes a request's body on, until it has too many bytes or the server holds too many.
 
     Args:
-        budget: the bytes that the server holds; None: nobody holds those of this body.
+        budget: counts the bytes that the server holds; None: the server does not hold this body.
 
     Attributes:
         refused: the error for which the rest of the body is dropped; None: there is none.

@@ -1,4 +1,4 @@
-"""What the engine's process loads."""
+"""Loads the engine in its own process, and shows the progress."""
 
 import logging
 import sys

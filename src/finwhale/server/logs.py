@@ -14,7 +14,7 @@ from finwhale.server.errors import ApiError
 from finwhale.server.keys import ApiKey
 from finwhale.server.lossy_stderr import never_block
 
-# Errors with these codes may repeat text from a request, after one of these.
+# Errors with these codes may quote a request; a match of _QUOTATION begins the quotation.
 _QUOTING = frozenset({"invalid_request", "generation_failed"})
 _QUOTATION = re.compile(r"""['"`\n<]|\bgot\b""")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message"}
@@ -108,7 +108,7 @@ def note_refusal(scope: Mapping[str, Any], error: ApiError, with_text: bool) -> 
 
 @dataclass(slots=True)
 class RequestLog:
-    """What the log says about one request at its end.
+    """The fields that the log has about one request, at its end.
 
     Attributes:
         request_id: the answer's x-request-id.
@@ -120,9 +120,9 @@ class RequestLog:
         cache_salt: only requests with the same value share cached prefixes; None: any.
         finish: the finish reason of each continuation that has ended.
         model: the name by which the request calls the model.
-        params: of a request that was sent to the engine; None: it was refused before.
+        params: the sampling parameters; None: the request was refused before it reached the engine.
         num_sequences: number of continuations of all its prompts.
-        times: when the engine worked on each prompt that has a token, by the engine's request ids.
+        times: the engine's times of each prompt that has a token, by the engine's request ids.
     """
 
     request_id: str

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable
 from multiprocessing import util
 
-MOST_BYTES = 4 << 20  # that wait to be written
-PAUSE_S = 0.01  # until the next attempt to write to a slow reader
-LAST_WORDS_S = 1.0  # at its end, a process waits this long for what it has written
+MOST_BYTES = 4 << 20  # maximum size of the text that waits to be written
+PAUSE_S = 0.01  # pause before the next attempt to write to a slow reader
+EXIT_S = 1.0  # time limit for the last writes at the end of a process
 
 
 class LossyStderr(io.TextIOBase):
@@ -67,7 +67,7 @@ class LossyStderr(io.TextIOBase):
             self._changed.notify_all()
         return len(text)
 
-    def drain(self, seconds: float = LAST_WORDS_S) -> bool:
+    def drain(self, seconds: float = EXIT_S) -> bool:
         """Wait until everything is written, but no longer than this; returns whether it is."""
         deadline = time.monotonic() + seconds
         with self._changed:

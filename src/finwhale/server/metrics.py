@@ -110,7 +110,7 @@ class Metrics:
             self._refusals.labels(reason)
         self._loop_delay = seconds(
             "finwhale_event_loop_delay_seconds",
-            "time by which the server's event loop wakes up too late, ten times a second",
+            "delay of the wake-ups of the server's event loop, measured ten times a second",
         )
         self._recent: deque[tuple[float, int]] = deque()
 

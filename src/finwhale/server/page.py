@@ -29,7 +29,7 @@ class PageFiles(StaticFiles):
     async def get_response(self, path: str, scope: Scope) -> Response:
         response = await super().get_response(path, scope)
         response.headers["cache-control"] = "no-cache"
-        # The system's own table may have another type, which browsers refuse for a module.
+        # The system's table of types may differ, and browsers refuse modules of other types.
         if isinstance(response, FileResponse) and (found := _TYPES.get(Path(path).suffix)):
             response.headers["content-type"] = f"{found}; charset=utf-8"
         return response

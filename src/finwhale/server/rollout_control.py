@@ -1,4 +1,4 @@
-"""What the rollout endpoints do, in the engine's process, beside its step loop."""
+"""Carries out the calls of the rollout endpoints in the engine's process, beside its step loop."""
 
 import logging
 import queue
@@ -78,7 +78,7 @@ class RolloutControl:
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: tuple[MemoryTag, ...]) -> None:
-        """Take memory again; then finish an update that has begun, if nothing else is awaited."""
+        """Allocate memory again. Finish an update that has begun, unless the engine is held."""
         self.engine.wake(tags)
         if self.updates.begun and not self.engine.is_held:
             self.updates.finish()
@@ -98,7 +98,7 @@ class RolloutControl:
         self.updates.begin(partial=partial)
 
     def update(self, source: WeightsSource, *, version: str | None = None) -> None:
-        """Bring weights: to the update that has begun, or as an update of their own."""
+        """Add weights to the update that has begun, or make an update of them."""
         if self.updates.begun:
             self.updates.add(source, version=version)
         elif self.engine.is_held:

@@ -231,7 +231,7 @@ class Endpoints:
         return {"status": "paused"}
 
     async def resume(self, body: NoBody = _NOTHING) -> dict[str, str]:
-        """Continues after /pause. An update that has begun ends first; if it fails, all stays."""
+        """Ends an update that has begun, then continues. The engine stays paused if that fails."""
         await self._call(RolloutControl.resume)
         return {"status": "resumed"}
 
@@ -244,7 +244,7 @@ class Endpoints:
         mode: Literal["abort", "keep"] = "abort",
         tags: Annotated[list[Tag] | None, Query()] = None,
     ) -> dict[str, Any]:
-        """Gives memory back to the system. Level 2 drops the weights, level 1 saves them."""
+        """Frees memory. Level 2 drops the weights, level 1 saves them."""
         work = partial(
             RolloutControl.sleep, tags=_tags(tags), drop_weights=level == 2, abort=mode == "abort"
         )
@@ -252,7 +252,7 @@ class Endpoints:
         return OK
 
     async def wake(self, tags: Annotated[list[Tag] | None, Query()] = None) -> dict[str, Any]:
-        """Takes memory again. An update that has begun ends when nothing sleeps or is paused."""
+        """Allocates memory again. Ends an update that has begun if nothing sleeps or is paused."""
         await self._call(partial(RolloutControl.wake, tags=_tags(tags)))
         return OK
 
@@ -268,7 +268,7 @@ class Endpoints:
         return {"is_sleeping": (await self._status())["is_sleeping"]}
 
     async def reset_cache(self) -> dict[str, Any]:
-        """Lets no later request reuse what is cached now."""
+        """Clears the prefix cache: later requests reuse no prefix that is cached now."""
         await self._call(RolloutControl.reset_prefix_cache)
         return OK
 
@@ -291,16 +291,16 @@ class Endpoints:
         return OK
 
     async def start(self, body: StartBody = _START) -> dict[str, str]:
-        """Begins an update, to which /update_weights brings weights."""
+        """Begins an update; /update_weights then sends its weights."""
         await self._call(partial(RolloutControl.begin, partial=body.partial))
         return {"message": "Weight update started"}
 
     async def update(self, body: UpdateBody) -> dict[str, str]:
-        """Brings weights over a process group or over CUDA IPC.
+        """Receives weights over a process group or over CUDA IPC.
 
         If an update has begun, or the engine is paused or sleeps, the weights are staged until
-        /finish_weight_update, or until the engine goes on. Otherwise they must be all weights, and
-        take effect now.
+        /finish_weight_update, or until the engine goes on. Otherwise the call must send all
+        weights, and they take effect now.
         """
         info = body.update_info
         described: dict[str, Any] = {
@@ -342,7 +342,7 @@ class Endpoints:
         return {"message": "Weight update finished"}
 
     async def version(self) -> dict[str, str]:
-        """The name of the present weights."""
+        """The version of the current weights."""
         return {"weight_version": (await self._status())["weight_version"]}
 
     async def world_size(self) -> dict[str, int]:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 # After the engine's death, the server answers health checks for this long before it ends.
 DEATH_NOTICE_S = 2.0
-LAST_WORDS_S = 2
+ERRORS_S = 2  # time for the error answers to requests that the end of draining cuts off
 BACKLOG = 2048
 
 
@@ -235,8 +235,7 @@ class Server(uvicorn.Server):
             # descriptor is left, and complains each time. `startup` sets the real backlog.
             backlog=1,
             timeout_keep_alive=state.config.idle_timeout_s,  # type: ignore[arg-type]
-            # `_serve` ends requests after --drain-timeout; this time is for their errors.
-            timeout_graceful_shutdown=int(state.config.drain_timeout_s) + LAST_WORDS_S,
+            timeout_graceful_shutdown=int(state.config.drain_timeout_s) + ERRORS_S,
             h11_max_incomplete_event_size=64 << 10,
             server_header=False,
             # Without a proxy's headers, a client cannot choose its own address and scheme.

@@ -33,7 +33,7 @@ Bias = Annotated[
 ]
 Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
-# Of the fields that vllm-router and sglang-router add to a request.
+# The description of fields that vllm-router and sglang-router add to a request.
 _ROUTERS = "routers add this value, which has no effect; no other value is supported"
 # The API description says which engine or client an extension comes from.
 _VLLM, _SGLANG = "extension, as in vLLM", "extension, as in SGLang"

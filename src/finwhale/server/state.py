@@ -1,4 +1,4 @@
-"""What the endpoints share: the model's names and tokenizer, the engine and the limits."""
+"""State that the endpoints share: the model's names and tokenizer, the engine and the limits."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ from finwhale.server.grammar_check import GrammarChecker
 from finwhale.server.keys import Keys
 from finwhale.server.logs import RequestLog
 from finwhale.server.metrics import Metrics
-from finwhale.server.wire import Ready
+from finwhale.server.wire import Delta, Ready
 
 if TYPE_CHECKING:
     from finwhale.server.tracing import Traces  # its packages are an extra
@@ -83,12 +83,12 @@ class ServerState:
             return self.client.ready
         if self.client.failure is not None:
             raise EngineDeadError(self.client.failure)
-        headers = {"retry-after": str(self.config.retry_after_s)}
-        raise ApiError(503, "the model is still loading", code="loading", headers=headers)
-
-    def now(self) -> int:
-        """The time in seconds, as answers state it."""
-        return int(time.time())
+        raise ApiError(
+            503,
+            "the model is still loading",
+            code="loading",
+            retry_after_s=self.config.retry_after_s,
+        )
 
     def check_model(self, name: str) -> None:
         """Raises ApiError (404) if `name` is not a name of the model."""
@@ -137,6 +137,18 @@ class ServerState:
         """
         threads = self._large if body_bytes > SMALL_BYTES else None
         return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+    def encode(self, text: str, *, with_bos: bool) -> list[int]:
+        """The token ids of a text prompt. Raises RequestError."""
+        self.check_text(text)
+        ids = self.need_tokenizer().encode(text)
+        return [self.ready.bos_token_id, *ids] if with_bos else ids
+
+    def check_ids(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError if a token id is outside the vocabulary."""
+        wrong = next((i for i in token_ids if i >= self.ready.vocab_size), None)
+        if wrong is not None:
+            raise RequestError(f"token id {wrong} is not in 0..{self.ready.vocab_size - 1}")
 
     def check_text(self, text: str) -> None:
         """Raises RequestError if a text cannot fit into the context, whatever its tokens are."""
@@ -187,6 +199,12 @@ class ServerState:
             raise QueueFullError(
                 f"the queue is full: {self.client.num_sequences} sequences run or wait; try again"
             )
+
+    def count(self, log: RequestLog, delta: Delta) -> None:
+        """Counts a request's part of a step. Raises ApiError if the engine failed on it."""
+        self.metrics.delta(log, delta)
+        if delta.error is not None:
+            raise ApiError(500, delta.error, code="generation_failed")
 
     def time_left_s(self, log: RequestLog) -> float:
         """The seconds until a request's time-out, which counts from its arrival."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finwhale.chat.template import convert
+from finwhale.chat.template import ProtocolName, convert
 from finwhale.errors import RequestError
 from finwhale.server.schemas import (
     CountTokensBody,
@@ -32,15 +32,17 @@ async def tokenize(state: ServerState, body: TokenizeBody, body_bytes: int) -> T
 
 def _encode(state: ServerState, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
-        state.check_text(body.prompt)
-        ids = state.need_tokenizer().encode(body.prompt)
-        return [state.ready.bos_token_id, *ids] if body.add_special_tokens else ids
+        return state.encode(body.prompt, with_bos=body.add_special_tokens)
     fields: dict[str, Any] = {"messages": body.messages}
     if body.tools:
         fields["tools"] = body.tools
     if body.thinking:
         fields["thinking"] = body.thinking
-    converted = convert("chat", fields, default_thinking=state.config.default_thinking)
+    return _encode_chat(state, "chat", fields)
+
+
+def _encode_chat(state: ServerState, protocol: ProtocolName, fields: dict[str, Any]) -> list[int]:
+    converted = convert(protocol, fields, default_thinking=state.config.default_thinking)
     return state.need_template().encode(converted, state.check_text).token_ids
 
 
@@ -49,9 +51,7 @@ async def detokenize(state: ServerState, body: DetokenizeBody, body_bytes: int) 
     if body.model is not None:
         state.check_model(body.model)
     tokenizer = state.need_tokenizer()
-    wrong = next((i for i in body.tokens if i >= state.ready.vocab_size), None)
-    if wrong is not None:
-        raise RequestError(f"token id {wrong} is not in 0..{state.ready.vocab_size - 1}")
+    state.check_ids(body.tokens)
     text = await state.in_thread(
         body_bytes, lambda: tokenizer.decode(body.tokens, body.skip_special_tokens)
     )
@@ -62,9 +62,5 @@ async def count(state: ServerState, body: CountTokensBody, body_bytes: int) -> i
     """The number of tokens of a prompt of /v1/messages. Raises RequestError, ApiError."""
     state.check_model(body.model)
     fields = body.model_dump(exclude_unset=True) | {"max_tokens": 1}
-
-    def encode() -> int:
-        converted = convert("messages", fields, default_thinking=state.config.default_thinking)
-        return len(state.need_template().encode(converted, state.check_text).token_ids)
-
-    return await state.in_thread(body_bytes, encode)
+    ids = await state.in_thread(body_bytes, lambda: _encode_chat(state, "messages", fields))
+    return len(ids)

@@ -26,9 +26,9 @@ import finwhale
 from finwhale.request import RequestTimes, SamplingParams
 from finwhale.server.logs import RequestLog, printable
 
-FLUSH_S = 2.0  # the most time for the last spans when the server ends
+FLUSH_S = 2.0  # time limit for sending the last spans when the server ends
 LOG_INTERVAL_S = 60.0
-MAX_TEXT = 256  # characters of an attribute from a client
+MAX_TEXT = 256  # maximum length of an attribute from a client
 _EXPORT_LOGGERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.sdk._shared_internal",

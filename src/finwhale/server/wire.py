@@ -94,7 +94,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """What a continuation's first and last delta say about its request.
+    """Facts about a request, which the first and the last delta of a continuation carry.
 
     Attributes:
         cached_tokens: number of the prompt's tokens that were found in the prefix cache.

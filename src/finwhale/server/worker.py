@@ -39,7 +39,7 @@ from finwhale.server.wire import (
 logger = logging.getLogger(__name__)
 
 METRICS_INTERVAL_S = 0.25
-CHECK_INTERVAL_S = 0.5  # an idle engine looks this often whether its ranks are well
+CHECK_INTERVAL_S = 0.5  # interval at which an idle engine checks its ranks
 
 
 def main(
@@ -72,7 +72,7 @@ class EngineLoop:
         phases: Mapping[str, float] | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        # The step loop marks the begin and the end of each step in it.
+        # Each step runs in this context, which records the begin and the end of the step.
         self._in_step = nullcontext if heartbeat is None else heartbeat.step
         self._engine = engine
         self._phases = phases or {}
@@ -110,8 +110,8 @@ class EngineLoop:
             logger.info("the server has closed the pipe")
         except Exception as error:
             known = isinstance(error, EngineDeadError)
-            with contextlib.suppress(OSError):
-                self._send(Failed(str(error) if known else f"{type(error).__name__}: {error}"))
+            message = str(error) if known else f"{type(error).__name__}: {error}"
+            self._send_unless_closed(Failed(message))
             raise
         finally:
             self._rollouts.close()
@@ -123,8 +123,7 @@ class EngineLoop:
 
     def _end_stuck(self, cause: str) -> None:
         """End this process, whose device waits for a rank that is gone."""
-        with contextlib.suppress(OSError):
-            self._send(Failed(cause))
+        self._send_unless_closed(Failed(cause))
         end_process(cause)
 
     def _take_commands(self) -> bool:

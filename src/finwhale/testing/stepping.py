@@ -21,8 +21,8 @@ class Stepper:
     """Replaces an idle engine's scheduler: the caller chooses the chunks of each forward.
 
     Args:
-        engine: an engine on one rank. Or one rank of an engine that has no cached prefixes; then
-            every rank makes a stepper, and all of them run the same chunks (call_ranks.py).
+        engine: an engine on one rank, or one rank of an engine without cached prefixes. In the
+            second case every rank makes a stepper, and all run the same chunks (call_ranks.py).
     """
 
     def __init__(self, engine: Engine | LocalExecutor) -> None:

@@ -133,10 +133,11 @@ def random_weights(
 ) -> dict[str, Tensor]:
     """Random tensors of the model by official name: float32, or int64 for tid2eid.
 
-    values: a dtype that can represent every value exactly, such as bfloat16.
-
     The scale of the weights keeps activations of order one through the layers, while attention,
     top-k and routing are far from uniform. No sink, bias, ape or mHC offset is zero.
+
+    Args:
+        values: every value is rounded to this dtype, such as bfloat16.
     """
     generator = torch.Generator().manual_seed(seed)
     specs = weight_specs(ModelConfig.from_dict(config))

@@ -76,7 +76,7 @@ def count_far_values(codes: Tensor, exponents: Tensor) -> int:
 
 def _count_far(reader: TensorReader, name: str, scale: Tensor) -> int:
     exponents = scale.view(torch.uint8)
-    # Most experts need no second look: reading the scales is enough.
+    # For most experts, the scales alone show that no value is too far.
     wide = (exponents.amax(-1) - exponents.amin(-1)) > EXPONENT_SPREAD
     if not bool(wide.any()):
         return 0

@@ -34,7 +34,7 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
         self._closed = False
-        # One file at a time is read ahead, so that reading takes at most half of the time.
+        # One scan at a time, which pauses half of the time, leaves time to serve requests.
         self._scanning = asyncio.Semaphore(1)
 
     def start(self) -> None:

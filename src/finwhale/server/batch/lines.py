@@ -20,7 +20,7 @@ from finwhale.server.errors import ApiError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_CUSTOM_ID = 512
-# The most bytes of a line beside the body of its request.
+# Maximum size of a line without the body of its request.
 ENVELOPE_BYTES = 16 << 10
 _FIELDS = {"custom_id", "method", "url", "body"}
 _CHUNK = 1 << 16
@@ -47,11 +47,11 @@ class RawLine:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line, read.
+    """One parsed line.
 
     Attributes:
         custom_id: its name; None: it has no valid one.
-        error: (code, message) of what is wrong with it; None: nothing.
+        error: (code, message) of the line's first mistake; None: it has none.
     """
 
     custom_id: str | None = None
@@ -75,8 +75,8 @@ class Scan:
     duplicate: tuple[int, int] | None
 
 
-def read_lines(path: Path, max_bytes: int, begin: int = 0) -> Iterator[tuple[RawLine, int]]:
-    """The lines of a file after its first `begin` lines, each with its size in the file.
+def read_lines(path: Path, max_bytes: int) -> Iterator[tuple[RawLine, int]]:
+    """The lines of a file, each with its size in the file.
 
     Args:
         max_bytes: maximum size of a line whose text is wanted.
@@ -95,15 +95,13 @@ def read_lines(path: Path, max_bytes: int, begin: int = 0) -> Iterator[tuple[Raw
                     parts.append(part)
                 if ended or not (part := file.readline(_CHUNK)):
                     break
-            if number <= begin:
-                continue
             text = b"".join(parts) if size <= max_bytes + 1 else None
             blank = text is not None and not text.strip()
             yield RawLine(number, text, 0 if blank else int.from_bytes(digest.digest())), size
 
 
 def scan(path: Path, max_bytes: int, max_items: int, *, shares_cpu: bool) -> Scan:
-    """Reads a whole file, in memory for 33 bytes a line.
+    """Reads a whole file. This takes 33 bytes of memory for each line.
 
     Args:
         shares_cpu: pause as long as the work takes, because other threads serve requests.
@@ -139,7 +137,7 @@ def _duplicate(names: bytearray, numbers: "array[int]") -> tuple[int, int] | Non
 
 
 def read_line(raw: RawLine, url: str | None, max_items: int) -> Line:
-    """Reads a line. What is wrong with it is in `Line.error`.
+    """Reads a line; `Line.error` names a mistake.
 
     Args:
         url: the only endpoint that it may name; None: any of URLS.

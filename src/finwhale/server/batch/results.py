@@ -18,7 +18,7 @@ _RESULT = re.compile(
     rb'\{"id": "batch_req_(\d{1,15})_([0-9a-f]{16})", "custom_id": (?:null|"(?:[^"\\]|\\.)*"), '
     rb'"response": (?:null|\{"status_code": (\d+), )'
 )
-_HEAD_BYTES = 16 << 10  # holds what _RESULT matches
+_HEAD_BYTES = 16 << 10  # enough for a match of _RESULT
 
 
 @dataclass(slots=True)

@@ -27,10 +27,10 @@ class Room:
                 self._queue.remove(entry)
                 self._admit()
             else:
-                self.give_back(count)
+                self.release(count)
             raise
 
-    def give_back(self, count: int) -> None:
+    def release(self, count: int) -> None:
         self._used -= count
         self._admit()
 
@@ -41,7 +41,7 @@ class Room:
         try:
             yield
         finally:
-            self.give_back(count)
+            self.release(count)
 
     def _admit(self) -> None:
         while self._queue:

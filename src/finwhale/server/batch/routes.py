@@ -15,7 +15,7 @@ from finwhale.server.keys import ApiKey
 from finwhale.server.schemas import Body
 from finwhale.server.state import ServerState
 
-# Uploads that are received at once; each has a file on the disk that may remain incomplete.
+# Maximum number of uploads at once; each has a file on the disk that may remain incomplete.
 MAX_UPLOADS = 4
 
 Limit = Annotated[int, Query(ge=1, le=10_000)]
@@ -73,9 +73,8 @@ def _add_files(
             message = f"there are {len(owner.files)} files; this server allows {config.max_files}"
             raise ApiError(400, f"{message}: delete some", code="too_many_files")
         if sum(one.uploading for one in _on(batches).store.owners.values()) >= MAX_UPLOADS:
-            headers = {"retry-after": str(config.retry_after_s)}
             raise ApiError(429, "too many uploads at once; try again", code="too_many_uploads",
-                           headers=headers)  # fmt: skip
+                           retry_after_s=config.retry_after_s)  # fmt: skip
         owner.uploading += 1
         try:
             found = await receive(request, owner, config.max_file_bytes, config.max_file_lines)
@@ -139,10 +138,10 @@ def _add_batches(app: FastAPI, batches: Batches | None, responses: dict[int | st
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
-    """A browser sends a form of any web page without asking, unlike a JSON body.
+    """Refuses a web page of another server: a browser sends its forms without asking first.
 
     Raises:
-        ApiError (403): a page of another server sends it.
+        ApiError (403): the page's origin is not allowed.
     """
     origin = request.headers.get("origin")
     own = f"//{request.headers.get('host', '')}"

@@ -18,22 +18,22 @@ from finwhale.server.batch.room import Room
 from finwhale.server.client import StoppingError
 from finwhale.server.errors import ApiError
 
-# Lines in memory at once, beyond which no further line is taken.
+# Maximum size of all lines that are being answered.
 MAX_HELD_BYTES = 256 << 20
-_READ_LINES, _READ_BYTES = 64, 1 << 20  # read at once
+_READ_LINES, _READ_BYTES = 64, 1 << 20  # limits of one read
 _MAX_WAIT_S = 30.0
-# The server is busy: the line runs again later.
+# With these error codes the server is busy, and the line runs again later.
 _BUSY = frozenset({"overloaded", "loading"})
 
 
 @dataclass(slots=True)
 class Job:
-    """A batch that runs.
+    """A running batch.
 
     Attributes:
         max_bytes, max_items: limits of a line.
         url: the endpoint that all lines must name; None: each may name another one.
-        good, bad: where the results of status 200, and the others, are written; may be one file.
+        good, bad: files of the results with status 200, and of the others; may be one file.
         done: 1 for each line that has a result.
         in_flight: number of lines at once.
     """
@@ -96,7 +96,7 @@ async def run(app: Starlette, job: Job, held: Room) -> None:
             try:
                 await _run_line(app, job, raw)
             finally:
-                held.give_back(size)
+                held.release(size)
 
     workers = [asyncio.ensure_future(work()) for _ in range(job.in_flight)]
     try:

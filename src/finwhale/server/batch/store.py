@@ -106,7 +106,7 @@ class Owner:
         batches = (Batch(**found) for found in _read(directory / "batches"))
         self.batches = {one.id: one for one in sorted(batches, key=lambda one: one.created_at)}
         self.uploading = 0
-        self._remove_remains()
+        self._remove_incomplete()
 
     def content(self, file_id: str) -> Path:
         return self.directory / "files" / f"{file_id}.jsonl"
@@ -158,14 +158,14 @@ class Owner:
                 429,
                 f"{max_batches} batches wait or run; this server allows no more",
                 code="too_many_batches",
-                headers={"retry-after": "60"},
+                retry_after_s=60,
             )
         for batch in ended[: max(0, len(self.batches) + 1 - max_batches)]:
             (self.directory / "batches" / f"{batch.id}.json").unlink(missing_ok=True)
             del self.batches[batch.id]
 
-    def _remove_remains(self) -> None:
-        """Removes what a killed server has left: uploads that were not complete."""
+    def _remove_incomplete(self) -> None:
+        """Removes the incomplete uploads that a killed server has left."""
         running = [batch for batch in self.batches.values() if not batch.ended]
         kept = {*self.files, *(one.good_file_id for one in running),
                 *(one.bad_file_id for one in running)}  # fmt: skip
@@ -209,7 +209,7 @@ def open_store(config: ServerConfig) -> Store | None:
 
 
 def owner_name(key: ApiKey | None) -> str:
-    """The folder of a key's files: keys of one name share it, and it does not tell the key."""
+    """The folder of a key's files. Keys of one name share it, and it does not reveal the key."""
     if key is None:
         return EVERYBODY
     return hashlib.sha256(f"batches of {key.identity}".encode()).hexdigest()[:32]
@@ -226,7 +226,7 @@ def page_of(found: Iterable[StoredFile | Batch], limit: int, after: str | None) 
     if after is not None:
         ids = [one.id for one in every]
         if after not in ids:
-            raise ApiError(400, "after names nothing of this list", code="invalid_value",
+            raise ApiError(400, "after is not an id of this list", code="invalid_value",
                            param="after")  # fmt: skip
         begin = ids.index(after) + 1
     data = [one.answer() for one in every[begin : begin + limit]]

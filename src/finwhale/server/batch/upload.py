@@ -15,7 +15,7 @@ from finwhale.server.batch.store import Owner, StoredFile, new_id, no_space
 from finwhale.server.errors import ApiError
 from finwhale.server.sse import ClientGone
 
-# The most bytes of a multipart body beside the file.
+# Maximum size of a multipart body without the file.
 OVERHEAD_BYTES = 64 << 10
 _MAX_PARTS = 8
 _MAX_HEADER_BYTES = 4096

@@ -38,8 +38,8 @@ const PLOTS = [
   {
     title: "Prompt tokens found in the prefix cache", unit: "%", highest: 100, lines: [{label: "found"}], window: true,
     values: (now, before) => {
-      const read = growth(now, before, "finwhale_prefill_tokens_total");
-      return [read ? 100 * growth(now, before, "finwhale_prefix_hit_tokens_total") / read : null];
+      const prefill = growth(now, before, "finwhale_prefill_tokens_total");
+      return [prefill ? 100 * growth(now, before, "finwhale_prefix_hit_tokens_total") / prefill : null];
     },
   },
 ];

@@ -1,0 +1,83 @@
+"""Opens the engine that a benchmark measures, and describes it in the record."""
+
+import argparse
+import time
+from typing import Any
+
+import torch
+
+from finwhale.chat.tokenizer import Tokenizer
+from finwhale.checkpoint.location import checkpoint_directory
+from finwhale.checkpoint.reader import Checkpoint
+from finwhale.config import EngineConfig
+from finwhale.engine.loop.engine import Engine
+from finwhale.engine.loop.opening import start_engine
+from finwhale.engine.rank.ranks import first_rank
+from finwhale.errors import FinwhaleError
+from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.weight_sources import CheckpointWeights, DummyWeights, Weights
+from finwhale.options import read_options
+
+
+def source(args: argparse.Namespace, *, draft_head: bool = False) -> tuple[ModelConfig, Weights]:
+    """The configuration and the weights that the arguments of `add_model_arguments` name.
+
+    Args:
+        draft_head: include the draft head in a model of random weights.
+
+    Raises:
+        FinwhaleError: the arguments name no weights.
+    """
+    if args.model is not None:
+        checkpoint = Checkpoint.open(checkpoint_directory(args.model))
+        config = ModelConfig.from_dict(checkpoint.config)
+        return config, CheckpointWeights(config, checkpoint)
+    if not args.dummy:
+        raise FinwhaleError("give --dummy for random weights, or --model PATH for a checkpoint")
+    config = ModelConfig.preset(args.config)
+    if not draft_head:
+        config = config.without_draft_head()
+    if args.layers is not None:
+        config = config.with_layers(args.layers)
+    return config, DummyWeights(config)
+
+
+def open_engine(
+    args: argparse.Namespace, longest: int, tokenizer: Tokenizer | None = None, **options: Any
+) -> tuple[Engine, float]:
+    """Open an engine for the model and with the options of the arguments.
+
+    Args:
+        longest: maximum number of tokens of a sequence, unless the model's context is shorter.
+        options: options that the benchmark sets.
+
+    Returns:
+        The engine, and the seconds of its start.
+    """
+    config, weights = source(args)
+    options["max_model_len"] = min(longest, config.max_position_embeddings)
+    start = time.perf_counter()
+    engine = start_engine(read_options(args, EngineConfig, **options), config, weights, tokenizer)
+    return engine, round(time.perf_counter() - start, 1)
+
+
+def measured(args: argparse.Namespace, engine: Engine) -> dict[str, Any]:
+    """The fields of a record that describe the model: its name, layers and number of ranks."""
+    assert isinstance(engine.model_config, ModelConfig)
+    return {
+        "config": args.model or args.config,
+        "layers": engine.model_config.num_hidden_layers,
+        "tensor_parallel_size": first_rank(engine.executor).collectives.rank.size,
+    }
+
+
+def memory(engine: Engine) -> dict[str, float]:
+    """GiB on a GPU: of the cache, reserved by torch, and the peak that torch has allocated."""
+    if not engine.executor.description.device.startswith("cuda"):
+        return {}
+    gib = 2.0**30
+    return {
+        "cache_gib": round(engine.memory.cache / gib, 2),
+        "reserved_gib": round(torch.cuda.memory_reserved() / gib, 2),
+        "peak_allocated_gib": round(torch.cuda.max_memory_allocated() / gib, 2),
+    }

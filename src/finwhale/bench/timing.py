@@ -1,0 +1,36 @@
+"""Times calls on the host, and captured graphs on a GPU."""
+
+import time
+from collections.abc import Callable, Iterable
+
+import torch
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """The wall-clock seconds of one call."""
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def warm_up(calls: Iterable[Callable[[], object]]) -> None:
+    """Make calls on a side stream, as CUDA wants it before a capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def replay_ms(replay: Callable[[], object], repeats: int) -> list[float]:
+    """The milliseconds on the GPU of each of several replays, one after the other."""
+    times: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times

@@ -1,0 +1,59 @@
+"""A route that parses JSON bodies and checks their fields before FastAPI does."""
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+
+from finwhale.server.known_fields import check_fields, shape_of
+
+logger = logging.getLogger(__name__)
+
+
+class ParsedRequest(Request):
+    """A request whose body has been parsed. The bytes are dropped."""
+
+    def __init__(self, request: Request, value: Any) -> None:
+        super().__init__(request.scope, request.receive)
+        self._value = value
+
+    async def body(self) -> bytes:
+        return b"parsed"  # FastAPI asks only whether there is a body
+
+    async def json(self) -> Any:
+        return self._value
+
+
+class BodyRoute(APIRoute):
+    """Parses bodies with `app.state.parser`.
+
+    It refuses unknown fields at every depth; if `app.state.lenient` is true, it removes them.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+        shape = shape_of(self.body_field.field_info.annotation)  # type: ignore[arg-type]
+
+        async def parse_and_handle(request: Request) -> Response:
+            kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind == "application/json" or kind.endswith("+json"):
+                body = await request.body()
+                if body:
+                    state = request.scope["state"]
+                    state["body_bytes"] = len(body)
+                    value = await request.app.state.parser.parse(body)
+                    del body
+                    ignored = check_fields(shape, value, lenient=request.app.state.lenient)
+                    if ignored:
+                        state["ignored"] = ignored
+                        extra = {"request_id": state["request_id"], "fields": ignored}
+                        logger.warning("ignored fields of a request", extra=extra)
+                    request = ParsedRequest(request, value)
+            return await handle(request)
+
+        return parse_and_handle
