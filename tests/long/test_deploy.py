@@ -87,6 +87,21 @@ def test_the_compose_file(programs: Path) -> None:
     run(programs / "check-jsonschema", *schema, DEPLOY / "compose.yaml")
 
 
+def test_containers_end_after_the_server_has_drained() -> None:
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["finwhale"]
+    config = ServerConfig(model_names=("finwhale-demo",))
+    drains = config.drain_timeout_s + config.drain_delay_s
+    assert int(service["stop_grace_period"].removesuffix("s")) > drains
+
+    template = manifests()[0]["spec"]["leaderWorkerTemplate"]["leaderTemplate"]["spec"]
+    (container,) = template["containers"]
+    words = dict(word.split("=", 1) for word in container["command"] if "=" in word)
+    drains = int(words["--drain-timeout"]) + int(words["--drain-delay"])
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    killed = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    assert drains < killed < template["terminationGracePeriodSeconds"]
+
+
 def test_docker_accepts_the_compose_file() -> None:
     command = ("docker", "compose", "-f", str(DEPLOY / "compose.yaml"), "config", "--quiet")
     try:

@@ -19,9 +19,12 @@ PROTOCOLS: dict[str, type[Body]] = {
 PAGE = """# Request fields
 
 This page is for those who write clients.
-`python -m finwhale.server.fields_page > docs/fields.md` writes this page from the server's schemas. A field that is
-not listed is refused. A field without a meaning here means what its protocol says. "No effect" marks fields that
-clients send without being asked to.
+`python -m finwhale.server.fields_page > docs/fields.md` writes this page from the server's schemas.
+
+The columns chat, completions, responses and messages stand for `/v1/chat/completions`, `/v1/completions`,
+`/v1/responses` and `/v1/messages`. The server refuses a request with a field that its column does not have, unless it
+runs with `--lenient`. A field without a meaning here means what its protocol says. "No effect" marks fields that
+clients send unasked.
 
 | field | chat | completions | responses | messages | meaning |
 |---|---|---|---|---|---|
@@ -37,24 +40,26 @@ clients send without being asked to.
 
 ## Fields of vLLM and SGLang
 
-- `prompt_logprobs: K` adds `prompt_logprobs` to a chat completion, or to each choice of a completion: for each token of
-  the prompt an object from token id to `logprob`, `rank` and `decoded_token`, with the token itself and the K most
-  likely ones; null for the first token. The request reads no cached prefix. It may have 262,144 such values.
-- `return_routed_experts: true` adds `routed_experts` to each choice, and `prompt_routed_experts` to a chat completion or
-  to each choice of a completion: objects with `data` (the array's bytes in base64, in C order), `shape` ([tokens, layers,
-  experts]) and `dtype` (`uint8` or `int16`). They have a row for each token of the prompt, and for each generated token
-  but the last. The request reads no cached prefix. The server needs `--enable-return-routed-experts`.
-  [Rollouts](rollouts.md) shows how to read them.
-- `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, there are no others.
+- `prompt_logprobs: K` adds `prompt_logprobs` to a chat completion, or to each choice of a completion. This list has
+  null for the first token of the prompt. For each other token it has an object whose keys are token ids, the token
+  itself and the K most likely ones, and whose values have `logprob`, `rank` and `decoded_token`. The request computes
+  its whole prompt, without cached prefixes. A request may ask for at most 262,144 of these values.
+- `return_routed_experts: true` adds `routed_experts` to each choice, and `prompt_routed_experts` to a chat completion
+  or to each choice of a completion. Each is an object with `data` (the array's bytes in base64, in C order), `shape`
+  ([tokens, layers, experts]) and `dtype` (`uint8` or `int16`). There is a row for each token of the prompt, and for
+  each generated token but the last. The request computes its whole prompt, without cached prefixes. The server needs
+  `--enable-return-routed-experts`. [Rollouts](rollouts.md#routed-experts) shows how to read the arrays.
+- `echo` with `logprobs` puts the prompt's tokens before the generated ones. With `max_tokens: 0`, it returns the
+  prompt's tokens alone.
 - `return_token_ids` adds `token_ids` to each choice, and `prompt_token_ids` to a chat completion, to each choice of a
   completion, or to the first chunk of a stream.
-- `min_tokens` withholds the end of sequence and stop tokens, and lets no stop string count before. A grammar may end
-  earlier.
+- Until an output has `min_tokens` tokens, the end of sequence and stop tokens cannot be chosen, and stop strings do not
+  end it. A grammar may end it earlier.
 - `structured_outputs`, the `guided_` fields, `regex` and `response_format` exclude each other. Grammars are in
   llguidance's dialect of Lark, not in GBNF.
 - `separate_reasoning: false` leaves the reasoning in the content, up to `</think>`. `include_reasoning: false` leaves
   it out, and `stream_reasoning: false` sends it in one piece.
-- `max_tokens` and `max_completion_tokens` may both be there if they are equal.
+- A request may have both `max_tokens` and `max_completion_tokens` if they are equal.
 """  # noqa: E501
 
 

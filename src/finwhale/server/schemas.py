@@ -33,10 +33,16 @@ Bias = Annotated[
 ]
 Json = dict[str, Any]
 Jsons = Annotated[list[Json], Field(fail_fast=True)]
-# The description of fields that vllm-router and sglang-router add to a request.
-_ROUTERS = "routers add this value, which has no effect; no other value is supported"
+# The description of a field that vllm-router and sglang-router add to a request.
+_ROUTERS = "routers add false, which has no effect; true is not supported"
 # The API description says which engine or client an extension comes from.
 _VLLM, _SGLANG = "extension, as in vLLM", "extension, as in SGLang"
+# Of response_format, in chat completions and completions.
+_FORMAT = (
+    'text, json_object or json_schema; extensions: {"type": "regex", "regex": ...}, '
+    '{"type": "grammar", "grammar": ...} (Lark), and the whole field in completions'
+)
+_BOS = "false puts no beginning-of-sequence token before a text"
 # Fields that have the same name and meaning in SamplingParams.
 _SAME_NAMES = (
     "temperature",
@@ -78,12 +84,18 @@ class UsageStreamOptions(StreamOptions):
 class StructuredOutputs(Body):
     """One format of an answer, as in vLLM: exactly one field is set."""
 
-    # JSON schema as an object or as text. Not named `json`, which is a method of BaseModel.
-    json_schema: str | Json | None = Field(default=None, alias="json")
-    json_object: bool | None = None
-    regex: Text | None = None
-    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = None
-    grammar: Text | None = Field(default=None, description="Lark, in llguidance's dialect")
+    # Not named `json`, which is a method of BaseModel.
+    json_schema: str | Json | None = Field(
+        default=None, alias="json", description="a JSON schema, as an object or as text"
+    )
+    json_object: bool | None = Field(default=None, description="true: any JSON object")
+    regex: Text | None = Field(default=None, description="a regular expression")
+    choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description="texts; the answer is one of them"
+    )
+    grammar: Text | None = Field(
+        default=None, description="a grammar in llguidance's dialect of Lark"
+    )
 
 
 class SamplingBody(Body):
@@ -97,17 +109,21 @@ class SamplingBody(Body):
         default=None, description="extension: keep the k most likely tokens"
     )
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="extension: drop tokens less likely than min_p times the first"
+        default=None,
+        description="extension: drop tokens less likely than min_p times the likeliest",
     )
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=100)] | None = Field(
-        default=None, description="extension"
+        default=None,
+        description="extension: above 1, make tokens of the prompt and the output less likely",
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = Field(
-        default=None, description="extension"
+        default=None, description="extension: tokens that end the output, as the end of sequence"
     )
-    ignore_eos: bool | None = Field(default=None, description="extension")
+    ignore_eos: bool | None = Field(
+        default=None, description="extension: continue past the end of sequence"
+    )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None, description="extension: lower numbers are served first"
+        default=None, description="extension: requests with lower numbers come first; 0 by default"
     )
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
         default=None,
@@ -154,7 +170,9 @@ class OpenAIBody(SamplingBody):
     stream_options: UsageStreamOptions | None = None
     user: str | None = Field(default=None, description="no effect")
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(
-        default=None, description=f"{_VLLM}: no end of sequence, stop token or stop string before"
+        default=None,
+        description=f"{_VLLM}: generate this many tokens before the end of sequence, a stop token "
+        "or a stop string may end the output",
     )
     include_stop_str_in_output: bool | None = Field(
         default=None, description=f"{_VLLM}: keep the stop string in the output"
@@ -181,14 +199,22 @@ class OpenAIBody(SamplingBody):
     return_token_ids: bool | None = Field(
         default=None, description=f"{_VLLM}: prompt_token_ids and token_ids in the answer"
     )
-    structured_outputs: StructuredOutputs | None = Field(default=None, description=_VLLM)
-    guided_json: str | Json | None = Field(default=None, description=_VLLM)
-    guided_regex: Text | None = Field(default=None, description=_VLLM)
-    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
-        default=None, description=_VLLM
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description=f"{_VLLM}: the format of the answer"
     )
-    guided_grammar: Text | None = Field(default=None, description=f"{_VLLM}; in Lark")
-    regex: Text | None = Field(default=None, description=_SGLANG)
+    guided_json: str | Json | None = Field(
+        default=None, description=f"{_VLLM}: a JSON schema that the answer follows"
+    )
+    guided_regex: Text | None = Field(
+        default=None, description=f"{_VLLM}: a regular expression that the answer matches"
+    )
+    guided_choice: Annotated[list[Text], Field(min_length=1, max_length=1024)] | None = Field(
+        default=None, description=f"{_VLLM}: texts; the answer is one of them"
+    )
+    guided_grammar: Text | None = Field(
+        default=None, description=f"{_VLLM}: a grammar in Lark that the answer follows"
+    )
+    regex: Text | None = Field(default=None, description=f"{_SGLANG}: the same as guided_regex")
     return_hidden_states: Literal[False] | None = Field(default=None, description=_ROUTERS)
 
     @property
@@ -232,16 +258,12 @@ class CompletionBody(OpenAIBody):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    add_special_tokens: bool | None = Field(
-        default=None, description=f"{_VLLM}: whether a text begins with the begin of sequence"
-    )
+    add_special_tokens: bool | None = Field(default=None, description=f"{_VLLM}: {_BOS}")
     best_of: Annotated[int, Field(ge=1, le=128)] | None = Field(
         default=None, description="must equal n"
     )
     suffix: str | None = Field(default=None, description="not supported: must be null")
-    response_format: Json | None = Field(
-        default=None, description="extension: as in chat completions"
-    )
+    response_format: Json | None = Field(default=None, description=_FORMAT)
 
 
 class ChatBody(OpenAIBody):
@@ -255,16 +277,14 @@ class ChatBody(OpenAIBody):
     tools: Annotated[Jsons, Field(max_length=1024)] | None = None
     tool_choice: str | Json | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Json | None = Field(
-        default=None,
-        description='text, json_object or json_schema; extensions: {"type": "regex", "regex": '
-        '...}, {"type": "grammar", "grammar": ...} (Lark)',
-    )
+    response_format: Json | None = Field(default=None, description=_FORMAT)
     thinking: Json | None = Field(
         default=None, description='DeepSeek\'s: {"type": "enabled"} or {"type": "disabled"}'
     )
     reasoning_effort: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: list[Literal["text"]] | None = Field(
+        default=None, description='only ["text"] is supported'
+    )
     metadata: Json | None = Field(default=None, description="no effect")
     store: bool | None = Field(default=None, description="no effect")
     service_tier: str | None = Field(default=None, description="no effect")
@@ -276,7 +296,7 @@ class ChatBody(OpenAIBody):
         description=f"{_VLLM}: thinking or enable_thinking (true or false), and reasoning_effort",
     )
     continue_final_message: bool | None = Field(
-        default=None, description=f"{_VLLM}: continue the last message, an assistant's"
+        default=None, description=f"{_VLLM}: continue the last message, which is an assistant's"
     )
     add_generation_prompt: bool | None = Field(
         default=None, description=f"{_VLLM}: false only together with continue_final_message"
@@ -304,8 +324,10 @@ class ResponsesBody(SamplingBody):
     text: Json | None = None
     reasoning: Json | None = None
     thinking: Json | None = None
-    truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = Field(
+        default=None, description='only "disabled" is supported'
+    )
+    background: Literal[False] | None = Field(default=None, description="only false is supported")
     stream_options: StreamOptions | None = None
     previous_response_id: None = Field(
         default=None, description="not supported: send the whole conversation"
@@ -358,9 +380,7 @@ class TokenizeBody(Body):
     messages: Annotated[Jsons, Field(min_length=1)] | None = None
     tools: Jsons | None = None
     thinking: Json | None = None
-    add_special_tokens: bool = Field(
-        default=True, description="whether a prompt begins with the begin of sequence"
-    )
+    add_special_tokens: bool = Field(default=True, description=_BOS)
     return_token_strs: bool = False
 
 
