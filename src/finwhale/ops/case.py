@@ -41,7 +41,7 @@ MODEL_TOLERANCE = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """The arguments of one call, how much results may differ, and what the call must cost at least.
+    """The arguments of one call, its tolerance, and its minimum bytes and operations.
 
     Attributes:
         operator: name of the operator's field in Ops, or "experts" for the three operators of the
@@ -57,8 +57,8 @@ class OpCase:
             default is for implementations that add the same terms in another order: they differ by
             a few units of 2^-24 of the largest term, times at most the root of the number of terms
             (2^6 here).
-        flips: share of the values that may differ by up to `flip` units. A value close to the
-            boundary of a rounding may be rounded the other way, and then differs by one step.
+        flips: fraction of the values that may differ by up to `flip` units. A value close to a
+            rounding boundary may be rounded the other way, and then differs by one step.
         own_bits: whether a token's bits must not depend on the rest of the batch.
         bytes: the bytes that any implementation must move: each input once (once for each chunk, if
             several of its tokens read the same row) and each result once. 0 in CASES, which are
@@ -86,7 +86,7 @@ class OpCase:
 
     @property
     def floor_us(self) -> float:
-        """The least time in microseconds: for moving the bytes or for computing, if longer."""
+        """The minimum time in microseconds: for moving the bytes or computing, the longer one."""
         return max(self.bytes / READ_RATE, self.operations / self.rate) * 1e6
 
 
@@ -94,7 +94,7 @@ class OpCase:
 class Sizes:
     """The sizes of a model that determine its operators' shapes. The names are the checkpoint's.
 
-    head_rows: the number of the LM head's rows on a rank. 0: the whole vocabulary.
+    head_rows: number of the LM head's rows on this rank; 0: the whole vocabulary.
     """
 
     hidden_size: int
@@ -114,7 +114,7 @@ class Sizes:
     head_rows: int = 0
 
     def of_rank(self, tensor_parallel_size: int) -> "Sizes":
-        """The sizes of one of so many ranks. Raises FinwhaleError if they do not divide."""
+        """The sizes on one rank. Raises FinwhaleError if a size does not divide evenly."""
         cut = {
             "num_attention_heads": (self.num_attention_heads, 1),
             "o_groups": (self.o_groups, 1),
@@ -187,7 +187,7 @@ def _copied(arg: Any) -> Any:
 
 
 def take_tokens(args: Args, by_token: Sequence[int], start: int, stop: int) -> Args:
-    """The arguments of a step with only tokens start..stop-1. Chunks that reach further are cut."""
+    """The arguments of a step with only tokens start..stop-1; chunks are cut to that range."""
     sequences = slice(0, 0)
     for arg in args:
         if isinstance(arg, Tokens):
@@ -245,7 +245,7 @@ def token_positions(chunks: Chunks) -> Any:
 
 
 def window_rows(chunks: Chunks, size: int) -> list[tuple[range]]:
-    """The rows of a window's pool that each chunk sees."""
+    """The rows of a window's pool that each chunk reads."""
     return [(range(max(0, start - size + 1), end),) for start, end in chunks]
 
 

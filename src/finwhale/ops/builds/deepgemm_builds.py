@@ -29,11 +29,10 @@ from finwhale.ops.linear.quantise_triton import empty_quantised
 
 BLOCK_ROWS = 64
 K_GROUP = 128
-# A plain launch takes less host time than this. Loading a kernel takes more; compiling takes
-# seconds.
+# A call that takes more host time than this has loaded or compiled a kernel.
 SLOW_CALL_S = 0.1
-# A job has JOB_ROWS row counts beyond OWN_KERNEL_ROWS rows, where neighbouring counts often share a
-# kernel, and a single one below.
+# Up to OWN_KERNEL_ROWS rows, a job compiles one row count; beyond, where neighbouring counts often
+# share a kernel, it compiles JOB_ROWS row counts.
 JOB_ROWS, OWN_KERNEL_ROWS = 4, 512
 Kind = Literal["gemm", "einsum"]
 VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
@@ -55,7 +54,7 @@ def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[obje
 
 
 def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
-    """Whether DeepGEMM runs this GEMM: Finwhale's own kernel runs short GEMMs with few rows."""
+    """Whether DeepGEMM runs this GEMM; Finwhale's own kernel runs short ones with few rows."""
     return kind == "einsum" or rows > ROUNDED_TOKENS or weight_shape[-1] > SHORT_STEPS * K_GROUP
 
 

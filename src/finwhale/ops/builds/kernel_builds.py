@@ -28,7 +28,7 @@ if HAS_DEEPGEMM:
 
 logger = logging.getLogger(__name__)
 
-# DeepGEMM's workers. Each has a context on the GPU, and the tensors of a GEMM in its memory.
+# DeepGEMM's workers. Each one needs GPU memory for a context and the tensors of a GEMM.
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
 # The modules whose kernels take longest to compile. They are compiled first.
@@ -65,7 +65,7 @@ class KernelBuilds:
 
     def expect(self, configuration: object) -> None:
         complete = self._artefacts.is_complete(configuration)
-        # If another configuration is complete, most kernels exist, and often all.
+        # If another configuration is complete, most or all kernels exist already.
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
@@ -93,7 +93,7 @@ class KernelBuilds:
         return replace(built, compiled=built.compiled + missing)
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
-        """Load every kernel. Those that are still missing are compiled one by one."""
+        """Load every kernel, and compile those that are still missing one by one."""
         compiled = self._counter.compiled
         kernels = self._load(launch_all)
         return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
@@ -133,8 +133,8 @@ class KernelBuilds:
         """List the kernels that `launch_all` needs.
 
         Returns:
-            The jobs for Triton's missing kernels, longest first, those for DeepGEMM's, and the
-            names of all needed kernels. A kernel of a complete configuration is not missing.
+            The jobs for Triton's missing kernels, longest first; the jobs for DeepGEMM's missing
+            kernels; the names of all needed kernels. Kernels of complete configurations exist.
         """
         with self._collecting():
             variants = sorted(map(asdict, collect(launch_all)), key=_effort)

@@ -1,4 +1,4 @@
-"""Chooses sizes of steps that together meet every launch signature of a table's kernels."""
+"""Chooses sizes of steps that together have every launch signature of a table's kernels."""
 
 import importlib
 from collections.abc import Iterator
@@ -9,9 +9,10 @@ from finwhale.ops.launch.sizes import ModelSizes
 
 
 def _alignment(size: int) -> tuple[bool, ...]:
-    """The properties of a size that Triton specialises on: whether an argument is 1, and whether it
-    is a multiple of 16. Arguments are the size itself, and the size rounded up to a multiple of 4
-    or of 8.
+    """Whether a size is 1, and whether the arguments that follow from it are multiples of 16.
+
+    Triton specialises kernels on both. The arguments are the size itself, and the size rounded up
+    to a multiple of 4 or of 8.
     """
     return size == 1, *(-(-size // unit) * unit % 16 == 0 for unit in (1, 4, 8))
 
@@ -61,11 +62,7 @@ class LaunchSizes:
 
 
 def _in_every_class(first: int, last: int, last_of_classes: set[int]) -> list[int]:
-    """Return sizes that meet every launch signature.
-
-    A class ends at each published size. Within a class, this returns the first size of each
-    alignment.
-    """
+    """Sizes with every launch signature: the first size of each alignment within each class."""
     found: list[int] = []
     seen: set[tuple[bool, ...]] = set()
     for size in range(first, last + 1):

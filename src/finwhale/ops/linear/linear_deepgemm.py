@@ -1,15 +1,15 @@
-"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others use our kernels.
+"""Linear layers on Hopper: DeepGEMM for E4M3 weights with rounded inputs, otherwise our kernels.
 
 Up to ROUNDED_TOKENS tokens, the kernels of `linear_triton.py` run: DeepGEMM does not split K, so a
-weight with few rows would occupy a part of the GPU only. Our kernel rounds more tokens, in
-DeepGEMM's layout. A token's bits do not depend on the other tokens; they depend on the number of
-tokens by its class: one, up to ROUNDED_TOKENS, or more.
+weight with few rows would occupy only a part of the GPU. For more tokens, our kernel rounds the
+input in DeepGEMM's layout. A token's bits do not depend on the other tokens. They depend on the
+number of tokens only by its class: one, up to ROUNDED_TOKENS, or more.
 
-With `Options.invariant` they do not depend on it: one token is computed as two, and DeepGEMM runs
-any number. Up to ROUNDED_TOKENS, a K that is too short for it uses our tiles without a split, which
-give the same bits.
+With `Options.invariant`, the bits do not depend on the number of tokens at all: one token is
+computed as two, and DeepGEMM runs every number of tokens. Up to ROUNDED_TOKENS rows, a short K uses
+our tiles instead, without a split, which gives the same bits.
 
-Attention rounds the input of the grouped GEMM if `grouped_form` says so.
+If `grouped_form` returns a RoundedInput, attention rounds the input of the grouped GEMM.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
@@ -35,7 +35,7 @@ MANY_TOKENS = 256
 
 @cache
 def _begin() -> None:
-    """Let DeepGEMM's kernels start before our previous kernels end, which saves 1 us each.
+    """Let DeepGEMM's kernels start before the previous kernel ends, which saves 1 us each.
 
     The first call creates a context of the GPU, so it must not run before the first GEMM.
     """
@@ -43,7 +43,7 @@ def _begin() -> None:
 
 
 def _takes_weight(p: kernels.Problem) -> bool:
-    """Whether a weight has scales, a rounded input, and bfloat16 results in rows of 16 bytes."""
+    """Whether DeepGEMM supports a weight: scales, a rounded input, bfloat16 rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
     return p.scale is not None and p.round_input and even
 
@@ -55,7 +55,7 @@ def _suits(p: kernels.Problem, options: Options) -> bool:
 
 
 def rows_of(num_tokens: int) -> int:
-    """The number of rows for DeepGEMM, which is up to 40% slower with numbers in between."""
+    """Number of rows to pad to: with other numbers DeepGEMM is up to 40% slower."""
     if num_tokens > MANY_TOKENS:
         return num_tokens
     return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)

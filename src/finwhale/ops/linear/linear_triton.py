@@ -3,21 +3,22 @@
 1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
    weight, rounds the token while they run, and sums in float32 without tensor cores.
 2. `tile_kernel` processes more tokens on tensor cores: a tile of the weight times BLOCK_N tokens.
-   It rounds up to ROUNDED_TOKENS itself; for more, a previous kernel rounds. Up to SPLIT_TOKENS, K
-   is split into parts, which `sum_kernel` adds in order. Above, torch multiplies unscaled weights.
+   It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
+   SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
+   multiplies unscaled weights.
 
-A token's bits do not depend on the other tokens. They do not depend on the number of tokens within
-each class either: one token; 2 to SPLIT_TOKENS; more. Split and order over K follow from K and M.
+A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
+token; 2 to SPLIT_TOKENS; more. The split and the order of sums over K follow from K and M.
 
 With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight,
 so the previous kernel must not write that weight. It reads everything else after that kernel ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
 as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
-E4M3 weights have a float32 scale for each block of 128x128. Like the scales of tokens it is a power
-of two, so that it can be applied anywhere without rounding. The input of an E4M3 weight is rounded
-to E4M3 and multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16, and
-each tile of the weight is converted to bfloat16, which is exact.
+An E4M3 weight has a float32 scale for each block of 128x128. All scales are powers of two, so they
+can be applied anywhere without rounding. The input of an E4M3 weight is rounded to E4M3 and
+multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16, and each tile of
+the weight is converted to bfloat16, which is exact.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +36,11 @@ from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# row_kernel. A weight should occupy at least MIN_PROGRAMS. A program takes several blocks only for
-# rows of LONG_ROW bytes or more, which make rounding the token expensive, and for unrounded tokens
-# only within MAX_PROGRAMS. It holds MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever
-# is more, and at most MAX_HELD_BYTES. Rows of more than MAX_ROW bytes run tile_kernel.
+# row_kernel. A weight should occupy at least MIN_PROGRAMS programs. A program takes several blocks
+# of rows only if a row has LONG_ROW bytes or more, because rounding the token is then expensive;
+# with an unrounded token, at most MAX_PROGRAMS divided by the number of blocks. A program holds
+# MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever is more, and at most
+# MAX_HELD_BYTES. E4M3 rows of more than MAX_ROW bytes use tile_kernel.
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
@@ -46,8 +48,8 @@ HELD_BYTES = 16384
 MAX_HELD_BYTES = 32768
 LONG_ROW = 4096
 MAX_ROW = 8192
-# tile_kernel. It is split over K for up to SPLIT_TOKENS. Each program rounds up to ROUNDED_TOKENS
-# itself, unless K has no more than SHORT_STEPS.
+# tile_kernel. Up to SPLIT_TOKENS, it splits K. Up to ROUNDED_TOKENS, each program rounds its tokens
+# itself, unless K has at most SHORT_STEPS steps.
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
@@ -153,7 +155,7 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
-        # A converted weight is in registers; with 4 warps, 128 rows would spill.
+        # The conversion holds the weight in registers; with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
@@ -239,7 +241,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
 
 
 def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
-    """Add the parts. In parts and output alike, the rows of the groups follow each other."""
+    """Add the parts. In parts and output, the rows of the groups are adjacent."""
     width, padded = out.shape[1] * out.shape[2], parts.shape[-1]
     block_n = min(16, padded)
     grid = (triton.cdiv(width, SUM_ROWS), triton.cdiv(out.shape[0], block_n))
@@ -324,7 +326,7 @@ def run_invariant(p: Problem) -> Tensor:
 
 
 def two_or_more(x: Tensor) -> Tensor:
-    """Return x; repeat a single row."""
+    """Return x, with a single row repeated."""
     return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
@@ -366,7 +368,7 @@ def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float, options: Options)
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    """x [N, K] with strided rows -> [N, M]. The module's docstring says when bits are equal."""
+    """x [N, K] with strided rows -> [N, M]."""
     return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
@@ -383,7 +385,7 @@ def swiglu_mlp(
 ) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 
-    The hidden values are rounded to x's dtype, and then like any input.
+    The hidden values are rounded to x's dtype, and then to E4M3 like any input.
     """
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)

@@ -10,7 +10,7 @@ PREFIX_CACHE_TOKENS = 2**24
 
 
 def bind(fn: Callable[..., Any], **options: Any) -> Any:
-    """Bind keyword arguments to an operator. `__qualname__` shows them, so `finwhale ops` does."""
+    """Bind keyword arguments to an operator. `__qualname__` has them for `finwhale ops`."""
 
     @wraps(fn)
     def call(*args: Any) -> Any:
