@@ -1,24 +1,24 @@
 """mHC as Triton kernels, for H = 4 residual streams.
 
-There are two passes over the residual streams. The first applies the pending post step and writes
-new residual streams. From the written values it computes the GEMM with fn and the sum of squares,
-in parts over D. The second pass adds the parts, and computes the gates and the block's normalised
-input.
+There are two passes over the residual streams. The first pass applies the pending post step and
+writes new residual streams. From the written values it computes the GEMM with fn and the sum of
+squares, in parts over D. The second pass adds the parts, and computes the gates and the block's
+normalised input.
 
-- Up to FEW_TOKENS use `_streams_few_kernel` and `_block_input_kernel`. A program of the first has
-  32 values of D, so even one token occupies D / 32 programs. A second row of programs of the second
-  kernel runs the Sinkhorn iterations in parallel with the block's input. With `early_launch` both
+- Up to FEW_TOKENS, `_streams_few_kernel` and `_block_input_kernel` run. A program of the former has
+  32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
+  runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
   start before the previous kernel ends, and read only weights until it has ended. If x is a
-  `PartialSum`, `_sum_streams_few_kernel` takes the place of the first: each program exchanges its
-  tile of x with the same program of the other ranks.
-- More tokens use `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which divides D
-  into slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads
+  `PartialSum`, `_sum_streams_few_kernel` replaces `_streams_few_kernel`: each program exchanges its
+  tile of x with the same program on the other ranks.
+- With more tokens, `_planes_kernel` rearranges fn, `_streams_many_kernel` divides D into slots,
+  `_gates_kernel` computes the gates with a thread for each token, and `_block_input_kernel` reads
   the residual streams a second time.
 
-The GEMM has float32 precision: fn is exactly the sum of three bfloat16 values. Each is multiplied
-by a bfloat16 residual stream, and the results are added in float32, the small ones first. The bits
-of a row do not depend on the other rows. They depend on the number of rows only by whether it
-exceeds FEW_TOKENS.
+The GEMM has float32 precision: fn is exactly the sum of three bfloat16 matrices. Each matrix is
+multiplied by the bfloat16 residual streams, and the results are added in float32, the small ones
+first. A token's bits do not depend on the other tokens. They depend on the number of tokens only by
+whether it exceeds FEW_TOKENS.
 
 Legend: N tokens, H residual streams, D hidden, M rows of fn, S parts ("slots") of the GEMM.
 
@@ -61,7 +61,7 @@ class Options:
         few_tokens: the most tokens for which the kernels for few tokens run. ANY_NUMBER: they
             always run, so that the bits of a token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
-        inline_asm: use PTX instructions.
+        inline_asm: use PTX instructions (the kernels' COMPILED).
     """
 
     few_tokens: int = FEW_TOKENS
@@ -174,10 +174,16 @@ def _run_streams(
     how: Options,
     phases: Phases = (0, 1),
 ) -> tuple[Tensor, Tensor]:
-    """The residual streams after the post step (x, post, res), if any, and the GEMM's parts
-    [N,S,ROWS] float32: M results, then the sum of squares.
+    """Run the first pass.
 
-    phases: of the exchange with the other ranks, as for the collectives' kernels.
+    Args:
+        post: (x, post, res) of the pending post step; None: there is no post step.
+        fn: None: compute no GEMM.
+        phases: phases of the exchange with the other ranks to run.
+
+    Returns:
+        The residual streams after the post step, and the GEMM's parts [N,S,ROWS] float32: M
+        results, then the sum of squares.
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
@@ -261,7 +267,7 @@ def _run_block_input(
     params: MhcParams,
     how: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the second pass: (block input, post, res); hc_head does not write the last two."""
+    """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
     num_tokens, streams, width = streams_NHD.shape
     device = streams_NHD.device
     _check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
