@@ -101,7 +101,7 @@ def compress_args(
     scale: float = 2.0,
     max_verify_tokens: int = MAX_VERIFY_TOKENS,
 ) -> Args:
-    """Arguments of `compress`. The parts are views of one projection, with more columns after them."""
+    """Arguments of `compress`. The parts are views of one projection, which has more columns."""
     tokens = draw.tokens(chunks)
     mixed, share = (8, 4) if ratio == 4 else (128, 2)
     columns = [share * width for width in widths]

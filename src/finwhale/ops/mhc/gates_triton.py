@@ -1,8 +1,7 @@
 """mHC's second pass as Triton kernels: the gates from the GEMM's parts, and the block's input.
 
-`mhc_triton.py` describes the passes. With many tokens, each thread computes the gates of one
-token; with few, a program of its own computes each token's gates while another computes its
-block's input.
+`mhc_triton.py` describes the passes. With many tokens, each thread computes the gates of one token.
+With few tokens, one program per token computes the gates while another computes the block's input.
 
 Legend: N tokens, D hidden, ROWS values of a part: GEMM results, the sum of squares, padding.
 """

@@ -1,8 +1,8 @@
 """Mixture of experts: no token, one, few and many pairs, skipped experts, rounded inputs.
 
-"experts" is dispatch, compute and combine together, because what a table's dispatch passes to its
-compute is its own. Both GEMMs round their inputs. The input of the second is a result of the first,
-so some of its values may fall on the other side of a rounding boundary.
+"experts" is dispatch, compute and combine together, because the value that dispatch passes to
+compute differs between tables. Both GEMMs round their inputs. The input of the second is a result
+of the first, so some of its values may be on the other side of a rounding boundary.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from finwhale.ops.case import (
 from finwhale.ops.moe import ExpertWeight
 
 LIMIT, MODEL_LIMIT = 0.7, 10.0
-# Kernels may round hidden values to bfloat16 before E4M3: one in about thirty then falls a step, a
-# tenth of itself, off; sums of thousands of them differ by a hundredth or two of the largest. On an
-# H200, one of the 5.7 million values of 1,400 tokens differed by 0.034.
+# Kernels may round hidden values to bfloat16 before E4M3. About one value in thirty is then off by
+# one E4M3 step, a tenth of the value, and sums of thousands of values differ by one or two percent
+# of the largest. On an H200, one of the 5.7 million values of 1,400 tokens differed by 0.034.
 HIDDEN_TOLERANCE = 3 * 2.0**-6
 FP4_BYTES = 0.5 + 1 / 32
-# N, D, E, K, I; three blocks of I, as a rank of eight has of Pro, are the last.
+# N, D, E, K, I. The last has three blocks of I, like each of eight ranks of Pro.
 SIZES = (
     (0, 64, 4, 2, 32),
     (1, 256, 16, 4, 128),
@@ -157,7 +157,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         x, residual = (draw.normal(N, D).to(draw.dtype) for _ in range(2))
         return x, ids, weights, w, MODEL_LIMIT, residual
 
-    # As many experts as N tokens that choose evenly are expected to reach.
+    # The expected number of different experts, if N tokens choose uniformly.
     reached = E * (1 - (1 - K / E) ** N)
     yield OpCase(
         operator="experts",

@@ -3,10 +3,11 @@
 Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
-`dispatch` orders the pairs (dispatch_triton.py). `compute` is four launches: round x, gate and up,
-round the hidden values, down. The gate and up kernel applies the clamped SwiGLU and the routing
-weights; if its tiles hold whole groups, it also rounds. A block of tokens reads an expert's weights
-once. Blocks without tokens return at once, so the host need not know each expert's tokens.
+`dispatch` orders the pairs (dispatch_triton.py). `compute` has up to four launches: round x, gate
+and up, round the hidden values, down. The gate and up kernel applies the clamped SwiGLU and the
+routing weights; if its tiles hold whole scale groups, it also rounds. A program computes some rows
+of the weights for one block of an expert's pairs, so each block reads the expert's weights once.
+Blocks without pairs return at once, so the host need not know each expert's tokens.
 
 The kernels decode weights to bfloat16, exactly. The matrix units sum over 128 values. These sums,
 times the activations' scales, are added in float32, in the same order for every N.
@@ -82,9 +83,9 @@ def _product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """w x^T [ROWS,COLUMNS] in units of the rows: sums over 128 values, then over these sums.
+    """w x^T [ROWS,COLUMNS] before the rows' factors: sums over 128 values, added in float32.
 
-    The rows start at 64 tile, the columns at pair `first`.
+    The rows start at 64 * tile, the columns at the row of pair `first`.
     """
     row = tl.arange(0, ROWS)
     steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
@@ -230,9 +231,8 @@ class Plan:
 
     Attributes:
         block_rows: most (token, expert) pairs that a program computes, all of one expert.
-        gate_up: of the first kernel: rows of w1, and as many of w3, in a program; pipeline stages;
-            warps.
-        down: of the second kernel: rows of w2 in a program; pipeline stages; warps.
+        gate_up: rows of w1, and as many of w3, in a program; pipeline stages; warps.
+        down: rows of w2 in a program; pipeline stages; warps.
     """
 
     block_rows: int
@@ -296,14 +296,14 @@ def launch(
     plan: Plan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` with a given plan, whose block_rows `dispatch` has used."""
+    """`compute` with a given plan; `dispatch` must have used its block_rows."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
     hidden, hidden_scale = _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan)
     _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
 
 
 def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
-    """w uint8 [E,M,K/2] as [tiles,blocks,64,64], read `rows` at a time."""
+    """A descriptor of w uint8 [E,M,K/2] as [tiles,blocks,64,64], for `rows` rows at a time."""
     experts, height, row_bytes = w.shape
     tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
     return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])

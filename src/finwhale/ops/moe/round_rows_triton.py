@@ -1,5 +1,7 @@
 """A Triton kernel that rounds tokens to E4M3 into the rows of their pairs, for experts' GEMMs.
 
+A program rounds some groups of one token once, and writes them to the K rows of the token's pairs.
+
 Legend: N tokens, K experts per token, P rows in order of the experts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -51,8 +53,8 @@ def _round_rows_kernel(
 ):
     """Round BLOCK groups of row n of x into rows place[n K ..] of values and columns of scale.
 
-    The kernel skips a place of -1. Without place_ptr, K is 1 and a row keeps its number. With
-    ids_ptr there is one token: its pair k goes to row 8 k, in its own block, and the kernel also
+    The kernel skips places of -1. Without place_ptr, K is 1 and row n of x goes to row n. With
+    ids_ptr there is one token: its pair k goes to row 8 k, which is a block, and the kernel also
     writes order and blocks.
     """
     if PDL:

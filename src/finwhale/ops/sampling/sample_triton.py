@@ -1,12 +1,11 @@
 """Sampling as Triton kernels: everything except log-probabilities.
 
-Each change of the logits (penalties, bias, allowed tokens) is one kernel, which works on a copy.
-Two steps follow:
+Penalties, bias and allowed tokens are one kernel each, on a copy of the logits. Two steps follow:
 
-1. Each part of the vocabulary gets a candidate, as one integer. In a greedy batch, `_best_kernel`
-   finds the largest logit with its lowest id. Otherwise draw_triton.py finds the candidates; for
-   filters, `_best_kernel` runs first and also finds the smallest logit.
-2. `_pick_kernel` takes the best candidate, with a program for each row.
+1. A program finds the candidate of one part of the vocabulary in one row, as one integer. In a
+   greedy batch, `_best_kernel` finds the largest logit with its lowest id. Otherwise draw_triton.py
+   finds the candidates; for filters, `_best_kernel` runs first and also finds the smallest logit.
+2. `_pick_kernel` takes the best candidate of each row.
 
 A greedy step reads the logits once. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256
 rows of 129280 float32 logits, are 0.1, 15 and 30.
@@ -26,7 +25,7 @@ from finwhale.ops.sampling.noise import HALF
 
 BLOCK_V = 1024
 BLOCK_N = 256
-PROGRAMS = 4096  # many programs hide the latency of memory
+PROGRAMS = 4096  # enough programs to hide the latency of memory
 # Do not specialise on integers that differ between batches or on small tensors' alignment.
 _changes_kernel = triton.jit(
     do_not_specialize=["N", "stride_w"],
@@ -175,7 +174,7 @@ def launch_rows(model: ModelSizes, most: int) -> set[int]:
 
 
 def _best(logits_SV: Tensor, parts: Parts, *, low: bool) -> tuple[Tensor, Tensor]:
-    """The candidate of each part in a greedy batch [S,P]; low: also its smallest finite logit."""
+    """Each part's candidate in a greedy batch [S,P]; low: also its smallest finite logit."""
     shape, device = (logits_SV.shape[0], parts.count), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
