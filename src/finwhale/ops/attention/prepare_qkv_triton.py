@@ -67,6 +67,7 @@ def _prepare_qkv_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv."""
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

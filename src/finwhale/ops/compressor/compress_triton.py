@@ -245,6 +245,7 @@ def _part(
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
+    """Process TOKENS adjacent tokens of one part; the module's docstring has the steps."""
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     local = tl.arange(0, TOKENS)

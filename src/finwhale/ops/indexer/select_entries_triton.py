@@ -216,6 +216,7 @@ def _scores_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

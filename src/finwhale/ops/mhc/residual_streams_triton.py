@@ -201,6 +201,7 @@ def _streams_few_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM."""
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, ROWS)
@@ -348,6 +349,7 @@ def _streams_many_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Like `_streams_few_kernel`, in a loop over every num_slots-th block of BLOCK_D columns."""
     slot = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * BLOCK_N
     n = tl.arange(0, BLOCK_N)

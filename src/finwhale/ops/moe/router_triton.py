@@ -161,6 +161,7 @@ def _choose_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Add a token's parts, and choose the K experts with the highest score + bias."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E

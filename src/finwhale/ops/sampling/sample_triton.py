@@ -40,6 +40,7 @@ _changes_kernel = triton.jit(
 def _best_kernel(
     logits_ptr, best_ptr, low_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr, LOW: tl.constexpr
 ):
+    """Find the largest logit of a part of a row. LOW: also the smallest finite one."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
