@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
 # The modules whose kernels take longest to compile. They are compiled first.
-LONG = (
+SLOWEST = (
     ".sparse_attention_hopper",
     ".sparse_attention_triton",
     ".experts_hopper",
@@ -94,9 +94,12 @@ class KernelBuilds:
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
         """Load every kernel, and compile those that are still missing one by one."""
-        compiled = self._counter.compiled
-        kernels = self._load(launch_all)
-        return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
+        before = self._counter.compiled
+        with self._collecting():
+            kernels = load(launch_all)
+        if self._deepgemm is not None:
+            kernels += self._deepgemm.load()
+        return Built(kernels=kernels, compiled=self._counter.compiled - before)
 
     def _build(self, launch_all: Callable[[], None]) -> tuple[int, list[str]]:
         """Let worker processes compile the missing kernels into the cache.
@@ -137,7 +140,8 @@ class KernelBuilds:
             kernels; the names of all needed kernels. Kernels of complete configurations exist.
         """
         with self._collecting():
-            variants = sorted(map(asdict, collect(launch_all)), key=_effort)
+            found = collect(launch_all)
+        variants = [asdict(v) for v in sorted(found, key=lambda v: not v.module.endswith(SLOWEST))]
         gemms = [] if self._deepgemm is None else self._deepgemm.jobs()
         known, names = self._artefacts.known(), [digest(job) for job in (*variants, *gemms)]
         return (
@@ -145,13 +149,6 @@ class KernelBuilds:
             [job for job in gemms if digest(job) not in known],
             names,
         )
-
-    def _load(self, launch_all: Callable[[], None]) -> int:
-        with self._collecting():
-            kernels = load(launch_all)
-        if self._deepgemm is not None:
-            kernels += self._deepgemm.load()
-        return kernels
 
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._deepgemm is None else self._deepgemm.collecting()
@@ -203,11 +200,6 @@ class KernelBuilds:
         if self._deepgemm is not None:
             totals["deepgemm"] = self._deepgemm.total
         return totals
-
-
-def _effort(variant: Mapping[str, Any]) -> bool:
-    """A sort key that puts the kernels with the longest compilation first."""
-    return not variant["module"].endswith(LONG)
 
 
 def _versions(platform: Platform, device_index: int) -> dict[str, str]:
