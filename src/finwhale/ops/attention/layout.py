@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.rounding import MIN_AMAX, power_of_two_at_least
+from finwhale.ops.rounding import scaled_e4m3
 
 PAGE_ALIGN = 16
 
@@ -67,10 +66,7 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
     num_pages = -(-num_rows // rows_per_page)
     rows = F.pad(rows_PC.float(), (0, 0, 0, num_pages * rows_per_page - num_rows))
     nope = F.pad(rows[:, :-rope_dim], (0, groups * NOPE_GROUP - (head_dim - rope_dim)))
-    grouped = nope.unflatten(1, (groups, NOPE_GROUP))
-    amax = grouped.abs().amax(-1).clamp_(min=MIN_AMAX)
-    scale = power_of_two_at_least(amax.mul_(1.0 / E4M3_MAX))
-    rounded = (grouped / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    rounded, scale = scaled_e4m3(nope, NOPE_GROUP)
     rope = rows[:, -rope_dim:].to(torch.bfloat16).view(torch.uint8)
     exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
 
@@ -81,7 +77,7 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
         device=rows_PC.device,
     )
     value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
-    packed = torch.cat((rounded[:, : head_dim - rope_dim], rope), 1)
+    packed = torch.cat((rounded.view(torch.uint8)[:, : head_dim - rope_dim], rope), 1)
     value_part.copy_(packed.view(num_pages, rows_per_page, values))
     scale_part[..., :groups].copy_(exponent.view(num_pages, rows_per_page, groups))
     return pool

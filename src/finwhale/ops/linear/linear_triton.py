@@ -201,11 +201,11 @@ def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
 def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Tensor:
     num_tokens, groups, width = p.x.shape
     rows = p.weight.shape[1]
-    parted = plan.split > 1 or p.limit is not None
+    in_parts = plan.split > 1 or p.limit is not None
     blocks = triton.cdiv(num_tokens, plan.block_n)
     padded = blocks * plan.block_n
     out = parts = p.empty()
-    if parted:
+    if in_parts:
         shape = (plan.split, groups, rows, padded)
         parts = torch.empty(shape, dtype=torch.float32, device=p.x.device)
     scales = p.x.new_empty(0) if x_scale is None else x_scale
@@ -226,7 +226,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         QUANTISED=x_scale is not None,
-        PARTS=parted,
+        PARTS=in_parts,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -235,7 +235,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         num_warps=plan.num_warps,
         **launch_options(p.options.early_launch),
     )
-    if parted:
+    if in_parts:
         _sum(p, parts, out, plan)
     return out
 
@@ -266,14 +266,17 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
 def _check(p: Problem) -> None:
     if p.x.stride(2) != 1 or not p.weight.is_contiguous():
         raise ValueError(
-            f"a row's values must lie together and the weight be contiguous, got strides"
-            f" {p.x.stride()} and {p.weight.stride()}"
+            f"an input's rows and the weight must be contiguous, got strides {p.x.stride()} and"
+            f" {p.weight.stride()}"
         )
     if p.weight.shape[2] != p.x.shape[2]:
-        raise ValueError(f"inputs of {p.x.shape[2]} values for a weight {list(p.weight.shape)}")
+        raise ValueError(
+            f"inputs of {p.x.shape[2]} values do not fit a weight {list(p.weight.shape)}"
+        )
     if (p.scale is None) != (p.weight.dtype != torch.float8_e4m3fn):
         raise ValueError(
-            f"a weight of {p.weight.dtype} {'without' if p.scale is None else 'with'} a scale"
+            f"only E4M3 weights have a scale, got a weight of {p.weight.dtype} "
+            f"{'without' if p.scale is None else 'with'} a scale"
         )
     if p.scale is None:
         return
@@ -287,42 +290,34 @@ def _check(p: Problem) -> None:
 
 def run(p: Problem) -> Tensor:
     """Run the kernel for this number of tokens; returns [N, G, M]."""
-    if p.options.invariant:
-        return run_invariant(p)
     _check(p)
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
         return p.empty()
+    if p.options.invariant:
+        # Any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
+        p = replace(p, x=two_or_more(p.x))
+        plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
+        return _round_and_run_tiles(p, plan)[:num_tokens]
     if by_rows(p):
         return _run_rows(p, RowPlan.of(p))
-    if p.scale is None and (num_tokens <= SPLIT_TOKENS or p.limit is not None):
-        return _run_tiles(p, TilePlan.of(p))
-    if p.scale is None:
+    if p.scale is None and num_tokens > SPLIT_TOKENS and p.limit is None:
         return _run_many(p)
-    if not _rounded_before(p):
-        return _run_tiles(p, TilePlan.of(p))
+    return _round_and_run_tiles(p, TilePlan.of(p))
+
+
+def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
+    """Run `tile_kernel`, after a separate kernel that rounds the tokens if `_rounded_before`."""
+    if p.scale is None or not _rounded_before(p):
+        return _run_tiles(p, plan)
     x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
-    return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
+    return _run_tiles(replace(p, x=x), plan, x_scale)
 
 
 def _rounded_before(p: Problem) -> bool:
     """Whether a separate kernel rounds the tokens first (for E4M3 weights)."""
     in_tiles = p.x.shape[0] <= ROUNDED_TOKENS and p.x.shape[2] > SHORT_STEPS * ACTIVATION_GROUP
     return p.round_input and not in_tiles
-
-
-def run_invariant(p: Problem) -> Tensor:
-    """Like `run`, but any number of tokens uses the tiles for 2 to SPLIT_TOKENS."""
-    _check(p)
-    num_tokens = p.x.shape[0]
-    if num_tokens == 0:
-        return p.empty()
-    p = replace(p, x=two_or_more(p.x))
-    plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
-    if p.scale is None or not _rounded_before(p):
-        return _run_tiles(p, plan)[:num_tokens]
-    x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
-    return _run_tiles(replace(p, x=x), plan, x_scale)[:num_tokens]
 
 
 def two_or_more(x: Tensor) -> Tensor:

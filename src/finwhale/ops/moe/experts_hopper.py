@@ -40,9 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_one_token
-from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs, order_sizes
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_hopper_parts import (
     WORDS,
     barriers,
@@ -53,7 +53,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     weight_descriptors,
 )
 from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
-from finwhale.ops.moe.round_rows_triton import round_hidden, round_tokens, rounded_groups
+from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
 
 @gluon.jit
@@ -605,16 +605,7 @@ def plan(num_pairs: int, num_experts: int) -> HopperPlan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
-        rounded = rounded_groups(num_tokens), rounded_groups(rows)
-        order = launch_class(pairs, experts, chosen.block_rows)
-        return num_tokens == 1, chosen, order, rounded
-
-    return last_of_classes(class_of, most)
+    return launch_tokens_of(plan, model, most)
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
@@ -730,7 +721,7 @@ def _gate_up(
     after all kernels before it have ended.
     """
     width, inner = x_PD.shape[1], hidden_PI.shape[1]
-    w13, steps13, unit13 = w.first()
+    w13, steps13, unit13 = w.gate_up()
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
     _gate_up_kernel[(programs, len(pairs.blocks))](
         *_descriptors(x_PD, x_scale, w13, steps13, plan.block_rows),
@@ -760,7 +751,7 @@ def _down(
     Like `_gate_up`, the kernel reads the pairs' order and blocks before the previous kernel ends.
     """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
-    w2, steps2, unit2 = w.second()
+    w2, steps2, unit2 = w.down()
     groups, tiles, programs = _cut(width // 64, plan.groups, _down_steps(plan, inner))
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),

@@ -320,13 +320,13 @@ def launch(
     """
     (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
-    w13, steps13, unit13 = w.first()
+    w13, steps13, unit13 = w.gate_up()
     _one_gate_up_kernel[(inner // 32, topk)](
         *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
         **_options(width, inner // 32 * topk),
         **launch_options(early=True),
     )
-    w2, steps2, unit2 = w.second()
+    w2, steps2, unit2 = w.down()
     _one_down_kernel[(width // 64, topk)](
         *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
         **_options(inner, width // 64 * topk),

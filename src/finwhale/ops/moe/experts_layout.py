@@ -35,12 +35,12 @@ class TiledExperts(ExpertWeight):
     unit13: Tensor | None = None
     unit2: Tensor | None = None
 
-    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gate_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """w13, its steps as words of four groups, and its units."""
         assert self.scale13 is not None and self.unit13 is not None
         return self.w13, self.scale13.view(torch.int32), self.unit13
 
-    def second(self) -> tuple[Tensor, Tensor, Tensor]:
+    def down(self) -> tuple[Tensor, Tensor, Tensor]:
         """w2, its steps as words of four groups, and its units."""
         assert self.scale2 is not None and self.unit2 is not None
         return self.w2, self.scale2.view(torch.int32), self.unit2
@@ -134,7 +134,7 @@ def finish_experts(w: ExpertWeight) -> TiledExperts:
     count = int(rounded)
     if count:
         logger.warning(
-            "%d values of FP4 experts are rounded: their row's exponents lie too far apart", count
+            "rounded %d values of FP4 experts: the exponents of their rows differ too much", count
         )
     return tiled
 
@@ -204,7 +204,9 @@ def check_inputs(
     if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
     if x_ND.shape[1] != width or width % GROUP or row_bytes * 2 % GROUP:
-        raise ValueError(f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups")
+        raise ValueError(
+            f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups of {GROUP}"
+        )
     if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
         raise ValueError("ids and weights must be contiguous")
     if w.w13.shape != (experts, 4 * row_bytes, width // 2):

@@ -24,21 +24,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.number_formats import E4M3_MAX
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.moe import Dispatched, ExpertWeight
-from finwhale.ops.moe.dispatch_triton import (
-    OrderedPairs,
-    launch_class,
-    order_one_token,
-    order_pairs,
-    order_sizes,
-)
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_one_token, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
 from finwhale.ops.moe.round_rows_triton import (
+    launch_tokens_of,
     round_e4m3,
     round_hidden,
     round_tokens,
-    rounded_groups,
 )
 from finwhale.ops.rounding import MIN_AMAX
 
@@ -255,16 +249,7 @@ def plan(num_pairs: int, num_experts: int) -> Plan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
-        rounded = rounded_groups(num_tokens), rounded_groups(rows)
-        order = launch_class(pairs, experts, chosen.block_rows)
-        return num_tokens == 1, chosen, order, rounded
-
-    return last_of_classes(class_of, most)
+    return launch_tokens_of(plan, model, most)
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
@@ -331,7 +316,7 @@ def _gate_up(
         pairs.order,
         pairs.blocks,
         _tiles(w.w13, 2 * block_i),
-        *w.first()[1:],
+        *w.gate_up()[1:],
         weights_NK,
         hidden,
         scale,
@@ -365,7 +350,7 @@ def _down(
         pairs.order,
         pairs.blocks,
         _tiles(w.w2, block_d),
-        *w.second()[1:],
+        *w.down()[1:],
         each_NKD,
         hidden_scale.stride(0),
         width,
