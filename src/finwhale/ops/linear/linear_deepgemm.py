@@ -28,8 +28,6 @@ from finwhale.ops.linear.linear_triton import DEFAULT, Options
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.moe import ExpertWeight
 
-__all__ = ["grouped_form", "grouped_linear", "linear", "swiglu_mlp"]
-
 MANY_TOKENS = 256
 
 
