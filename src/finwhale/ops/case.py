@@ -59,7 +59,7 @@ class OpCase:
             (2^6 here).
         flips: fraction of the values that may differ by up to `flip` units. A value close to a
             rounding boundary may be rounded the other way, and then differs by one step.
-        own_bits: whether a token's bits must not depend on the rest of the batch.
+        batch_invariant: whether a token's bits must not depend on the rest of the batch.
         bytes: the bytes that any implementation must move: each input once (once for each chunk, if
             several of its tokens read the same row) and each result once. 0 in CASES, which are
             not timed.
@@ -76,7 +76,7 @@ class OpCase:
     tolerance: float = 8e-6
     flips: float = 0.0
     flip: float = E4M3_FLIP
-    own_bits: bool = True
+    batch_invariant: bool = True
     bytes: float = 0.0
     operations: float = 0.0
     rate: float = FP8_RATE
@@ -283,7 +283,7 @@ class Draw:
         x[-1:] = 0
         return x
 
-    def whole(self, high: int, *shape: int, low: int = 0) -> Tensor:
+    def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         """Random int64 values in low..high-1."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
@@ -299,7 +299,7 @@ class Draw:
     def quarter_turns(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random multiples of 90 degrees, which rotate exactly."""
         turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-        return turns[self.whole(4, num_rows, width // 2)]
+        return turns[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
         tokens: Tokens = to_device(step_tokens(chunks), self.device)
@@ -332,7 +332,7 @@ class Draw:
         width = max((pages[-1] - pages[0] + 1 for pages in numbers if pages), default=1)
         count = sum(map(len, numbers))
         drawn = (1 + self.distinct(count + 4, count)).tolist()
-        pages = 1 + self.whole(count + 4, len(numbers), width + 3)
+        pages = 1 + self.integers(count + 4, len(numbers), width + 3)
         pages[:, :width] = 0
         for row, owned in enumerate(numbers):
             for number in owned:
@@ -380,13 +380,13 @@ class ModelDraw(Draw):
         """Weights with variance about 1 / K: E4M3 [..,M,K] and the float32 scales of its blocks."""
         weight = self.normal(*shape, scale=32.0).to(torch.float8_e4m3fn)
         blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-        exponent = self.whole(2, *blocks) + round(log2(shape[-1] ** -0.5 / 32))
+        exponent = self.integers(2, *blocks) + round(log2(shape[-1] ** -0.5 / 32))
         return weight, torch.exp2(exponent.float())
 
     def fp4(self, *shape: int) -> tuple[Tensor, Tensor]:
         """FP4 weights with variance about 1 / K: codes [E,M,K/2] and exponents [E,M,K/32]."""
-        codes = self.whole(256, *shape[:-1], shape[-1] // 2).to(torch.uint8)
-        exponents = self.whole(2, *shape[:-1], shape[-1] // 32) + 127 - 2
+        codes = self.integers(256, *shape[:-1], shape[-1] // 2).to(torch.uint8)
+        exponents = self.integers(2, *shape[:-1], shape[-1] // 32) + 127 - 2
         return codes, (exponents - round(log2(shape[-1] ** 0.5))).to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Cases of attention: first tokens of a sequence, whole windows, none to several blocks of entries."""
+"""Cases of attention: first tokens, whole windows, entries from none to several blocks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -150,7 +150,7 @@ def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> 
     """[N,width] int32: counts[n] random slots of each token n, then -1."""
     out = torch.full((len(counts), width), -1, dtype=torch.int32)
     for row, count in enumerate(counts):
-        out[row, :count] = draw.whole(num_rows, count)
+        out[row, :count] = draw.integers(num_rows, count)
     return out
 
 
@@ -290,7 +290,7 @@ def _model_attend(
         written=(8, 9) if rounded else (8,),
         tolerance=2.0**-7,
         flips=ROUNDED_FLIPS if rounded else 0.0,
-        own_bits=False,
+        batch_invariant=False,
         bytes=N * (2 + written) * A * C + rows * row_bytes(s),
         operations=float(seen.sum()) * A * C * 4,
         rate=BF16_RATE,

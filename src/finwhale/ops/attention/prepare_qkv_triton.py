@@ -136,7 +136,7 @@ def prepare_qkv(
     if not round_nope:
         raise ValueError("a packed pool's rows are rounded; round_nope=False needs a dense pool")
     if q_lora_NQ.stride(1) != 1:
-        raise ValueError(f"a latent's values must lie together, got {q_lora_NQ.stride()}")
+        raise ValueError(f"a latent's values must be contiguous, got strides {q_lora_NQ.stride()}")
     q_width = q_lora_NQ.shape[1]
     q_out_NQ = torch.empty_like(q_lora_NQ, memory_format=torch.contiguous_format)
     if num_tokens == 0:

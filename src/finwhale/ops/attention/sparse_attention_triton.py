@@ -747,22 +747,22 @@ def check_problem(p: Problem) -> None:
         check_pool(p.entries.pool, p.entries.table.rows_per_page, width, p.rope)
     if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
         raise ValueError(
-            f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
-            f"{p.q.dtype} of {width}"
+            f"rounding the output needs bfloat16 heads of a multiple of {ACTIVATION_GROUP} values, "
+            f"got {p.q.dtype} and {width}"
         )
     if (p.out.dtype == torch.float8_e4m3fn) != (p.scales is not None):
-        raise ValueError(f"an output with scales is E4M3, and no other, got {p.out.dtype}")
+        raise ValueError(f"an output must be E4M3 if and only if it has scales, got {p.out.dtype}")
 
 
 def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
     width, rope = heads_NAC.shape[-1], 2 * rotation_NR.shape[1]
     if width % 2 or width > MAX_HEAD_DIM or rope > width:
         raise ValueError(
-            f"a head must have an even number of values up to {MAX_HEAD_DIM}, its rope no more "
-            f"than that: got {width} and {rope}"
+            f"a head must have an even number of values up to {MAX_HEAD_DIM}, and no more rope "
+            f"values than that: got {width} and {rope}"
         )
     if heads_NAC.stride(-1) != 1:
-        raise ValueError(f"a head's values must lie together, got {heads_NAC.stride()}")
+        raise ValueError(f"a head's values must be contiguous, got strides {heads_NAC.stride()}")
     if not rotation_NR.is_contiguous():
         raise ValueError(f"rotation must be contiguous, got strides {rotation_NR.stride()}")
 

@@ -534,17 +534,17 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
     width = part.weight.norm.shape[0]
     num_values = (4 if ratio == 4 else 2) * width
     if part.weight.ratio != ratio:
-        raise ValueError(f"parts have one ratio, got {part.weight.ratio} beside {ratio}")
+        raise ValueError(f"all parts must have the same ratio, got {part.weight.ratio} and {ratio}")
     for name, tensor in (("projected", part.projected), ("state_pool", part.state_pool)):
         if tensor.dtype != torch.float32 or tensor.shape[1] != num_values or tensor.stride(1) != 1:
             raise ValueError(
-                f"{name} must be float32 rows of {num_values} values that lie together, "
+                f"{name} must be float32 rows of {num_values} contiguous values, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
             )
         if tensor.stride(0) % 4 or width % 4 or tensor.data_ptr() % 16:
             raise ValueError(
-                f"rows of {name} must begin at multiples of 16 bytes, parts of them too: "
-                f"got strides {tensor.stride()} and entries of {width} values"
+                f"rows of {name} and their parts of {width} values must begin at multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
             )
     pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":

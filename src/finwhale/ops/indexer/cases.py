@@ -57,9 +57,9 @@ def _select(
         table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
         largest = ROUNDED if round_query else 1
         return (
-            strided(draw.whole(largest + 1, N, heads, width, low=-largest).float()),
-            strided(draw.whole(3, N, heads, low=-2).float()),
-            draw.whole(2, num_rows, width, low=-1).float(),
+            strided(draw.integers(largest + 1, N, heads, width, low=-largest).float()),
+            strided(draw.integers(3, N, heads, low=-2).float()),
+            draw.integers(2, num_rows, width, low=-1).float(),
             draw.quarter_turns(tokens.max_len, rope),
             tokens,
             table,
@@ -97,11 +97,11 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
     def args() -> Args:
         tokens = draw.tokens(chunks)
         table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
-        keys = draw.whole(2, num_rows, J, low=-1).float()
+        keys = draw.integers(2, num_rows, J, low=-1).float()
         rotation = draw.quarter_turns(tokens.max_len, s.qk_rope_head_dim)
         return (
-            draw.whole(4, N, I, J, low=-3).to(draw.dtype),
-            draw.whole(3, N, I, low=-2).float(),
+            draw.integers(4, N, I, J, low=-3).to(draw.dtype),
+            draw.integers(3, N, I, low=-2).float(),
             pack_keys(keys, ROWS_PER_PAGE),
             rotation,
             tokens,

@@ -315,8 +315,8 @@ def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_q
         )
     if width not in (32, 64, 128) or rope > width or q_NIC.stride(2) != 1:
         raise ValueError(
-            f"index heads must have 32, 64 or 128 values that lie together, rope at most all of "
-            f"them: got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
+            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
+            f"got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
         )
     if table.rows_per_page not in PAGE_ROWS:
         raise ValueError(f"pages must hold {PAGE_ROWS} keys, got {table.rows_per_page}")

@@ -108,7 +108,7 @@ def _launch(
     num_tokens, num_groups, _ = x_NGK.shape
     width = y.shape[2]
     if x_NGK.stride(2) != 1:
-        raise ValueError(f"a row's values must lie together, got strides {x_NGK.stride()}")
+        raise ValueError(f"a row's values must be contiguous, got strides {x_NGK.stride()}")
     if num_tokens == 0:
         return
     total = triton.cdiv(width, ACTIVATION_GROUP)

@@ -92,11 +92,11 @@ class Plan:
 def _check_streams(streams_NHD: Tensor) -> None:
     _, streams, width = streams_NHD.shape
     if streams != NUM_STREAMS:
-        raise ValueError(f"these mHC kernels take {NUM_STREAMS} streams, got {streams}")
+        raise ValueError(f"these mHC kernels need {NUM_STREAMS} residual streams, got {streams}")
     if width > MAX_WIDTH:
-        raise ValueError(f"these mHC kernels take a width of at most {MAX_WIDTH}, got {width}")
+        raise ValueError(f"these mHC kernels support a width of at most {MAX_WIDTH}, got {width}")
     if streams_NHD.stride(2) != 1:
-        raise ValueError(f"a stream's values must lie together, got {streams_NHD.stride()}")
+        raise ValueError(f"a stream's values must be contiguous, got {streams_NHD.stride()}")
 
 
 def _check_contiguous(**tensors: Tensor) -> None:
@@ -105,14 +105,14 @@ def _check_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-def _check_partial(partial: PartialSum, streams_NHD: Tensor, how: Options) -> None:
+def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -> None:
     x, channel = partial.x, partial.channel
     num_tokens, _, width = streams_NHD.shape
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a partial sum is float32 or bfloat16, got {x.dtype}")
     if width * x.element_size() % 4:
         raise ValueError(f"a partial sum has whole words of 4 bytes, got {width} {x.dtype}")
-    programs = num_programs(num_tokens, width, options=how)
+    programs = num_programs(num_tokens, width, options=options)
     if not 0 < programs <= len(channel.epochs) or channel.block < TILE_VALUES:
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
@@ -171,7 +171,7 @@ def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor | PartialSum, Tensor, Tensor] | None,
     fn: Tensor | None,
-    how: Options,
+    options: Options,
     phases: Phases = (0, 1),
 ) -> tuple[Tensor, Tensor]:
     """Run the first pass.
@@ -192,13 +192,13 @@ def _run_streams(
     if post is not None:
         given, post_mix, res_mix = post
         if isinstance(given, PartialSum):
-            _check_partial(given, streams_NHD, how)
+            _check_partial(given, streams_NHD, options)
             x, channel = given.x, given.channel
         else:
             x = given
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
-    few = num_tokens <= how.few_tokens
+    few = num_tokens <= options.few_tokens
     slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
     parts, num_rows, rows = out_NHD, 0, 16
     if fn is not None:
@@ -210,11 +210,12 @@ def _run_streams(
         return out_NHD, parts
     tensors = (x, post_mix, res_mix, streams_NHD, out_NHD, out_NHD if fn is None else fn, parts)
     sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
-    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": how.inline_asm}
+    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None}
+    constants["COMPILED"] = options.inline_asm
     if few:
-        options = {"launch_pdl": True} if how.early_launch else {}
+        launch = {"launch_pdl": True} if options.early_launch else {}
         plan = POST_FEW if fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
-        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(options)}
+        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(launch)}
         grid = _few_grid(plan, num_tokens, width)
         if channel is not None:
             del constants["POST"]
@@ -232,12 +233,10 @@ def _run_streams(
                 FIRST=phases[0],
                 LAST=phases[1],
                 num_warps=plan.num_warps,
-                **options,
+                **launch,
             )
             return out_NHD, parts
-        _streams_few_kernel[grid](
-            *tensors, *sizes, **constants, num_warps=plan.num_warps, **options
-        )
+        _streams_few_kernel[grid](*tensors, *sizes, **constants, num_warps=plan.num_warps, **launch)
         return out_NHD, parts
     if fn is not None:
         tensors = (*tensors[:5], _planes(fn, streams_NHD.dtype), parts)
@@ -265,7 +264,7 @@ def _run_block_input(
     parts: Tensor,
     w: MhcWeight | HcHeadWeight,
     params: MhcParams,
-    how: Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
     num_tokens, streams, width = streams_NHD.shape
@@ -281,8 +280,8 @@ def _run_block_input(
         return y_ND, post, res
     _, slots, rows = parts.shape
     pre, kind = y_ND, "head" if is_head else "block"
-    few = num_tokens <= how.few_tokens
-    options = {"launch_pdl": True} if few and how.early_launch else {}
+    few = num_tokens <= options.few_tokens
+    launch = {"launch_pdl": True} if few and options.early_launch else {}
     block_d = triton.next_power_of_2(width)
     num_warps = min(16, max(1, block_d // (1024 if few else 512)))
     if not few and not is_head:
@@ -300,7 +299,7 @@ def _run_block_input(
             params.eps,
             params.rms_eps,
             ITERS=params.num_iters,
-            COMPILED=how.inline_asm,
+            COMPILED=options.inline_asm,
             SLOTS=slots,
             ROWS=rows,
             BLOCK_N=32,
@@ -326,13 +325,13 @@ def _run_block_input(
         slots,
         KIND=kind,
         ITERS=params.num_iters,
-        COMPILED=how.inline_asm,
+        COMPILED=options.inline_asm,
         ROWS=rows,
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_D=block_d,
-        DEPENDENT=bool(options),
+        DEPENDENT=bool(launch),
         num_warps=num_warps,
-        **options,
+        **launch,
     )
     return y_ND, post, res
 

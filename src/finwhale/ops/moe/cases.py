@@ -43,13 +43,13 @@ def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noq
     def by_score() -> Args:
         draw = Draw()
         x, gate = draw.normal(N, D), draw.normal(E, D, scale=3 * D**-0.5)
-        return x, gate, draw.normal(E), K, 1.5, draw.whole(1000, N)
+        return x, gate, draw.normal(E), K, 1.5, draw.integers(1000, N)
 
     def by_hash() -> Args:
         x, gate, _, _, scaling, positions = by_score()
         draw = Draw(1)
         table = torch.stack([draw.distinct(E, K) for _ in range(50)])
-        return x, gate, table, draw.whole(50, N), scaling, positions
+        return x, gate, table, draw.integers(50, N), scaling, positions
 
     name = str((N, D, E, K))
     return (
@@ -63,7 +63,7 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
         draw = Draw()
         w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
         w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
-        ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.whole(E, 0, K)
+        ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.integers(E, 0, K)
         ids[N // 2 :: 5, 0] = -1
         return draw.outliers(N, D), ids, draw.normal(N, K).abs(), w, LIMIT
 
@@ -117,9 +117,9 @@ def _model_routes(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
 
     def by_hash() -> Args:
         x, gate, _, _, scaling, positions = by_score()
-        first = draw.whole(E, s.vocab_size, 1)
+        first = draw.integers(E, s.vocab_size, 1)
         table = (first + torch.arange(K, device=draw.device) * (E // K)) % E
-        return x, gate, table, draw.whole(s.vocab_size, N), scaling, positions
+        return x, gate, table, draw.integers(s.vocab_size, N), scaling, positions
 
     token_bytes = D * size + 8 * K + 8
     yield OpCase(
@@ -165,7 +165,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         weight=routed,
         by_token=(0, 1, 2, 5),
         tolerance=HIDDEN_TOLERANCE,
-        own_bits=False,
+        batch_invariant=False,
         bytes=reached * 3 * I * D * FP4_BYTES + N * (6 * D + 8 * K),
         operations=6.0 * N * K * I * D,
     )
@@ -175,7 +175,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         weight=shared,
         by_token=(0,),
         tolerance=HIDDEN_TOLERANCE,
-        own_bits=False,
+        batch_invariant=False,
         bytes=N * 4 * D + 3 * I * D,
         operations=6.0 * N * I * D,
     )

@@ -260,7 +260,7 @@ def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
             f"of {experts}"
         )
     if x_ND.stride(1) != 1:
-        raise ValueError(f"a row's values must lie together, got strides {x_ND.stride()}")
+        raise ValueError(f"a row's values must be contiguous, got strides {x_ND.stride()}")
     for name, tensor in contiguous.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")

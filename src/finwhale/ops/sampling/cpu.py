@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.sampling import SampledTokens, SamplingBatch
-from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling import SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.noise_cpu import gumbel
 
 
@@ -15,7 +14,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     torch would divide the argmax of a row among threads, which is slower here.
     """
     if batch.needs_whole_rows:
-        return definition.sample(logits_SV, batch, noise=gumbel)
+        return ref.sample(logits_SV, batch, noise=gumbel)
     logits, filters = logits_SV.numpy(), batch.filters
     # argmax returns the first of equal maxima, or the first NaN.
     ids = logits.argmax(-1)
@@ -32,4 +31,4 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 
 def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    return definition.best_candidates(logits_SV, batch, first, noise=gumbel)
+    return ref.best_candidates(logits_SV, batch, first, noise=gumbel)

@@ -18,8 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
-from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch
-from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
 from finwhale.ops.sampling.noise import HALF
 
@@ -157,7 +156,7 @@ def _check(logits_SV: Tensor) -> int:
     """The number of rows."""
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:
-        raise ValueError(f"a row's logits must lie together, got strides {logits_SV.stride()}")
+        raise ValueError(f"a row's logits must be contiguous, got strides {logits_SV.stride()}")
     if not 0 < vocab_size < 2**31 - MAX_PARTS * BLOCK_V:
         raise ValueError(f"sampling takes 1 to 2^31 - 2^17 logits a row, got {vocab_size}")
     return num_rows
@@ -248,7 +247,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         ids_S, valid_S = _pick(_drawn(x_SV, batch))
     else:
         ids_S, valid_S = greedy(x_SV)
-    logprobs = definition.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
+    logprobs = ref.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=valid_S, logprobs=logprobs)
 
 
