@@ -38,7 +38,7 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4, launch_sizes
 from finwhale.models.deepseek_v4.weights import weight_specs
 from finwhale.ops import load_ops
-from finwhale.ops.builds import triton_cache
+from finwhale.ops.builds import Built, triton_cache
 from finwhale.ops.builds.kernel_builds import KernelBuilds
 from finwhale.ops.builds.launches import Counter, Variant, collect
 from finwhale.ops.builds.pool import Pool
@@ -256,7 +256,7 @@ def build_for_several() -> list[int | str]:
 
     with tempfile.TemporaryDirectory() as directory:
         builds = KernelBuilds(Platform("nvidia", "sm90"), 0, directory)
-        builds._load = lambda launch_all: 0  # type: ignore[method-assign]
+        builds._loaded = lambda launch_all: Built()  # type: ignore[method-assign]
         first = builds.prepare("one", norms(one)).compiled
         new_pool = builds._new_pool
         builds._new_pool = refuse  # type: ignore[method-assign]

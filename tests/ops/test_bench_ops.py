@@ -111,7 +111,7 @@ PACKED: Ops = replace(
     capabilities=replace(REFERENCE.capabilities, quantised_weights=True, packed_cache=True),
     experts_compute=packed_compute,
     experts_combine=packed_combine,
-    **{c.operator: token_by_token(c) for c in CASES if c.own_bits and c.by_token}
+    **{c.operator: token_by_token(c) for c in CASES if c.batch_invariant and c.by_token}
     | {name: packed_operator(name) for name in ACTIVATIONS if name != "experts"},
 )
 

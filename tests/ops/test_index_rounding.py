@@ -128,7 +128,7 @@ def test_the_cpu_s_rounding(width: int, shape: tuple[int, ...]) -> None:
         cpu.round_fp4(found)
         assert torch.equal(torch.from_numpy(found), rounded(x))
         assert torch.equal(traced.round_fp4(x), rounded(x))
-    x = draw.whole(100, *shape, width, low=-99).float()
+    x = draw.integers(100, *shape, width, low=-99).float()
     before = x.clone()
     assert torch.equal(torch.from_numpy(cpu.rotate_to_fp4(x.numpy())), rotate_to_fp4(x))
     assert torch.equal(x, before)

@@ -105,12 +105,12 @@ def test_thresholds(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> N
     special = torch.tensor((torch.inf, -torch.inf, torch.nan, -3e38, -0.0, 0.0, 1.0))
     scores = {
         "equal": torch.full((length,), -3.25),
-        "zero": torch.where(draw.whole(2, length) > 0, 0.0, -0.0),
+        "zero": torch.where(draw.integers(2, length) > 0, 0.0, -0.0),
         "negative": -draw.normal(length).abs() - 1,
-        "wide": draw.normal(length) * 10.0 ** draw.whole(39, length, low=-38),
-        "few": draw.whole(3, length).float(),
+        "wide": draw.normal(length) * 10.0 ** draw.integers(39, length, low=-38),
+        "few": draw.integers(3, length).float(),
         "together": draw.normal(length) + 9 * ((position > 397) & (position < 490)),
-        "not finite": special[draw.whole(7, length)],
+        "not finite": special[draw.integers(7, length)],
     }[kind]
     visible = torch.tensor((703, 99, 100, 101, 255, 257, 511, 512, 513, 514, 610))
     count = len(visible)
@@ -203,7 +203,7 @@ def test_queries_whose_largest_values_are_exactly_six() -> None:
     """They need no rounding at their own scale, and lose their halves at the next one."""
     draw, width, length = Draw(), 64, 512
     tokens, table = one_row(length)
-    codes = draw.whole(16, 4, width).to(torch.uint8)
+    codes = draw.integers(16, 4, width).to(torch.uint8)
     codes[:, ::32] = 7
     values = unscaled_fp4(codes, torch.ones(4, 2))
     rows = table.pages.shape[1] * 64
@@ -225,11 +225,11 @@ def test_queries_and_keys_of_every_magnitude() -> None:
     heads, width, length = 16, 128, 512
     tokens, table = one_row(length)
     rows = table.pages.shape[1] * 64
-    spread = 2.0 ** draw.whole(12, rows, 4).float()
+    spread = 2.0 ** draw.integers(12, rows, 4).float()
     keys = (draw.normal(rows, 4, 32).clamp(-3, 3) * spread[..., None]).flatten(1)
-    keys *= 2.0 ** draw.whole(61, rows, 1, low=-30)
+    keys *= 2.0 ** draw.integers(61, rows, 1, low=-30)
     keys[5] = 0
-    size = 2.0 ** draw.whole(61, 1, heads, low=-30)
+    size = 2.0 ** draw.integers(61, 1, heads, low=-30)
     q, turns = draw.normal(1, heads, width) * size[..., None], draw.quarter_turns(length, 64)
     q[0, 3] = 0
     weights = draw.normal(1, heads) / size  # so that every head counts

@@ -160,9 +160,9 @@ def test_the_ranks_rows_always_take_the_kernels_for_many_tokens() -> None:
 def test_unsupported_arguments_are_refused() -> None:
     inputs = Inputs()
     w = weight(inputs, 32)
-    with pytest.raises(ValueError, match="4 streams, got 2"):
+    with pytest.raises(ValueError, match="4 residual streams, got 2"):
         kernels.mhc_pre(inputs.normal(1, 2, 32), w, PARAMS)
-    with pytest.raises(ValueError, match="lie together"):
+    with pytest.raises(ValueError, match="contiguous"):
         kernels.mhc_pre(inputs.normal(1, 32, 4).mT, w, PARAMS)
     with pytest.raises(ValueError, match="at most 16384, got 20000"):
         kernels.mhc_pre(inputs.normal(1, 4, 20000), w, PARAMS)

@@ -440,7 +440,7 @@ def check_model_case(
             dtype = str(args[0].dtype).removeprefix("torch.")
         what = f"{case.name} {dtype} {count} tokens"
         yield Verdict(what, compare(found, wanted, case.flips, case.tolerance, case.flip))
-    if case.by_token and (case.own_bits or invariant):
+    if case.by_token and (case.batch_invariant or invariant):
         parts = ANY_PARTS if invariant else PARTS
         args = make_args(at_step(mixed_step(max(end for _, end in parts))), weight)
         yield Verdict(f"{case.name} {dtype} batches", same_alone(case, kernel, args, parts))

@@ -70,8 +70,8 @@ class Capabilities:
         prefix_cache_tokens: With prefix caching, plan at least this cache capacity if the memory
             allows it, even if the sequences that run at once need less.
         side_streams: Independent projections of a layer run on their own CUDA streams.
-        compiled_layers: What a graph of the compiled mode can contain: the "whole" layer, or the
-            layer "without attention" and experts. None: the mode does not support this table.
+        compiled_layers: What a graph of the compiled mode contains: the "whole" layer, or the
+            layer "without attention" and experts. None: this table has no compiled mode.
         expert_id_dtype: The dtype of the expert ids that routing returns.
     """
 
@@ -90,7 +90,7 @@ class Capabilities:
 class Ops:
     """The operators of a table, one typed field each. The contracts' docstrings define them.
 
-    mhc_of_ranks: None if the table's mHC operators read only whole sums.
+    mhc_of_ranks: None if the table's mHC operators cannot read a `PartialSum`.
     """
 
     capabilities: Capabilities
@@ -135,7 +135,7 @@ class Ops:
         return self.experts_combine(each_NKD, ids_NK, shared_ND)
 
     def implementations(self) -> list[tuple[str, str]]:
-        """(operator, "module.function(options)") for each field, in order; modules below ops."""
+        """(operator, "module.function(options)") for each field in order; `module` is below ops."""
         rows = []
         for field in fields(self):
             if field.name in ("capabilities", "mhc_of_ranks"):
@@ -171,8 +171,8 @@ def load_ops(platform: Platform, reference: bool = False, batch_invariant: bool 
 
     batch_invariant: choose operators with which a token's bits do not depend on the batch.
 
-    The CPU's own table computes in float32 only; the references take any dtype and device.
-    If a table was not measured on the platform, the log has one warning.
+    The CPU table computes in float32 only; the references take any dtype and device. The function
+    logs one warning if the table was not measured on the platform.
     """
     return _load_ops(platform, reference, batch_invariant)
 

@@ -41,7 +41,7 @@ MODEL_TOLERANCE = 2e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """The arguments of one call, how much results may differ, and what the call must cost at least.
+    """The arguments of one call, its tolerance, and its minimum bytes and operations.
 
     Attributes:
         operator: name of the operator's field in Ops, or "experts" for the three operators of the
@@ -57,9 +57,9 @@ class OpCase:
             default is for implementations that add the same terms in another order: they differ by
             a few units of 2^-24 of the largest term, times at most the root of the number of terms
             (2^6 here).
-        flips: share of the values that may differ by up to `flip` units. A value close to the
-            boundary of a rounding may be rounded the other way, and then differs by one step.
-        own_bits: whether a token's bits must not depend on the rest of the batch.
+        flips: fraction of the values that may differ by up to `flip` units. A value close to a
+            rounding boundary may be rounded the other way, and then differs by one step.
+        batch_invariant: whether a token's bits must not depend on the rest of the batch.
         bytes: the bytes that any implementation must move: each input once (once for each chunk, if
             several of its tokens read the same row) and each result once. 0 in CASES, which are
             not timed.
@@ -76,7 +76,7 @@ class OpCase:
     tolerance: float = 8e-6
     flips: float = 0.0
     flip: float = E4M3_FLIP
-    own_bits: bool = True
+    batch_invariant: bool = True
     bytes: float = 0.0
     operations: float = 0.0
     rate: float = FP8_RATE
@@ -86,7 +86,7 @@ class OpCase:
 
     @property
     def floor_us(self) -> float:
-        """The least time in microseconds: for moving the bytes or for computing, if longer."""
+        """The minimum time in microseconds: for moving the bytes or computing, the longer one."""
         return max(self.bytes / READ_RATE, self.operations / self.rate) * 1e6
 
 
@@ -94,7 +94,7 @@ class OpCase:
 class Sizes:
     """The sizes of a model that determine its operators' shapes. The names are the checkpoint's.
 
-    head_rows: the number of the LM head's rows on a rank. 0: the whole vocabulary.
+    head_rows: number of the LM head's rows on this rank; 0: the whole vocabulary.
     """
 
     hidden_size: int
@@ -114,7 +114,7 @@ class Sizes:
     head_rows: int = 0
 
     def of_rank(self, tensor_parallel_size: int) -> "Sizes":
-        """The sizes of one of so many ranks. Raises FinwhaleError if they do not divide."""
+        """The sizes on one rank. Raises FinwhaleError if a size does not divide evenly."""
         cut = {
             "num_attention_heads": (self.num_attention_heads, 1),
             "o_groups": (self.o_groups, 1),
@@ -187,7 +187,7 @@ def _copied(arg: Any) -> Any:
 
 
 def take_tokens(args: Args, by_token: Sequence[int], start: int, stop: int) -> Args:
-    """The arguments of a step with only tokens start..stop-1. Chunks that reach further are cut."""
+    """The arguments of a step with only tokens start..stop-1; chunks are cut to that range."""
     sequences = slice(0, 0)
     for arg in args:
         if isinstance(arg, Tokens):
@@ -245,7 +245,7 @@ def token_positions(chunks: Chunks) -> Any:
 
 
 def window_rows(chunks: Chunks, size: int) -> list[tuple[range]]:
-    """The rows of a window's pool that each chunk sees."""
+    """The rows of a window's pool that each chunk reads."""
     return [(range(max(0, start - size + 1), end),) for start, end in chunks]
 
 
@@ -283,7 +283,7 @@ class Draw:
         x[-1:] = 0
         return x
 
-    def whole(self, high: int, *shape: int, low: int = 0) -> Tensor:
+    def integers(self, high: int, *shape: int, low: int = 0) -> Tensor:
         """Random int64 values in low..high-1."""
         return torch.randint(low, high, shape, generator=self.generator, device=self.device)
 
@@ -299,7 +299,7 @@ class Draw:
     def quarter_turns(self, num_rows: int, width: int) -> Tensor:
         """(cos, sin) [rows,R/2,2] of random multiples of 90 degrees, which rotate exactly."""
         turns = torch.tensor([[1.0, 0.0], [0.0, 1.0], [-1.0, 0.0], [0.0, -1.0]])
-        return turns[self.whole(4, num_rows, width // 2)]
+        return turns[self.integers(4, num_rows, width // 2)]
 
     def tokens(self, chunks: Chunks) -> Tokens:
         tokens: Tokens = to_device(step_tokens(chunks), self.device)
@@ -332,7 +332,7 @@ class Draw:
         width = max((pages[-1] - pages[0] + 1 for pages in numbers if pages), default=1)
         count = sum(map(len, numbers))
         drawn = (1 + self.distinct(count + 4, count)).tolist()
-        pages = 1 + self.whole(count + 4, len(numbers), width + 3)
+        pages = 1 + self.integers(count + 4, len(numbers), width + 3)
         pages[:, :width] = 0
         for row, owned in enumerate(numbers):
             for number in owned:
@@ -380,13 +380,13 @@ class ModelDraw(Draw):
         """Weights with variance about 1 / K: E4M3 [..,M,K] and the float32 scales of its blocks."""
         weight = self.normal(*shape, scale=32.0).to(torch.float8_e4m3fn)
         blocks = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
-        exponent = self.whole(2, *blocks) + round(log2(shape[-1] ** -0.5 / 32))
+        exponent = self.integers(2, *blocks) + round(log2(shape[-1] ** -0.5 / 32))
         return weight, torch.exp2(exponent.float())
 
     def fp4(self, *shape: int) -> tuple[Tensor, Tensor]:
         """FP4 weights with variance about 1 / K: codes [E,M,K/2] and exponents [E,M,K/32]."""
-        codes = self.whole(256, *shape[:-1], shape[-1] // 2).to(torch.uint8)
-        exponents = self.whole(2, *shape[:-1], shape[-1] // 32) + 127 - 2
+        codes = self.integers(256, *shape[:-1], shape[-1] // 2).to(torch.uint8)
+        exponents = self.integers(2, *shape[:-1], shape[-1] // 32) + 127 - 2
         return codes, (exponents - round(log2(shape[-1] ** 0.5))).to(torch.uint8)
 
 

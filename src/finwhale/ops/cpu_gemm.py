@@ -1,13 +1,13 @@
 """GEMMs x @ weight^T of the CPU table: no bit of a row depends on the other rows.
 
-The first use of a weight chooses between two ways:
+The first use of a weight chooses one of two implementations:
 
-- Checkpoints store FP8, FP4 and bfloat16. float16 holds their values exactly, for some weights
-  after the whole matrix is multiplied by a power of two. Such a weight is packed as float16 for
-  torch's FBGEMM, which accumulates in float32. FBGEMM reads half the bytes, and eight rows take two
+- FBGEMM of torch, with the weight packed as float16 and float32 accumulation. Checkpoints store
+  FP8, FP4 and bfloat16, whose values float16 usually holds exactly, for some weights after the
+  whole matrix is multiplied by a power of two. FBGEMM reads half the bytes, and eight rows take two
   to three times as long as one. Its kernels take 1 to 14 rows at a time, and all of them add the
   terms of an output in order; `_rows_are_independent` checks that before the first use.
-- Every other weight uses one GEMV per row (`cpu_math.matmul_rows`).
+- One GEMV per row (`cpu_math.matmul_rows`), for every other weight.
 
 Legend: N rows, K input width, M output width, G matrices.
 """
@@ -25,8 +25,8 @@ from torch import Tensor
 from finwhale.ops import cpu_math
 from finwhale.ops.cpu_math import F32
 
-# torch has deprecated these since 1.11 and still has them in 2.13. Without them, every weight runs
-# the GEMVs.
+# torch has deprecated these functions since 1.11 and still has them in 2.13. Without them, every
+# weight uses the GEMVs.
 _PACK: Any = getattr(torch, "fbgemm_pack_gemm_matrix_fp16", None)
 _MULTIPLY: Any = getattr(torch, "fbgemm_linear_fp16_weight_fp32_activation", None)
 # The exponent of float16's highest power of two.
@@ -47,7 +47,7 @@ class _Half:
         packed: the weight in FBGEMM's format.
         numel: K * M.
         width: M.
-        scale: a power of two by which to multiply the input; None: 1.
+        scale: the power of two to multiply the input by; None: 1.
     """
 
     packed: Tensor
@@ -83,7 +83,7 @@ class _Rows:
 
 
 def gemm(weight_MK: Tensor) -> Gemm:
-    """The GEMM with a weight that no longer changes. The tensor keeps it as an attribute."""
+    """The GEMM with a weight that no longer changes. The tensor object stores it."""
     kept: Gemm | None = getattr(weight_MK, "_host_gemm", None)
     if kept is None:
         kept = _half(weight_MK) or _Rows(weight_MK.mT.numpy())
@@ -92,7 +92,7 @@ def gemm(weight_MK: Tensor) -> Gemm:
 
 
 def gemms(weight_GMK: Tensor) -> tuple[Gemm, ...]:
-    """The GEMMs with G matrices that no longer change. The tensor keeps them as an attribute."""
+    """The GEMMs with G matrices that no longer change. The tensor object stores them."""
     kept: tuple[Gemm, ...] | None = getattr(weight_GMK, "_host_gemms", None)
     if kept is None:
         kept = tuple(gemm(weight_MK) for weight_MK in weight_GMK)
@@ -127,7 +127,7 @@ def _packed(weight_MK: Tensor) -> Tensor:
 def _rows_are_independent() -> bool:
     """Whether FBGEMM exists and gives a row the same bits alone and among any number of rows.
 
-    This tries widths of several FBGEMM blocks (512 by 16), and widths between multiples of those.
+    The check uses widths of several FBGEMM blocks (512 by 16) and a rest.
     """
     if _PACK is None or _MULTIPLY is None:
         return False

@@ -1,12 +1,12 @@
 """Building blocks of the CPU table, in numpy.
 
-For the small arrays of a decode step, numpy costs a fraction of what torch costs. The CPU table
-promises bits: no bit of a row depends on the other rows, or on their number. So every matrix
+For the small arrays of a decode step, a numpy call costs a fraction of a torch call. The CPU table
+is batch-invariant: no bit of a row depends on the other rows or on their number. So every matrix
 multiplication has a fixed shape per row (matmul of [N,1,K] by [K,M] is one GEMV a row, for any N),
 sums run in order or over an axis of fixed length, and all other functions work element by element.
 
 numpy calls a BLAS library for matrix multiplication. `blas_keeps_bits` checks that library once on
-each machine. If the library breaks the promise, `matmul` uses a slower path instead.
+each machine. If the library is not batch-invariant, `matmul` uses a slower path instead.
 
 Legend: N rows, K input width, M output width, D width, R rope dimensions.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-# Imported now: numpy imports this module late, and an interrupt during that import is lost.
+# Import this module now: numpy imports it lazily, and an interrupt during that import is lost.
 from numpy.random import default_rng
 from numpy.typing import NDArray
 from torch import Tensor
@@ -60,9 +60,9 @@ if hasattr(os, "register_at_fork"):
 def limit_blas_threads() -> None:
     """Limit numpy's own OpenBLAS to one thread in this process; torch's threads do not change.
 
-    The preparation of the first weight calls this, so an import alone has no effect. A GEMV is too
-    short to divide between threads, and its bits must not depend on their number. Instead,
-    `split_rows` divides the rows of large steps.
+    `prepare_linear` calls this for the first weight, so an import alone has no effect. A GEMV is
+    too short to divide between threads, and its bits must not depend on the number of threads.
+    Instead, `split_rows` divides the rows of large steps.
     """
     for library in threadpoolctl.ThreadpoolController().lib_controllers:
         if library.internal_api == "openblas" and "numpy" in library.filepath:
@@ -88,7 +88,7 @@ def split_rows(num_rows: int, work_per_row: int, fn: Callable[[slice], object]) 
 
 
 def view(tensor: Tensor) -> Any:
-    """The tensor's memory as an array, stored on the tensor because many calls read it."""
+    """The tensor's memory as an array. The tensor object stores it, because many calls read it."""
     array = getattr(tensor, "_host_view", None)
     if array is None:
         array = tensor.numpy()
@@ -99,7 +99,7 @@ def view(tensor: Tensor) -> Any:
 def rows(pool: Tensor) -> tuple[Any, int]:
     """A dense pool as a contiguous array and a step (see `paging.contiguous_rows`).
 
-    numpy would copy a whole strided array before it gathers rows of it.
+    To gather rows of a strided array, numpy would first copy the whole array.
     """
     flat, step = contiguous_rows(pool)
     return view(flat), step
@@ -113,8 +113,8 @@ def constant(value: float) -> F32:
     return array
 
 
-# Rows, input width and output width of the GEMMs that `blas_keeps_bits` tries: widths of whole
-# blocks of a BLAS kernel, slightly more, and odd ones. One row uses a GEMV, more rows a GEMM.
+# (rows, K, M) of the GEMMs that `blas_keeps_bits` tries: widths of whole blocks of a BLAS kernel,
+# slightly more, and odd ones. One row uses a GEMV, more rows a GEMM.
 _TRIED = (
     *((1, K, M) for K in (24, 100, 256, 1027) for M in (4, 24, 75, 256, 321)),
     *((rows, K, M) for rows in (4, 16) for K, M in ((24, 32), (64, 128), (128, 24), (128, 96))),
@@ -126,8 +126,8 @@ _TRIED = (
 def blas_keeps_bits() -> bool:
     """Whether numpy's BLAS gives a matrix the same bits alone and within any stack.
 
-    It computes each GEMM within a stack, alone, and at other addresses. numpy's own OpenBLAS with
-    one thread passed with every kernel that was tried.
+    The check computes each GEMM within a stack, alone, and at another alignment. numpy's own
+    OpenBLAS with one thread passed with every kernel that was tried.
     """
     stack = 3
     numbers = default_rng(0).standard_normal(2**20, np.float32)
@@ -153,7 +153,7 @@ def blas_keeps_bits() -> bool:
 
 
 def matmul(a: F32, b: F32, out: F32 | None = None) -> F32:
-    """a [...,N,K] @ b [...,K,M]: a matrix's bits do not depend on the rest of the stack."""
+    """a [...,N,K] @ b [...,K,M]; a matrix's bits do not depend on the rest of the stack."""
     if blas_keeps_bits():
         product: F32 = np.matmul(a, b, out)
         return product
@@ -210,7 +210,7 @@ def rms_norm(x: F32, weight_D: F32, eps: float) -> F32:
 
 
 def turns(rotation_NR: Tensor) -> C64:
-    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin), stored on the tensor."""
+    """cos + i sin [N,R/2] of a rotation [N,R/2,2] of (cos, sin). The tensor object stores it."""
     turn = getattr(rotation_NR, "_host_turns", None)
     if turn is None:
         turn = rotation_NR.numpy().view(np.complex64)[..., 0]
@@ -222,15 +222,15 @@ def turns(rotation_NR: Tensor) -> C64:
 def rotate(x: F32, turn_NR: C64) -> None:
     """Rotate the interleaved pairs of x's last R values in place; x [N,C] or [N,A,C], R >= 4.
 
-    A pair (a, b) is the complex number a + bi, and a complex product rotates it.
+    A pair (a, b) is the complex number a + bi, and a complex multiplication rotates it.
     """
     pairs = x[..., -2 * turn_NR.shape[1] :].view(np.complex64)
     np.multiply(pairs, turn_NR if x.ndim == 2 else turn_NR[:, None], pairs)
 
 
 _EXPONENT = np.array(0x7F800000, np.int32)
-# Rounds up to a power of two, then goes from a group's scale to its lowest exponent, six binades
-# below.
+# Adding this and masking with _EXPONENT rounds a scale up to a power of two and divides it by 2^6:
+# E4M3 values below 2^-6 are subnormal.
 _TO_LOWEST = np.array(0x007FFFFF - (6 << 23), np.int32)
 _MAGIC = np.array((20 << 23) + 0x400000, np.int32)
 

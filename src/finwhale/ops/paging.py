@@ -1,4 +1,4 @@
-"""The positions of a step's tokens and the page tables of their sequences: operators' arguments.
+"""Operator arguments: the positions of a step's tokens and the page tables of their sequences.
 
 Legend: N tokens of the step, B sequences, P pages of the longest sequence, R rope dimensions.
 """
@@ -13,21 +13,21 @@ from torch import Tensor
 
 Ints = NDArray[np.int64]
 
-# Tokens of a block. At the end of a block, another sequence with the same prefix can resume from
-# cached state. The number of tokens of a page divides BLOCK_TOKENS in every group.
+# Tokens in a block. At the end of a block, another sequence with the same prefix can resume from
+# cached state. In every cache group, the number of tokens in a page divides BLOCK_TOKENS.
 BLOCK_TOKENS = 256
 
-# A step is a decode for the GPU kernels if no sequence has more tokens in it than this. A step that
-# verifies drafts is a decode: compressors allow it up to 8 tokens of each sequence.
+# The GPU kernels treat a step as a decode if no sequence has more tokens in it than this. A step
+# that verifies drafts is a decode: compressors allow up to 8 tokens of each sequence.
 MAX_DECODE_QUERY = 8
 
 
 def contiguous_rows(pool: Tensor) -> tuple[Tensor, int]:
-    """A dense pool [rows, width] as contiguous rows [X, width] and a step.
+    """View a dense pool [rows, width] as contiguous rows [X, width]; returns (view, step).
 
-    Row r of the pool is row step * r of the result; rows of other layers lie between. The stride of
-    a cache's rows is a multiple of their width (models/protocol.py, PageLayout). The result is
-    stored on the pool, because every step reads it.
+    Row r of the pool is row step * r of the view; the rows between belong to other layers. The
+    stride of a cache's rows is a multiple of their width (models/protocol.py, PageLayout). The pool
+    object stores the result, because every step reads it.
     """
     found: tuple[Tensor, int] | None = getattr(pool, "_contiguous_rows", None)
     if found is None:
@@ -49,7 +49,7 @@ class PageTable:
 
     Attributes:
         pages: [B,P] int32 pages in order, 0 for no page; rows may be strided.
-        first: [B] int32: the page number of pages[b,0]; old window pages are freed.
+        first: [B] int32: the page number of pages[b,0], above 0 once old window pages are freed.
         rows_per_page: rows of one page.
     """
 
@@ -128,7 +128,7 @@ class IndexStep:
 class StepCache:
     """Results that the first layer of a step computes from its tokens and the other layers reuse.
 
-    Each dictionary has a key for every variant that a step needs; layers of one kind share it.
+    Each dictionary has one key for each variant that the step's layers need.
 
     Attributes:
         rotations: by id of a rotary table: the table, and its rows at the tokens' positions.
@@ -156,7 +156,7 @@ class StepCache:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The tokens of a step. Those of a sequence are adjacent and have consecutive positions.
+    """The tokens of a step. A sequence's tokens are adjacent and have consecutive positions.
 
     Attributes:
         positions: [N] int64; -1 marks padding of a captured batch. A padding token stores nothing
@@ -167,7 +167,7 @@ class Tokens:
         max_query: upper bound, on the host, of a sequence's tokens in the step; 1 in a decode.
         cache: results that the layers of the step share.
 
-    The tensors are contiguous: kernels are not given their strides.
+    The tensors must be contiguous, because kernels do not take their strides.
     """
 
     positions: Tensor

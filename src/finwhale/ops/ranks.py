@@ -1,14 +1,14 @@
 """Partial sums of several ranks, for operators that add them up themselves.
 
-The operators know nothing about how ranks find each other: `finwhale.distributed` makes the
-channels. `ranks_triton.py` describes the protocol.
+`finwhale.distributed` creates the channels; `ranks_triton.py` describes the protocol.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-Phases = tuple[int, int]  # the first and the last that a launch runs
+# First and last phase of an exchange that a launch runs: all, except in tests on one GPU.
+Phases = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +17,15 @@ class Channel:
 
     Attributes:
         index, size: this rank is rank `index` of `size`.
-        buffer: of this rank, [2, size, capacity]: int64 for words with flags, int32 without.
+        buffer: this rank's buffer [2, size, capacity]: int64 for words with flags, int32 without.
         flags: [programs, size] int32; None if words carry flags.
         pointers: [2, size] int64: the addresses of all ranks' buffers, and of all ranks' flags.
-        epochs: [programs] int32: the number of exchanges of each program.
-        limit: [1] int32: how often a wait polls before it gives up.
-        faults: address of [size] int32 that the host can read: 1 for a rank that was missing.
-        block: words of a program.
-        capacity: words that a rank sends to another in one exchange, a multiple of `block`.
+        epochs: [programs] int32: number of exchanges that each program has made.
+        limit: [1] int32: number of polls after which a wait gives up.
+        faults: address of [size] int32 that the host can read: 1 for each missing rank.
+        block: number of words that a program exchanges.
+        capacity: most words that a rank sends to another in one exchange, a multiple of `block`.
+        warps: number of warps of a program.
     """
 
     index: int
@@ -40,20 +41,21 @@ class Channel:
     warps: int
 
     def arguments(self) -> tuple[Tensor | int, ...]:
-        """Arguments of every kernel."""
+        """The channel's arguments, which every kernel takes in this order."""
         flags = () if self.flags is None else (self.flags,)
         return (self.buffer, *flags, self.pointers, self.epochs, self.limit, self.faults)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialSum:
-    """Stands for the sum of all ranks' x, rounded to the dtype of x.
+    """Represents the sum of x over all ranks, rounded to the dtype of x.
 
-    An operator that reads it makes an exchange, so all ranks read it equally often.
+    An operator that reads a PartialSum exchanges x with the other ranks, so all ranks must make the
+    same calls in the same order.
 
     Attributes:
-        x: [N,D] of this rank, float32 or bfloat16.
-        channel: through which the operator that reads this exchanges x with the other ranks.
+        x: this rank's term [N,D], float32 or bfloat16.
+        channel: the channel for the exchange.
     """
 
     x: Tensor

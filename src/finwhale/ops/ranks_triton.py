@@ -1,47 +1,47 @@
-"""Exchange of words between Triton kernels on several ranks: each pushes into the others' memory.
+"""Exchange of words between Triton kernels on several ranks, for sums over ranks.
 
-A word is 4 bytes: a float32 or two bfloat16. Each word is sent with a flag in one 8-byte store
-(NCCL's "LL" protocol): the receiver polls the words themselves, so that neither a barrier nor a
-fence stands between the data and its flag. The memory model needs no more: 8-byte accesses are
-single-copy atomic at system scope, also as parts of 16-byte vector accesses; the stores are
-write-through and the loads volatile, so that both are strong operations at system scope.
+Each rank writes its words into the other ranks' memory. A word is 4 bytes: a float32 or two
+bfloat16. Each word travels with a flag in one 8-byte store (NCCL's "LL" protocol). The receiver
+polls the words themselves, so the protocol needs no barrier or fence between data and flag: 8-byte
+accesses are single-copy atomic at system scope, also as parts of 16-byte vector accesses. The
+stores are write-through and the loads volatile, so both are strong operations at system scope.
 
-Program b of a rank exchanges words with program b of every other rank and with no other program,
-in a region of the channel's buffers that no other program uses. It counts its exchanges; this
-count, the epoch, is the flag. An exchange uses the half of the region that the parity of its epoch
-selects.
+Program b of a rank exchanges words only with program b of every other rank, in a region of the
+channel's buffers that no other program uses. The program counts its exchanges; this count, the
+epoch, is the flag. An exchange uses the half of the region that the parity of its epoch selects.
 
-- **When a region may be overwritten.** A rank cannot be two exchanges ahead of another, because to
-  finish exchange e + 1 it needs at least one word of every rank's program b. That program sends the
-  words of exchange e + 1 only after it has read all words of exchange e.
+- **When a region may be overwritten.** A rank cannot be two exchanges ahead of another: exchange
+  e + 1 needs at least one word from program b of every rank, and that program sends the words of
+  exchange e + 1 only after it has read all words of exchange e.
 - **Launches of different sizes**, and different kernels, may share a channel. Each epoch belongs to
   a program, not to a launch, and all ranks make the same launches in the same order. So program b
   has the same epoch on all ranks even if only some launches have a program b.
 - **Which words are sent** may differ from exchange to exchange, as long as all ranks send the same
-  ones and every program sends some. A word that is left out keeps an old flag. The flag would be
-  taken for a new one only after exactly a multiple of 2^32 exchanges of this program.
+  ones and every program sends some. A word that is not sent keeps an old flag. That flag would
+  equal the epoch again only after a multiple of 2^32 exchanges of this program.
 
 The programs of a launch wait for programs with the same number. They need not all run at once, as
 long as each GPU starts them in order: then the first unfinished program runs on all ranks.
 
-The sums are a tree of pairs: rank r computes ((x[r] + x[r^1]) + (x[r^2] + x[r^3])) + ... Additions
-commute, so that all ranks get the bits of ((x[0] + x[1]) + (x[2] + x[3])) + ...
+A sum is a tree of pairs: rank r computes ((x[r] + x[r^1]) + (x[r^2] + x[r^3])) + ... Addition is
+commutative, so all ranks get the bits of ((x[0] + x[1]) + (x[2] + x[3])) + ...
 
-Each wait is bounded. When it gives up, the kernel names the missing ranks in `faults`, sets `limit`
-to 0, so that later kernels do not wait at all, and returns NaN for what is missing.
+Each wait is bounded. If a wait gives up, the kernel marks the missing ranks in `faults`, returns
+NaN for the missing words, and sets `limit` to 0, so that later kernels do not wait at all.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import triton
 import triton.language as tl
 
-# Bytes of a fresh buffer: no flag of an early epoch, and NaN as float32 and as bfloat16.
+# Every byte of a new buffer. Its flags match no early epoch; its values are NaN in float32 and in
+# bfloat16.
 POISON = 0xFF
 
 
 @triton.jit
 def peer_memory(pointers_ptr, place, offsets, element: tl.constexpr):
-    """Pointers into a rank's memory, whose address is loaded."""
+    """Pointers into the memory of rank `place`, whose address is loaded from pointers_ptr."""
     base = tl.load(pointers_ptr + place).to(tl.pointer_type(element))
     return tl.multiple_of(base + offsets, 16)
 
@@ -53,7 +53,7 @@ def _with_flag(words, epoch):
 
 @triton.jit
 def send(pointers_ptr, words, mask, epoch, place, rank, peer, W, capacity):
-    """Push words with flags to a peer; `place` is that of each word among those of an exchange."""
+    """Write words with flags to a peer's memory; `place` is each word's index in the exchange."""
     offsets = ((epoch & 1) * W + rank) * capacity + place
     target = peer_memory(pointers_ptr, peer, offsets, tl.int64)
     tl.store(target, _with_flag(words, epoch), mask=mask, cache_modifier=".wt")
@@ -84,7 +84,7 @@ def receive(
 
 @triton.jit
 def report(limit_ptr, faults, is_missing, rank, W: tl.constexpr):
-    """Set the host's flag of each missing rank. Set the time limit to 0: no later kernel waits."""
+    """Mark each missing rank for the host. Set the limit to 0, so that no later kernel waits."""
     peer = rank ^ tl.arange(0, W)
     tl.store(faults.to(tl.pointer_type(tl.int32)) + peer, 1, mask=is_missing)
     tl.store(limit_ptr, 0)
@@ -114,7 +114,7 @@ def _sum_halves(words, W: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def sum_words(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum the values of [W, BLOCK] words over W in float32, and round once: words."""
+    """Sum the values of [W, BLOCK] words over W in float32, round once; returns words [BLOCK]."""
     if BFLOAT16:
         low, high = _sum_halves(words, W, BLOCK)
         low = low.to(tl.uint16, bitcast=True).to(tl.int32)
@@ -127,7 +127,7 @@ def sum_words(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexp
 
 @triton.jit
 def sum_values(words, BFLOAT16: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-    """As `sum_words`, but returns the values in order: [BLOCK] or [2 BLOCK]."""
+    """Like `sum_words`, but returns the values in order: [BLOCK] or [2 BLOCK]."""
     if BFLOAT16:
         low, high = _sum_halves(words, W, BLOCK)
         return tl.reshape(tl.join(low, high), [2 * BLOCK])

@@ -1,4 +1,4 @@
-"""The roundings of the model's training in plain torch, shared by the reference operators.
+"""The roundings that the model was trained with, in plain torch, for the reference operators.
 
 Source: DeepSeek-V4 technical report, low-precision training; the released inference code rounds
 activations to E4M3, and the indexer's queries and keys to FP4 (e2m1), with one power-of-two scale
@@ -12,8 +12,8 @@ from torch import Tensor
 from finwhale.number_formats import E2M1_MAX, E4M3_MAX, e2m1_codes, e2m1_values
 
 MIN_AMAX = 1e-4
-# With this, the smallest scale is the smallest normal float32, and every scale's E8M0 byte is in
-# 1..253.
+# With this bound, the smallest scale is the smallest normal float32, and every scale's E8M0 byte is
+# in 1..253.
 MIN_FP4_AMAX = E2M1_MAX * 2.0**-126
 FP4_GROUP = 32
 

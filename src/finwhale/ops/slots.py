@@ -1,10 +1,10 @@
 """Slot tables, which the reference operators and the CPU's table use instead of page tables.
 
 The host computes them in numpy once per step and keeps them in the step's cache. The number of
-numpy calls does not grow with the number of sequences. Tokens at position -1 (padding) never occur
-here.
+numpy calls does not grow with the number of sequences. Padding tokens (position -1) are not
+supported.
 
-Legend as in paging.py; W window, E entries of the longest sequence, M entries that complete,
+Legend: as in paging.py, and W window, E entries of the longest sequence, M entries that complete,
 S tokens that an entry mixes, K slots per token.
 """
 
@@ -192,7 +192,7 @@ def _ends_of_blocks(
 ) -> list[tuple[int, int, int]]:
     """(sequence, new row, position) of the rows to keep at the ends of blocks within the chunks.
 
-    It omits rows from `tail` on, which each sequence keeps anyway.
+    The list omits positions from `tails` on, because every sequence keeps those rows anyway.
     """
     kept = []
     for b, (start, end) in enumerate(chunks):
@@ -213,7 +213,7 @@ def _sources(
     tokens_MS: Ints,
     ratio: int,
 ) -> tuple[Ints, Ints]:
-    """Slots of the kept rows that entries mix, and rows [M,S] into (kept rows, new rows)."""
+    """Slots of the kept rows that entries mix, and indices [M,S] into (kept rows, new rows)."""
     align, before = STATE_KEPT[ratio]
     query_start = tokens.host_query_start
     completing = set(sequence_M.tolist())
@@ -226,7 +226,7 @@ def _sources(
         for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True))
         for token in range(first, start)
     ]
-    # Row in (history, new) minus position, for kept and for new tokens.
+    # For each sequence: index into (kept rows, new rows) minus position, of kept and of new rows.
     kept_row, new_row = [], []
     count = 0
     for b, ((start, _), first) in enumerate(zip(chunks, first_kept, strict=True)):

@@ -6,8 +6,8 @@ window, K selected entries, S groups of 128 of a token's A C values.
 
 K and V are the same row: [nope | rope] of C values. V contains the rope, so the operator rotates
 the output back by the query's position. A pool is dense, [rows, C] of a float dtype, or packed,
-uint8 [pages, bytes] (layout.py). Its rows or pages are strided, because those of other layers lie
-between them. A slot is a row's number in its pool; -1 stands for no row.
+uint8 [pages, bytes] (layout.py). Its rows or pages are strided: other layers' rows or pages lie
+between them. A slot is a row's number in its pool; -1 means no row.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Complete:
 
 
 class PrepareQkv(Protocol):
-    """Normalise the query's latent, and write kv <- rope(RMSNorm(kv)) to the window's pool."""
+    """Normalise the query's latent, and write rope(RMSNorm(kv)) to the window's pool."""
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ class PrepareQkv(Protocol):
     ) -> Tensor:
         """q_lora [N,Q] and kv [N,C], rows may be strided; norms float32; rotary [L,R/2,2] float32
         (cos, sin). round_nope: round the first C-R values to E4M3 with one power-of-two scale for
-        each 64 values; packed pools are always rounded. Returns RMSNorm(q_lora) [N,Q].
+        each 64 values; required for packed pools. Returns RMSNorm(q_lora) [N,Q].
         """
         ...
 
@@ -73,8 +73,8 @@ class PrepareQkv(Protocol):
 class SparseAttention(Protocol):
     """Attention with softmax over the window's rows, the entries and one sink per head, in float32.
 
-    q <- rope(RMSNorm without weight, a head); o[n,a] = sum_k p_k row_k with
-    p = exp(q . row_k * scale) over the visible rows, normalised by their sum plus exp(sink[a]);
+    q <- rope(RMSNorm(q) per head, without weight); o[n,a] = sum_k p_k row_k with
+    p_k = exp(q . row_k * scale) over the visible rows, divided by their sum plus exp(sink[a]);
     out = o rotated back by the token's position.
     """
 
@@ -94,7 +94,8 @@ class SparseAttention(Protocol):
         """q [N,A,C] as projected, rows may be strided, may be written; rotary [L,R/2,2] float32;
         sink [A] float32. Writes out [N,A,C].
 
-        With scales (float32 of any strides, written too), out is E4M3: the operator rounds its
-        result in q's dtype as `linear.LinearWeight.round_input` says. C is then a multiple of 128.
+        With scales (float32 of any strides, also written), out is E4M3: the operator rounds its
+        result in q's dtype for the next linear layer (`linear.LinearWeight.round_input`), and C is
+        a multiple of 128.
         """
         ...

@@ -1,7 +1,4 @@
-"""Attention: first tokens of a sequence, whole windows, entries of several blocks and of none.
-
-Chunks are (start, end) of each sequence's tokens.
-"""
+"""Cases of attention: first tokens, whole windows, entries from none to several blocks."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -42,10 +39,9 @@ class Size:
 
     Attributes:
         chunks: (start, end) of each sequence's tokens.
-        window: W.
-        entries: how many the last token selected, the first 0; "all": every complete one.
-        rows_per_page: of the window; of the entries.
-        rounded: the output is.
+        entries: number of entries that the last token selected; "all": every complete entry.
+        rows_per_page: rows of a page of the window, and of a page of entries.
+        rounded: whether the output is rounded to E4M3.
     """
 
     chunks: Chunks
@@ -64,9 +60,9 @@ class Size:
 
 DECODES = ((0, 1), (63, 64), (64, 65), (127, 128), (128, 129), (500, 501))
 LONG = 128 * 131
-# No token; the demo model's; a first token; page edges; odd widths and pages; several blocks of
-# entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than a
-# block of them; the heads of ranks; rounded ones; the few further rows of a DSpark block; a
+# No token; the demo model's sizes; a first token; page edges; odd widths and pages; several blocks
+# of entries and a rest; a chunk; rope only; Flash's widths; complete entries from none to more than
+# one block; a rank's heads; rounded outputs; the few additional rows of a DSpark block; a
 # verification of five drafts.
 SIZES = (
     Size(chunks=(), entries=64),
@@ -99,13 +95,13 @@ SIZES = (
     Size(chunks=((3, 8), (190, 195)), heads=8, head_dim=512, entries=5),
     Size(chunks=((125, 131), (0, 6), (300, 304)), heads=16, head_dim=512, entries=64),
 )
-# A share of values lies so close to the middle of two E4M3 ones that the sums' order, or weights
-# in bfloat16, decide: a step is 2^-3 to 2^-4 of a value, an error up to 2^-8.
+# Some values lie so close to the middle of two E4M3 values that the order of a sum, or rounding the
+# weights to bfloat16, decides: a step is 2^-3 to 2^-4 of a value, the error up to 2^-8.
 ROUNDED_FLIPS = 0.06
 
 
 def _attend(size: Size) -> OpCase:
-    """Selecting tokens have 0, .. `entries` entries, the last one all of them."""
+    """With a number of entries, the first token has selected none and the last one all of them."""
 
     def args() -> Args:
         draw = Draw()
@@ -151,10 +147,10 @@ def _entries(draw: Draw, size: Size, N: int) -> Selected | Complete | None:
 
 
 def selected_slots(draw: Draw, num_rows: int, counts: list[int], width: int) -> Tensor:
-    """[N,width] int32: as many random slots as each token has, then -1."""
+    """[N,width] int32: counts[n] random slots of each token n, then -1."""
     out = torch.full((len(counts), width), -1, dtype=torch.int32)
     for row, count in enumerate(counts):
-        out[row, :count] = draw.whole(num_rows, count)
+        out[row, :count] = draw.integers(num_rows, count)
     return out
 
 
@@ -196,7 +192,7 @@ def _prepare(
     )
 
 
-# Chunks, Q, C, R, rows a page.
+# Chunks, Q, C, R, rows per page.
 WRITES: tuple[tuple[Chunks, int, int, int, int], ...] = (
     ((), 128, 128, 64, 64),
     (((0, 1),), 128, 128, 64, 64),
@@ -213,7 +209,7 @@ CASES = (
 
 
 def row_bytes(s: Sizes) -> float:
-    """Of a row in packed pages."""
+    """Bytes of a row in packed pages."""
     return page_bytes(64, s.head_dim, s.qk_rope_head_dim) / 64
 
 
@@ -294,7 +290,7 @@ def _model_attend(
         written=(8, 9) if rounded else (8,),
         tolerance=2.0**-7,
         flips=ROUNDED_FLIPS if rounded else 0.0,
-        own_bits=False,
+        batch_invariant=False,
         bytes=N * (2 + written) * A * C + rows * row_bytes(s),
         operations=float(seen.sum()) * A * C * 4,
         rate=BF16_RATE,
@@ -302,7 +298,7 @@ def _model_attend(
 
 
 def _spread_slots(tokens: Tokens, table: PageTable, topk: int) -> Tensor:
-    """[N,topk] int32: slots of evenly spread entries that each token sees, all if they are few."""
+    """[N,topk] int32: slots of evenly spread entries that each token sees; all, if at most topk."""
     seen = ((tokens.host_positions + 1) // 4)[:, None]
     place = np.arange(topk)
     chosen = np.where(seen > topk, place * seen // topk, place)

@@ -18,9 +18,9 @@ from finwhale.ops.slots import window_slots, write_slots
 Slots = NDArray[np.integer[Any]]
 
 KEY_BLOCK = 128
-# The first entries of 128 tokens are a block of their own, all that a context below 4,224 needs.
+# The first C128 entries are a block of their own: a context below 4,224 tokens needs no other.
 FIRST_ENTRIES = 32
-# Values that one gather of key rows may hold: they are read twice and should stay in the cache.
+# The most values of one gather of key rows: they are read twice, so they should stay in the cache.
 MAX_GATHERED = 2**18
 
 
@@ -107,8 +107,8 @@ def sparse_attention(
 def _split(slots_NK: Slots, starts: tuple[int, ...]) -> list[Slots]:
     """Blocks that begin at `starts` and at every multiple of KEY_BLOCK.
 
-    A token's blocks are always of the same widths, the last padded by slots of -1, which change no
-    bit; so neither does the number of blocks.
+    A token's blocks always have the same widths, and slots of -1 pad the last one. Blocks of only
+    -1 change no bit, so the longest sequence of the batch does not matter.
     """
     width = slots_NK.shape[1]
     bounds = [*(s for s in starts if s < width), *range(KEY_BLOCK, width, KEY_BLOCK), width]
@@ -116,9 +116,9 @@ def _split(slots_NK: Slots, starts: tuple[int, ...]) -> list[Slots]:
 
 
 def _attend(q_NAC: F32, blocks: list[tuple[F32, Slots]], sink_A: F32, out_NAC: F32) -> None:
-    """Attention over blocks of keys, their sums added in order, as in the reference.
+    """Attention over blocks of keys, whose sums are added in order, as in the reference.
 
-    blocks: arrays of rows, and the rows of each that the tokens see; negative: none.
+    blocks: (array of rows, index of each row that the tokens see; negative: none).
     """
     num_tokens, heads, _ = q_NAC.shape
     places_NK = blocks[0][1]

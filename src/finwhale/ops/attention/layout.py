@@ -1,4 +1,4 @@
-"""Packed rows of attention: where every byte of the window's rows and the entries' rows lies.
+"""The layout of packed rows for attention: the window's rows and the entries.
 
 A packed pool is uint8 [num_pages, page_bytes]. With N = C - R nope values, R rope values and
 G = ceil(N / 64) groups, a page of P rows is
@@ -9,18 +9,17 @@ G = ceil(N / 64) groups, a page of P rows is
     zeros up to a multiple of 16 bytes.
 
 Row r of the pool is row r % P of page r // P. A nope value is its E4M3 value times its group's
-scale, which is exact in bfloat16. For C 512 and R 64 a row takes 448 + 128 + 8 = 584 bytes and a
-page is what FlashMLA reads on SM90 as [num_pages, P, 1, 584] with the pool's stride
-(it takes any stride that is a multiple of 16). C 128 and R 64: 64 + 128 + 8 = 200 bytes.
+scale, which is exact in bfloat16. With C 512 and R 64, a row has 448 + 128 + 8 = 584 bytes, and a
+page has the layout that FlashMLA reads on SM90 as [num_pages, P, 1, 584] with the pool's stride
+(any multiple of 16). With C 128 and R 64, a row has 64 + 128 + 8 = 200 bytes.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.attention import NOPE_GROUP
-from finwhale.ops.rounding import MIN_AMAX, power_of_two_at_least
+from finwhale.ops.rounding import scaled_e4m3
 
 PAGE_ALIGN = 16
 
@@ -40,7 +39,7 @@ def value_bytes(head_dim: int, rope_dim: int) -> int:
 
 
 def num_groups(head_dim: int, rope_dim: int) -> int:
-    """Groups of nope values that share a scale."""
+    """Number of groups of nope values that share a scale."""
     return -(-(head_dim - rope_dim) // NOPE_GROUP)
 
 
@@ -58,8 +57,8 @@ def page_bytes(rows_per_page: int, head_dim: int, rope_dim: int) -> int:
 def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
     """rows [P,C] of a float dtype as a packed pool [ceil(P / rows_per_page), page_bytes] uint8.
 
-    The nope part is rounded as rounding.round_e4m3 does, the rope part to bfloat16. Rows past P
-    in the last page are zeros.
+    The nope part is rounded as rounding.round_e4m3 does, the rope part to bfloat16. In the last
+    page, rows past P are zeros.
     """
     num_rows, head_dim = rows_PC.shape
     values = value_bytes(head_dim, rope_dim)
@@ -67,10 +66,7 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
     num_pages = -(-num_rows // rows_per_page)
     rows = F.pad(rows_PC.float(), (0, 0, 0, num_pages * rows_per_page - num_rows))
     nope = F.pad(rows[:, :-rope_dim], (0, groups * NOPE_GROUP - (head_dim - rope_dim)))
-    grouped = nope.unflatten(1, (groups, NOPE_GROUP))
-    amax = grouped.abs().amax(-1).clamp_(min=MIN_AMAX)
-    scale = power_of_two_at_least(amax.mul_(1.0 / E4M3_MAX))
-    rounded = (grouped / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(1)
+    rounded, scale = scaled_e4m3(nope, NOPE_GROUP)
     rope = rows[:, -rope_dim:].to(torch.bfloat16).view(torch.uint8)
     exponent = (scale.view(torch.int32) >> 23).to(torch.uint8)
 
@@ -81,7 +77,7 @@ def pack_rows(rows_PC: Tensor, rows_per_page: int, rope_dim: int) -> Tensor:
         device=rows_PC.device,
     )
     value_part, scale_part = _parts(pool, rows_per_page, values, scale_bytes(head_dim, rope_dim))
-    packed = torch.cat((rounded[:, : head_dim - rope_dim], rope), 1)
+    packed = torch.cat((rounded.view(torch.uint8)[:, : head_dim - rope_dim], rope), 1)
     value_part.copy_(packed.view(num_pages, rows_per_page, values))
     scale_part[..., :groups].copy_(exponent.view(num_pages, rows_per_page, groups))
     return pool

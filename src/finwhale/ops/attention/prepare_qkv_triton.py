@@ -1,7 +1,8 @@
 """Preparation of query and kv before attention, as one Triton kernel.
 
-`prepare_qkv` normalises the latent of the query. In the same launch it normalises, rotates and
-rounds kv, and stores it as a packed row of the cache.
+Each token has two programs. One normalises the query's latent. The other normalises, rotates and
+rounds kv, and stores it as a packed row of the cache. Both read their input once and keep it in
+registers.
 
 Bytes per token with 2-byte values: 4 Q for the latent, 2 C plus the bytes of the row for kv. The
 floors for 8192 tokens of Flash (Q 1024, C 512) at 4.39 TB/s are 8 and 3 us; the floor for a few
@@ -25,7 +26,7 @@ VALUES_PER_WARP = 512
 
 @triton.jit
 def rotate(x, rotation_ptr, C, R, SIGN: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rotate the interleaved pairs of the last R of C columns of x [ROWS, BLOCK_C], one token's."""
+    """Rotate the interleaved pairs of the last R of C columns of one token's x [ROWS, BLOCK_C]."""
     even, odd = tl.split(tl.reshape(x, [ROWS, BLOCK_C // 2, 2]))
     pair = tl.arange(0, BLOCK_C // 2) - (C - R) // 2
     is_rope = (pair >= 0) & (pair < R // 2)
@@ -66,6 +67,7 @@ def _prepare_qkv_kernel(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv."""
     token = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -134,7 +136,7 @@ def prepare_qkv(
     if not round_nope:
         raise ValueError("a packed pool's rows are rounded; round_nope=False needs a dense pool")
     if q_lora_NQ.stride(1) != 1:
-        raise ValueError(f"a latent's values must lie together, got {q_lora_NQ.stride()}")
+        raise ValueError(f"a latent's values must be contiguous, got strides {q_lora_NQ.stride()}")
     q_width = q_lora_NQ.shape[1]
     q_out_NQ = torch.empty_like(q_lora_NQ, memory_format=torch.contiguous_format)
     if num_tokens == 0:

@@ -11,8 +11,8 @@ from finwhale.ops.rounding import round_e4m3, scaled_e4m3
 from finwhale.ops.slots import complete_slots, window_slots, write_slots
 
 KEY_BLOCK = 128
-# The most values of one gather of key rows. This bounds memory for any length of the chunk. On a
-# CPU the values also stay in the processor's cache; on a GPU 1 GiB is enough to keep it busy.
+# The most values of one gather of key rows. This bounds memory for chunks of any length. On a CPU,
+# the values also stay in the processor's cache; on a GPU, 1 GiB is enough to keep it busy.
 MAX_GATHERED = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
@@ -135,7 +135,7 @@ def _attend(
     not depend on the padding of slots up to the longest sequence of the batch.
     """
     if q_NAC.shape[0] == 1 and q_NAC.device.type == "cpu":
-        # With several threads, torch multiplies one matrix with other bits than two or more.
+        # With several threads, torch gives a single matrix other bits than a batch of two or more.
         twice = q_NAC.new_empty(2, *q_NAC.shape[1:])
         both = [(rows_PC, slots_NK.expand(2, -1)) for rows_PC, slots_NK in pools]
         _attend(q_NAC.expand(2, -1, -1), both, sink_A, twice)

@@ -1,19 +1,19 @@
 """Sparse attention over packed rows for Hopper's warpgroup MMA, in Gluon: heads of 512, rope 64.
 
 Read sparse_attention_triton.py first: this kernel has the same algorithm, numbering of keys and
-plan, and shares its kernel that combines parts. This kernel controls the location of data itself:
+plan, and uses the same kernel to combine parts. Here the warps of a program are specialised:
 
 - Four warps (the producers) find the rows, convert their bytes to bfloat16 and write them to one of
   two buffers [BLOCK_K,512] in shared memory, where they serve as K and as V. Two warpgroups (the
   consumers) prepare the query, which stays in shared memory, compute both GEMMs of every tile, and
   each keep half of the output [64,512] in registers.
-- mbarriers pass a buffer from producers to consumers and back.
+- mbarriers pass a buffer from producers to consumers (`ready`) and back (`free`).
 
-With 32 heads or fewer, the keys are the rows of the MMA, there is one group of consumers and there
-are two groups of producers (sparse_attention_hopper_few_heads.py).
+With 32 heads or fewer, the keys are the rows of the MMA, and there are one group of consumers and
+two groups of producers (sparse_attention_hopper_few_heads.py).
 
-With 128 tokens and 64 heads, a tile of 64 keys takes some 8000 cycles, of which both GEMMs need
-2000. The rest is mostly waiting for global loads, so the producers appear to limit the speed.
+With 128 tokens and 64 heads, a tile of 64 keys takes about 8000 cycles, of which both GEMMs need
+2000. The rest is mostly waiting for global loads, so the producers probably limit the speed.
 
 A token's bits depend on BLOCK_K and the shares, as in sparse_attention_triton.py.
 """
@@ -62,7 +62,7 @@ MMA_ROWS, BLOCK_K = 64, 64
 NUM_WARPS = 8
 FEW_TOKENS = 2  # up to this number of tokens, a program processes 16 of 64 heads
 STEP, PRODUCER_WARPS, PRODUCER_REGISTERS = 32, 4, 104
-# Up to this number of heads, keys are the rows of the MMA; warps and producers' registers then.
+# Up to FEW_HEADS heads, keys are the rows of the MMA, with these warps and producers' registers.
 FEW_HEADS, FEW_HEADS_WARPS, FEW_HEADS_REGISTERS = 32, 4, 136
 
 
@@ -118,6 +118,7 @@ def _consume(
         scores = gl.where(gl.expand_dims(valid, 0), scores * scale_log2, float("-inf"))
         higher = gl.maximum(maximum, gl.max(scores, 1))
         weight = gl.exp2(scores - gl.expand_dims(higher, 1))
+        # Rescale the sums and the output to the new maximum (online softmax).
         fade = gl.exp2(maximum - higher)
         maximum = higher
         p_shared.store(weight.to(gl.bfloat16))
@@ -286,7 +287,7 @@ def _attend_kernel(
 
 
 def mma_heads(heads: int) -> int:
-    """Heads of an MMA: its 64 rows, or, with FEW_HEADS or fewer, its 8, 16 or 32 columns."""
+    """Number of heads of an MMA: its 64 rows, or up to FEW_HEADS heads its 8, 16 or 32 columns."""
     return MMA_ROWS if heads > FEW_HEADS else max(8, triton.next_power_of_2(heads))
 
 
@@ -296,7 +297,7 @@ def _fits(heads: int, head_dim: int, window: int) -> bool:
 
 
 def takes(p: Problem) -> bool:
-    """Whether the kernel supports the sizes."""
+    """Whether the kernel supports the problem's sizes and dtype."""
     rows = [p.window.table.rows_per_page]
     if isinstance(p.entries, Selected):
         rows.append(p.entries.rows_per_page)
@@ -326,7 +327,7 @@ def plan(num_tokens: int, heads: int, max_keys: int) -> AttendPlan:
 
 
 def _plan_of(model: ModelSizes) -> Callable[[int, int, int], AttendPlan]:
-    """The plan of the kernel that a model's sizes allow."""
+    """The plan function of the kernel that supports a model's sizes."""
     fits = _fits(model.num_heads, model.head_dim, model.window)
     return plan if fits else AttendPlan.of
 
@@ -342,7 +343,7 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
 
 
 def invariant_plan(p: Problem) -> AttendPlan:
-    """Like AttendPlan.invariant."""
+    """Like AttendPlan.invariant, for this kernel."""
     block_h, num_warps = _tiles(p.q.shape[1])
     share, splits = fixed_shares(p, BLOCK_K)
     return AttendPlan(
@@ -396,7 +397,7 @@ def sparse_attention(
     *,
     invariant: bool = False,
 ) -> None:
-    """Like sparse_attention_triton, whose kernels run for sizes that `takes` does not support."""
+    """Use sparse_attention_triton's kernels for sizes that this one does not support (`takes`)."""
     problem = Problem(
         q=q_NAC,
         rotary=rotary_LR,

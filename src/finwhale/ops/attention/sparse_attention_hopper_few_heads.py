@@ -1,17 +1,17 @@
 """Attention of 8, 16 or 32 heads on Hopper GPUs, in Gluon: keys are the rows of the MMA.
 
-Read sparse_attention_hopper.py first. A warpgroup MMA has 64 rows, and tensor parallelism leaves a
-GPU fewer heads than that. Here the rows are keys and the columns are heads:
+Read sparse_attention_hopper.py first. A warpgroup MMA has 64 rows, and with tensor parallelism a
+GPU has fewer heads than that. So here the rows are keys and the columns are heads:
 
     scores^T [64 keys, H] = rows [64,512] times query^T [512,H]
     output^T [512,H] += rows^T [512,64 keys] times weights^T [64 keys, H]
 
-Every instruction reads its 64 rows from shared memory in 16 cycles and multiplies them in H / 2.
-The GEMMs of a tile of 64 keys take 1024 cycles for up to 32 heads, against 2048 with heads as rows.
+An instruction reads its 64 rows from shared memory in 16 cycles and multiplies them in H / 2, so
+the GEMMs of a tile of 64 keys take 1024 cycles for up to 32 heads, against 2048 with heads as rows.
 The output takes 4 H registers of a thread, which leaves registers for a second group of producers.
 
-Each group of producers loads half of every tile. While it stores one tile's rows, the next tile's
-rows and the pages or slots of the tile after that are on their way.
+Each group of producers loads half of every tile. While it stores the rows of one tile, the loads of
+the next tile's rows and of the page numbers or slots of the tile after that are in flight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -85,6 +85,7 @@ def consume_few_heads(
         scores = gl.where(gl.expand_dims(valid, 1), scores * scale_log2, float("-inf"))
         higher = gl.maximum(maximum, gl.max(scores, 0))
         weight = gl.exp2(scores - gl.expand_dims(higher, 0))
+        # Rescale the sums and the output to the new maximum (online softmax).
         fade = gl.expand_dims(gl.exp2(maximum - higher), 0)
         maximum = higher
         p_shared.permute((1, 0)).store(weight.to(gl.bfloat16))
@@ -131,7 +132,7 @@ def _find_rows(
     K: gl.constexpr,
     WIDE: gl.constexpr,
 ):
-    """Load the pages of keys key0 .., or the slots of selected entries."""
+    """Load the page numbers of K keys from key0 on, or the slots of selected entries."""
     key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
     valid = (key >= W - 1 - position) & (key < W + num_entries)
     if ENTRIES == 0 or key0 < W:

@@ -1,4 +1,4 @@
-"""Functions of the attention kernel for Hopper GPUs, in Gluon: rows of keys and a token's heads.
+"""Functions of the attention kernel for Hopper GPUs, in Gluon: load rows, prepare and store heads.
 
 sparse_attention_hopper.py describes the kernel.
 """
@@ -21,8 +21,8 @@ def log2(x):
 def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
     """Convert words of four E4M3 bytes, x [K,X] int32, to their values times 2^-64.
 
-    scales [K] int32: four exponent bytes; x begins at group GROUP0 of them. Returns [K,2X] int32,
-    two bfloat16 a word.
+    scales [K] int32: four exponent bytes of each row; x begins at group GROUP0 of them. Returns
+    [K,2X] int32 words of two bfloat16.
     """
     X: gl.constexpr = x.shape[1]
     scales = gl.convert_layout(scales, gl.SliceLayout(1, layout), assert_trivial=True)
@@ -57,7 +57,7 @@ def _dequantise(x, scales, layout: gl.constexpr, GROUP0: gl.constexpr):
 
 @gluon.jit
 def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.constexpr):
-    """X words from FIRST on of each row."""
+    """Load X words of each row, from word FIRST on."""
     column = FIRST + gl.arange(0, X, gl.SliceLayout(0, layout))
     row_ptr = gl.convert_layout(row_ptr, gl.SliceLayout(1, layout), assert_trivial=True)
     valid = gl.convert_layout(valid, gl.SliceLayout(1, layout), assert_trivial=True)
@@ -69,7 +69,7 @@ def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.cons
 def load_words(
     row_ptr, word_ptr, valid, WIDE: gl.constexpr, HALF: gl.constexpr, NARROW: gl.constexpr
 ):
-    """The words of rows: 256, 128 and 64 nope bytes, rope, scales."""
+    """Load the words of rows: 256, 128 and 64 nope bytes, the rope, and the scales' two halves."""
     row_ptr = row_ptr.to(gl.pointer_type(gl.int32))
     word = gl.load(word_ptr.to(gl.pointer_type(gl.int64)), mask=valid, other=0)
     low, high = word.to(gl.int32), (word >> 32).to(gl.int32)
@@ -102,7 +102,7 @@ def _load_rows(
     HALF: gl.constexpr,
     NARROW: gl.constexpr,
 ):
-    """The words of the rows of keys key0 .., as `load_words` gives them."""
+    """Find and load the rows of K keys from key0 on; returns what `load_words` returns."""
     WINDOW_LOG: gl.constexpr = log2(WINDOW_ROWS)
     ENTRY_LOG: gl.constexpr = log2(ENTRY_ROWS)
     key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
@@ -140,7 +140,7 @@ def store_rows(words, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW):
 
 @gluon.jit
 def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
-    """Rotate the last 64 columns of x [H,512]; the result has another layout."""
+    """Rotate the last 64 columns of x [H,512]; the result is in another register layout."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], 256, 2]))
     pair = gl.arange(0, 256, gl.SliceLayout(0, even.type.layout)) - 224
     cos = gl.expand_dims(gl.load(rotary_ptr + 2 * pair, mask=pair >= 0, other=1.0), 0)
@@ -150,7 +150,7 @@ def _rotate(x, rotary_ptr, SIGN: gl.constexpr):
 
 @gluon.jit
 def _rope_words(q_ptr, rstd, head0, num_heads, stride_qa, rotary_ptr, PAIRS: gl.constexpr):
-    """The rope part of a token's heads, times rstd [H,1] and rotated: [H,32] words of a pair."""
+    """The rope part of a token's heads times rstd [H,1], rotated: [H,32] words of one pair each."""
     head = gl.expand_dims(head0 + gl.arange(0, rstd.shape[0], gl.SliceLayout(1, PAIRS)), 1)
     pair = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, PAIRS)), 0)
     words = (q_ptr + head * stride_qa + 448).to(gl.pointer_type(gl.int32))
@@ -182,7 +182,7 @@ def _round_heads(x):
 
 @gluon.jit
 def prepare_query(q_shared, head0, num_heads, q_ptr, rotary_ptr, eps, stride_qa):
-    """The query: RMSNorm per head without weight, its nope part times 2^64, then rope."""
+    """Write the query to q_shared: RMSNorm per head without weight, nope times 2^64, then rope."""
     H: gl.constexpr = q_shared.shape[0]
     C: gl.constexpr = 512
     HEADS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])

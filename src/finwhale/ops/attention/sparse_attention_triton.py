@@ -1,24 +1,24 @@
 """Sparse attention over packed rows as Triton kernels, in one pass over the keys.
 
-A program processes one token, BLOCK_H heads and a share of the token's keys. It normalises and
-rotates the query. For every tile of BLOCK_K keys it finds the rows through the page table, converts
-E4M3 to bfloat16 in registers, and uses the tile both as K and as V. With many tokens, the share is
-all keys, and the program also rotates the output back. With few tokens, the keys are split into
-several shares, and `_combine_kernel` adds the parts in order (no atomics).
+A program processes one token, BLOCK_H heads and a share of the token's keys, with online softmax.
+It normalises and rotates the query. For every tile of BLOCK_K keys it finds the rows through the
+page table, converts E4M3 to bfloat16 in registers, and uses the tile both as K and as V. With many
+tokens, the share is all keys, and the program also rotates the output back. With few tokens, the
+keys are split into several shares, and `_combine_kernel` adds the parts in order (no atomics).
 
 The kernels number the keys: first the window (always W keys), then the entries. They read all
 lengths on the device; the grid depends only on the number of tokens and on host bounds.
 
-The kernels scale the nope part of a row by 2^-64. An E4M3 byte shifted to the position of a
+The kernels scale the nope part of a row by 2^-64. An E4M3 byte whose bits are shifted into a
 bfloat16 is its value times 2^-120, so one multiplication by a bfloat16 power of two applies the
-scale of any row. The query and the output have the exact factor 2^64 instead.
+scale of any row. The nope parts of the query and of the output are multiplied by 2^64, exactly.
 
-A token's bits depend on the plan (BLOCK_K and the shares), and therefore on the number of tokens of
-its step unless the problem is `invariant`. They do not depend on the values of other tokens.
+A token's bits depend on the plan (BLOCK_K and the shares), and therefore on the number of tokens in
+its step, unless the problem is `invariant`. They do not depend on the values of other tokens.
 
 With ROUND, the kernel that writes the output also rounds it for the grouped projection.
 
-Bytes: 584 per key and token, and 4 A C for query and output (3 A C if the output is rounded).
+Bytes per token: 584 per key, and 4 A C for query and output (3 A C if the output is rounded).
 Operations: 4 A C per key. The floors for 640 keys of Flash at 4.39 TB/s and 0.79 PFLOP/s are
 0.1 us for 1 token, and 2.7 and 3.4 us for 32.
 """
@@ -43,24 +43,24 @@ from finwhale.ops.paging import StepCache, Tokens
 
 MAX_PROGRAMS, MAX_SPLITS = 128, 20
 MANY_KEYS = 2**31  # more keys than any step has
-# Keys of a share, if shares must not depend on the step.
+# Least number of keys of a share, if shares must not depend on the step.
 FIXED_KEYS = 128
 LOG2_E = 1.4426950408889634
 NO_ENTRIES, SELECTED, COMPLETE = 0, 1, 2
 # Columns of one program of the kernel that combines parts.
 COMBINE_COLUMNS = 256
 MAX_HEAD_DIM = 4096
-# The most tokens whose parts are in memory at a time: 0.7 GB with Flash's heads.
+# The most tokens of an invariant launch, because all their parts are in memory: 0.7 GB for Flash.
 INVARIANT_TOKENS = 1024
-# A kernel's load of the slots of selected entries. With fewer than the 32 threads of a warp, the
-# Hopper kernel spills registers.
+# The fewest slots of selected entries that a kernel loads: with fewer than the 32 threads of a
+# warp, the Hopper kernel spills registers.
 FEWEST_SLOTS = 32
 FEW_TOKENS = 8  # up to this number of tokens, a program processes 16 heads
 
 
 @triton.jit
 def rope_tail(x, rotary_ptr, FIRST, C, R, SIGN: tl.constexpr, H: tl.constexpr, X: tl.constexpr):
-    """Rotate the columns >= C - R of x [H,X], which holds columns FIRST .. of heads of C."""
+    """Rotate the columns from C - R on of x [H,X], which has columns FIRST .. of heads of C."""
     even, odd = tl.split(tl.reshape(x, [H, X // 2, 2]))
     pair = tl.arange(0, X // 2) + (FIRST - (C - R)) // 2
     is_rope = (pair >= 0) & (pair < R // 2)
@@ -79,7 +79,7 @@ def round_heads(x, H: tl.constexpr, X: tl.constexpr):
 
 @triton.jit
 def dequantise(x, word, GROUP0: tl.constexpr, K: tl.constexpr, X: tl.constexpr, ASM: tl.constexpr):
-    """E4M3 bytes x [K,X] as bfloat16, 2^-64 of their values.
+    """Convert E4M3 bytes x [K,X] to bfloat16: their values times 2^-64.
 
     word [K] int64: the exponent bytes of each row; x begins at group GROUP0.
     """
@@ -134,7 +134,7 @@ def load_rows(
     X: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Columns FIRST .. FIRST + X - 1 of K packed rows at row_ptr [K], bfloat16 [K,X]."""
+    """Load columns FIRST .. FIRST + X - 1 of K packed rows at row_ptr [K]: bfloat16 [K,X]."""
     column = FIRST + tl.arange(0, X)
     if FIRST + X <= NOPE:
         x = tl.load(row_ptr[:, None] + column[None, :], mask=valid[:, None], other=0)
@@ -202,7 +202,10 @@ def _attend_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program has two tiles of columns: FIRST columns of nope (may be 0), and REST with rope."""
+    """Compute attention of a token's BLOCK_H heads over a share of its keys.
+
+    Heads and rows are in two tiles of columns: FIRST nope columns (may be 0), and REST with rope.
+    """
     token = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -242,7 +245,7 @@ def _attend_kernel(
         tl.store(stats + A, tl.zeros([BLOCK_H], tl.float32), mask=is_head)
         return
 
-    # The query: RMSNorm per head without weight, then rope; its nope part times 2^64.
+    # Prepare the query: RMSNorm per head without weight, then rope; the nope part times 2^64.
     column = FIRST + tl.arange(0, REST)
     q_row = q_ptr + token * stride_qn + head[:, None] * stride_qa
     rest_mask = is_head[:, None] & (column < C)[None, :]
@@ -262,7 +265,7 @@ def _attend_kernel(
     q_rest = rope_tail(q_rest * rstd[:, None], rotary, FIRST, C, R, 1.0, BLOCK_H, REST)
     q_rest = (q_rest * lift).to(tl.bfloat16)
 
-    # The sink is one more key, of split 0, that adds nothing to the output.
+    # The sink counts as one more key of split 0, which adds nothing to the output.
     sink = tl.load(sink_ptr + head, mask=is_head, other=0.0) * 1.4426950408889634
     maximum = tl.where(split == 0, sink, -1e30)
     total = tl.where(split == 0, 1.0, 0.0) + tl.zeros([BLOCK_H], tl.float32)
@@ -313,6 +316,7 @@ def _attend_kernel(
         scores = tl.where(valid[None, :], scores * scale_log2, float("-inf"))
         higher = tl.maximum(maximum, tl.max(scores, axis=1))
         weight = tl.exp2(scores - higher[:, None])
+        # Rescale the total and the output to the new maximum (online softmax).
         fade = tl.exp2(maximum - higher)
         maximum = higher
         total = total * fade + tl.sum(weight, axis=1)
@@ -368,7 +372,7 @@ def _combine_kernel(
     ROUND: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Combine the parts of BLOCK_C columns of a token's head by weight, and rotate them back."""
+    """Add the weighted parts of BLOCK_C columns of a token's head, and rotate the sum back."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     column = tl.program_id(2) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -389,7 +393,7 @@ def _combine_kernel(
     out = tl.zeros([BLOCK_C], tl.float32)
     part_ptr += (token * SPLITS * A + head) * C + column
     for s in tl.static_range(SPLITS):
-        # A share without keys wrote no part.
+        # A share without keys has written no part.
         width = tl.where(maxima[s] > -1e29, C, 0)
         part = tl.load(part_ptr + s * A * C, mask=column < width, other=0.0)
         out += part * tl.exp2(maxima[s] - highest)
@@ -446,9 +450,9 @@ class AttendPlan:
 
 
 def num_splits(programs: int, tiles: int) -> int:
-    """Return how many programs share the tiles of one token.
+    """Number of programs that share the tiles of one token.
 
-    `programs` is the size of the grid without sharing. The grid with sharing has at most
+    `programs` is the size of the grid without a split. With a split, the grid has at most
     MAX_PROGRAMS programs, because a second wave would cost more than it gains. MAX_PROGRAMS is less
     than the number of multiprocessors, because some of them still run the previous kernel.
     """
@@ -456,7 +460,7 @@ def num_splits(programs: int, tiles: int) -> int:
 
 
 def shared_tokens(model: ModelSizes, plan: Callable[[int, int, int], AttendPlan]) -> set[int]:
-    """`launch_tokens` (ops/launch/sizes.py) of a plan's function."""
+    """`launch_tokens` (ops/launch/sizes.py) for a plan function."""
 
     def class_of(num_tokens: int) -> AttendPlan:
         return plan(num_tokens, model.num_heads, MANY_KEYS)
@@ -470,7 +474,7 @@ def shared_contexts(
     longest: int,
     plan: Callable[[int, int, int], AttendPlan],
 ) -> set[int]:
-    """`launch_contexts` (ops/launch/sizes.py) of a plan's function, for complete entries."""
+    """`launch_contexts` (ops/launch/sizes.py) for a plan function, with complete entries."""
     most = plan(num_tokens, model.num_heads, MANY_KEYS)
     found: set[int] = set()
     for ratio in model.complete_ratios:
@@ -491,10 +495,10 @@ def launch_contexts(model: ModelSizes, num_tokens: int, longest: int) -> set[int
 
 
 def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
-    """(tiles of a share, shares) for the longest sequence of the model.
+    """(tiles of a share, number of shares) for the longest sequence of the model.
 
-    Two compilations of a kernel may differ in bits, so not even the number of shares may depend on
-    the step.
+    Two compilations of a kernel may give different bits, so not even the number of shares may
+    depend on the step.
     """
     if p.entries is None:
         return triton.cdiv(p.window.size, block_k), 1
@@ -508,7 +512,7 @@ def fixed_shares(p: "Problem", block_k: int) -> tuple[int, int]:
 
 
 def _columns(head_dim: int, rope: int) -> tuple[int, int]:
-    """(FIRST, REST): two tiles of half the columns, if the first has no rope; else (0, all)."""
+    """(FIRST, REST): half the columns each if the first half has no rope; otherwise (0, all)."""
     half = head_dim // 2
     if head_dim >= 256 and half & (half - 1) == 0 and rope <= half:
         return half, half
@@ -568,7 +572,7 @@ class Problem:
     def launches(self) -> Iterator["Problem"]:
         """Yield the problems to launch, one after the other; none if the step has no tokens.
 
-        A batch-invariant table launches parts of a fixed number of tokens.
+        A batch-invariant problem is split into parts of INVARIANT_TOKENS tokens.
         """
         if self.q.shape[0] == 0:
             return
@@ -600,7 +604,7 @@ class Problem:
             )
 
     def workspace(self, splits: int) -> tuple[Tensor, Tensor]:
-        """Outputs [N,S,A,C] of parts, and their (maximum, sum) [N,S,2,A]; float32."""
+        """Allocate parts [N,S,A,C] and their (maximum, sum) [N,S,2,A], float32; S is `splits`."""
         if splits == 1:
             return self.sink, self.sink
         num_tokens, heads, width = self.q.shape
@@ -623,7 +627,7 @@ class Problem:
         }
 
     def arguments(self, part: Tensor, stats: Tensor) -> dict[str, Any]:
-        """Arguments of every kernel that computes attention."""
+        """Arguments that the Triton and Hopper attention kernels have in common."""
         window, entries, q = self.window, self.entries, self.q
         pool, rows, table, rows_per_page = window.pool, window.table.pages, window.table, 1
         num_slots, ratio = 0, 1
@@ -743,22 +747,22 @@ def check_problem(p: Problem) -> None:
         check_pool(p.entries.pool, p.entries.table.rows_per_page, width, p.rope)
     if p.scales is not None and (p.q.dtype != torch.bfloat16 or width % ACTIVATION_GROUP):
         raise ValueError(
-            f"only bfloat16 heads of a multiple of {ACTIVATION_GROUP} values are rounded, got "
-            f"{p.q.dtype} of {width}"
+            f"rounding the output needs bfloat16 heads of a multiple of {ACTIVATION_GROUP} values, "
+            f"got {p.q.dtype} and {width}"
         )
     if (p.out.dtype == torch.float8_e4m3fn) != (p.scales is not None):
-        raise ValueError(f"an output with scales is E4M3, and no other, got {p.out.dtype}")
+        raise ValueError(f"an output must be E4M3 if and only if it has scales, got {p.out.dtype}")
 
 
 def check_heads(heads_NAC: Tensor, rotation_NR: Tensor) -> None:
     width, rope = heads_NAC.shape[-1], 2 * rotation_NR.shape[1]
     if width % 2 or width > MAX_HEAD_DIM or rope > width:
         raise ValueError(
-            f"a head must have an even number of values up to {MAX_HEAD_DIM}, its rope no more "
-            f"than that: got {width} and {rope}"
+            f"a head must have an even number of values up to {MAX_HEAD_DIM}, and no more rope "
+            f"values than that: got {width} and {rope}"
         )
     if heads_NAC.stride(-1) != 1:
-        raise ValueError(f"a head's values must lie together, got {heads_NAC.stride()}")
+        raise ValueError(f"a head's values must be contiguous, got strides {heads_NAC.stride()}")
     if not rotation_NR.is_contiguous():
         raise ValueError(f"rotation must be contiguous, got strides {rotation_NR.stride()}")
 

@@ -1,8 +1,7 @@
 """Builds the kernels of a table's operators ahead of time, so that no request waits for a compiler.
 
-Triton compiles a kernel once for each launch signature: the constants of the launch, and for each
-integer argument whether it is 1 or a multiple of 16. A class of steps is a range of sizes whose
-launches have the same signatures; the kernels' files publish where each class ends
+Triton compiles a kernel once for each launch signature. A class of steps is a range of sizes whose
+launches have the same signatures; the kernels' modules publish where each class ends
 (ops/launch/sizes.py). `Builds.prepare` calls the operators once for every class of steps, records
 their launches instead of running them, compiles the recorded kernels in parallel and loads them.
 """
@@ -39,14 +38,14 @@ class Builds(Protocol):
         """Build and load every kernel that `launch_all` would launch, without launching any.
 
         Args:
-            configuration: plain data. Together with this package's source it determines which
+            configuration: plain data that, together with this package's source, determines which
                 kernels `launch_all` launches.
             launch_all: calls the operators; the contents of their tensors do not matter.
         """
         ...
 
     def ready(self) -> None:
-        """Start to count compilations: from now on, each one delays a request."""
+        """Start to count late compilations: from now on, each one delays a request."""
         ...
 
     def late(self) -> Mapping[str, int]:

@@ -23,29 +23,21 @@ import deep_gemm  # type: ignore[import-not-found,unused-ignore]
 import torch
 from torch import Tensor
 
+from finwhale.ops.linear import ACTIVATION_GROUP
 from finwhale.ops.linear.linear_deepgemm import MANY_TOKENS, rows_of
 from finwhale.ops.linear.linear_triton import ROUNDED_TOKENS, SHORT_STEPS
 from finwhale.ops.linear.quantise_triton import empty_quantised
 
 BLOCK_ROWS = 64
-K_GROUP = 128
-# A plain launch takes less host time than this. Loading a kernel takes more; compiling takes
-# seconds.
+# A call that takes more host time than this has loaded or compiled a kernel.
 SLOW_CALL_S = 0.1
-# A job has JOB_ROWS row counts beyond OWN_KERNEL_ROWS rows, where neighbouring counts often share a
-# kernel, and a single one below.
+# Up to OWN_KERNEL_ROWS rows, a job compiles one row count; beyond, where neighbouring counts often
+# share a kernel, it compiles JOB_ROWS row counts.
 JOB_ROWS, OWN_KERNEL_ROWS = 4, 512
 Kind = Literal["gemm", "einsum"]
 VERSION = str(getattr(deep_gemm, "__version__", "unknown"))
 GEMM: Any = deep_gemm.fp8_gemm_nt
 EINSUM: Any = deep_gemm.fp8_einsum
-
-
-def classes_of_rows(most: int) -> list[int]:
-    """One row count for each kernel that steps of up to `most` tokens can need."""
-    few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
-    many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
-    return sorted(few | set(many if most > MANY_TOKENS else ()))
 
 
 def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[object, ...]:
@@ -55,8 +47,9 @@ def class_of(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> tuple[obje
 
 
 def needed(kind: Kind, weight_shape: tuple[int, ...], rows: int) -> bool:
-    """Whether DeepGEMM runs this GEMM: Finwhale's own kernel runs short GEMMs with few rows."""
-    return kind == "einsum" or rows > ROUNDED_TOKENS or weight_shape[-1] > SHORT_STEPS * K_GROUP
+    """Whether DeepGEMM runs this GEMM; Finwhale's own kernel runs short ones with few rows."""
+    short = weight_shape[-1] <= SHORT_STEPS * ACTIVATION_GROUP
+    return kind == "einsum" or rows > ROUNDED_TOKENS or not short
 
 
 def call(kind: Kind, weight: Tensor, scale: Tensor, rows: int) -> None:
@@ -175,8 +168,10 @@ class DeepGemmKernels:
 
 
 def _row_counts(kind: Kind, shape: tuple[int, ...], most: int) -> list[int]:
-    """The row counts up to `most` to compile: one for each kernel of DeepGEMM."""
-    return [rows for rows in classes_of_rows(most) if needed(kind, shape, rows)]
+    """The row counts to compile: one for each kernel that steps of up to `most` tokens can need."""
+    few = {rows_of(n) for n in range(1, min(most, MANY_TOKENS) + 1)}
+    many = range(MANY_TOKENS + BLOCK_ROWS, most + BLOCK_ROWS, BLOCK_ROWS)
+    return [rows for rows in sorted({*few, *many}) if needed(kind, shape, rows)]
 
 
 _OF_PROCESS: list[DeepGemmKernels] = []

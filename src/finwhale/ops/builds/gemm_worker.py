@@ -1,4 +1,4 @@
-"""A worker process in which DeepGEMM compiles GEMMs. It needs a context on the GPU.
+"""A worker process in which DeepGEMM compiles GEMMs. It creates a context on the GPU.
 
 The first line on stdin names the cache and the GPU. Each further line is a job: the shape of a
 weight and row counts. The worker answers each job with one line of JSON on stdout, and DeepGEMM
@@ -38,7 +38,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # DeepGEMM and nvcc print to stdout. Send that to stderr, so that the pipe has answers only.
+    # DeepGEMM and nvcc print to stdout. Redirect that to stderr: the pipe must have only answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

@@ -28,11 +28,11 @@ if HAS_DEEPGEMM:
 
 logger = logging.getLogger(__name__)
 
-# DeepGEMM's workers. Each has a context on the GPU, and the tensors of a GEMM in its memory.
+# DeepGEMM's workers. Each one needs GPU memory for a context and the tensors of a GEMM.
 GEMM_WORKERS = 12
 GEMM_WORKER_BYTES = 2 * 2**30
 # The modules whose kernels take longest to compile. They are compiled first.
-LONG = (
+SLOWEST = (
     ".sparse_attention_hopper",
     ".sparse_attention_triton",
     ".experts_hopper",
@@ -65,7 +65,7 @@ class KernelBuilds:
 
     def expect(self, configuration: object) -> None:
         complete = self._artefacts.is_complete(configuration)
-        # If another configuration is complete, most kernels exist, and often all.
+        # If another configuration is complete, most or all kernels exist already.
         if not complete and not self._artefacts.known() and self._pool is None:
             self._pool = self._new_pool()
 
@@ -93,10 +93,13 @@ class KernelBuilds:
         return replace(built, compiled=built.compiled + missing)
 
     def _loaded(self, launch_all: Callable[[], None]) -> Built:
-        """Load every kernel. Those that are still missing are compiled one by one."""
-        compiled = self._counter.compiled
-        kernels = self._load(launch_all)
-        return Built(kernels=kernels, compiled=self._counter.compiled - compiled)
+        """Load every kernel, and compile those that are still missing one by one."""
+        before = self._counter.compiled
+        with self._collecting():
+            kernels = load(launch_all)
+        if self._deepgemm is not None:
+            kernels += self._deepgemm.load()
+        return Built(kernels=kernels, compiled=self._counter.compiled - before)
 
     def _build(self, launch_all: Callable[[], None]) -> tuple[int, list[str]]:
         """Let worker processes compile the missing kernels into the cache.
@@ -133,11 +136,12 @@ class KernelBuilds:
         """List the kernels that `launch_all` needs.
 
         Returns:
-            The jobs for Triton's missing kernels, longest first, those for DeepGEMM's, and the
-            names of all needed kernels. A kernel of a complete configuration is not missing.
+            The jobs for Triton's missing kernels, longest first; the jobs for DeepGEMM's missing
+            kernels; the names of all needed kernels. Kernels of complete configurations exist.
         """
         with self._collecting():
-            variants = sorted(map(asdict, collect(launch_all)), key=_effort)
+            found = collect(launch_all)
+        variants = [asdict(v) for v in sorted(found, key=lambda v: not v.module.endswith(SLOWEST))]
         gemms = [] if self._deepgemm is None else self._deepgemm.jobs()
         known, names = self._artefacts.known(), [digest(job) for job in (*variants, *gemms)]
         return (
@@ -145,13 +149,6 @@ class KernelBuilds:
             [job for job in gemms if digest(job) not in known],
             names,
         )
-
-    def _load(self, launch_all: Callable[[], None]) -> int:
-        with self._collecting():
-            kernels = load(launch_all)
-        if self._deepgemm is not None:
-            kernels += self._deepgemm.load()
-        return kernels
 
     def _collecting(self) -> AbstractContextManager[None]:
         return nullcontext() if self._deepgemm is None else self._deepgemm.collecting()
@@ -203,11 +200,6 @@ class KernelBuilds:
         if self._deepgemm is not None:
             totals["deepgemm"] = self._deepgemm.total
         return totals
-
-
-def _effort(variant: Mapping[str, Any]) -> bool:
-    """A sort key that puts the kernels with the longest compilation first."""
-    return not variant["module"].endswith(LONG)
 
 
 def _versions(platform: Platform, device_index: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Records Triton's kernel launches without running them, and counts compilations.
 
-Triton has no hook for recording a launch, so `intercept_launches` replaces its launch method for
-some time. The launches of the calling thread then go to a visitor instead of the GPU.
+Triton has no hook for recording a launch, so `intercept_launches` temporarily replaces its launch
+method. The launches of the calling thread then go to a visitor instead of the GPU.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -79,7 +79,7 @@ def collect(launch_all: Callable[[], None]) -> list[Variant]:
         kernels = kernel.device_caches[compile["device"]][0]
         kernels[key] = _NOT_COMPILED
         noted.append((kernels, key))
-        return True  # Triton takes this to mean that another process compiles the kernel.
+        return True  # Triton then leaves the compilation to somebody else.
 
     with intercept_launches(lambda kernel, run: run(), others=busy), busy:
         knobs.runtime.jit_cache_hook = note

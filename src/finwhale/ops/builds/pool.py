@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 Answer = dict[str, Any]
 
 MAX_WORKERS = 16
-PATIENCE_S = 900
+TIMEOUT_S = 900
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); import runpy; "
 
 
@@ -48,9 +48,6 @@ class Pool:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             for _ in range(max(1, size))
         ]
-        self._send_first(first)
-
-    def _send_first(self, first: Mapping[str, Any]) -> None:
         for process in self._processes:
             assert process.stdin is not None
             try:
@@ -78,11 +75,11 @@ class Pool:
             thread.start()
 
         def finish() -> list[Answer]:
-            end = time.monotonic() + PATIENCE_S
+            end = time.monotonic() + TIMEOUT_S
             for thread in threads:
                 thread.join(max(0.0, end - time.monotonic()))
             if any(thread.is_alive() for thread in threads):
-                answers.append({"error": f"compilation took longer than {PATIENCE_S} s"})
+                answers.append({"error": f"compilation took longer than {TIMEOUT_S} s"})
             self.close()
             for _ in range(waiting.qsize()):
                 answers.append({"error": "all compiler processes had ended"})

@@ -10,7 +10,7 @@ from triton.runtime.cache import FileCacheManager
 
 
 class MovableCache(FileCacheManager):
-    """Finds a kernel's files in the folder of its group file, which lists them by absolute path."""
+    """Finds a kernel's files by name, because the group file lists them by absolute path."""
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         """The paths of a group's files, by name; None: the group does not exist."""

@@ -1,4 +1,4 @@
-"""A worker process that compiles Triton kernels. It needs no context on the GPU.
+"""A worker process that compiles Triton kernels, without a context on the GPU.
 
 The first line on stdin names the target device and the cache. Each further line is a `Variant` of a
 kernel. The worker stores the compiled variant in Triton's cache and answers with a line on stdout:
@@ -70,7 +70,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # Compilers print to stdout. Send that to stderr, so that the pipe has answers only.
+    # Compilers print to stdout. Redirect that to stderr: the pipe must have only answers.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     try:

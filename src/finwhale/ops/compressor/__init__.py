@@ -3,9 +3,10 @@
 Source: DeepSeek-V4 technical report, sections 2.3.1 and 2.3.2. Legend: N new tokens, C entry
 width, S tokens that an entry mixes, R rope dimensions, L positions.
 
-Ratio 128: an entry mixes its 128 tokens. Ratio 4: each token has two halves [Ca | Cb]; an entry
-mixes Ca of the window before with Cb of its own: S = 8. Entry = rope(RMSNorm(sum_j softmax_j(
-gate_j + ape_j) * kv_j)) at position ratio * w.
+Entry w of a ratio compresses the tokens of window w: positions ratio * w .. ratio * (w + 1) - 1. It
+is rope(RMSNorm(sum_j softmax_j(gate_j + ape_j) * kv_j)) at position ratio * w. With ratio 128, the
+sum is over the window's tokens: S = 128. With ratio 4, each token has two halves [Ca | Cb], and the
+sum is over Ca of the previous window's tokens and Cb of the window's own: S = 8.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from finwhale.ops.paging import PageTable, Tokens
 
 Rounding = Literal["none", "nope", "key"]
 
-# ratio -> (align, before): a sequence of n tokens still needs the state rows from position
+# ratio -> (align, before): a sequence of n tokens still needs its state rows from position
 # n // align * align - before on.
 STATE_KEPT = {4: (4, 4), 128: (128, 0)}
 
@@ -27,7 +28,7 @@ class CompressorWeight:
     """The weights that turn projected rows into entries.
 
     Attributes:
-        ape: [S, C] float32; for ratio 4 the first halves of the 4 rows, then the second halves.
+        ape: [S, C] float32; for ratio 4 the first halves of 4 rows, then their second halves.
         norm: [C] float32.
         ratio: 4 or 128.
     """
@@ -39,7 +40,7 @@ class CompressorWeight:
 
 @dataclass(frozen=True, slots=True)
 class CompressPart:
-    """One compressor of a layer. A C4 layer has two: for attention's entries and indexer keys.
+    """One compressor of a layer. A C4 layer has two: for attention's entries and for index keys.
 
     Attributes:
         projected: [N,X] float32: kv then gate, X = 2C for ratio 128, 4C for ratio 4; rows may be
@@ -61,16 +62,18 @@ class CompressPart:
 
 
 class Compress(Protocol):
-    """Compute the entries that complete, store them, and keep the rows that later steps need.
+    """Compute and store the entries that complete, and keep the rows that later steps need.
 
     A token at position p with (p + 1) % ratio == 0 completes entry p // ratio from the S tokens up
-    to its own; the first window of ratio 4 has only its own 4. If a sequence ends at `end` after
-    the step, the operator keeps its rows from end // 4 * 4 - 4 on for ratio 4, or from
+    to itself; the first entry of ratio 4 has only its own 4 tokens.
+
+    The state pool keeps the projected rows that later entries mix. If a sequence has `end` tokens
+    after the step, the operator keeps its rows from end // 4 * 4 - 4 on for ratio 4, or from
     end // 128 * 128 on for ratio 128. A sequence with at most `max_verify_tokens` tokens in the
     step may verify drafts that are rejected, so its `end` is the position after its first token.
     Another sequence may resume at the end of a block of BLOCK_TOKENS tokens. So for ratio 4 the
-    operator also keeps the last 4 rows of each block that ends in the step, if the state's table
-    has a page for them.
+    operator also keeps the last 4 rows of each block that ends in the step, if the state's page
+    table has a page for them.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Compressors: steps with and without complete entries, first windows, history, every rounding."""
+"""Cases of compressors: steps with and without complete entries, first windows, every rounding."""
 
 from collections.abc import Iterator
 from typing import Literal
@@ -48,7 +48,7 @@ STEPS: tuple[tuple[Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (4, ((254, 258), (7, 10), (11, 13), (5, 10)), (128,), 64),
     (128, ((126, 130), (127, 129), (125, 130), (128, 131)), (64,), 32),
 )
-# Steps with a draft head that makes 5 or 7 drafts: the most tokens of a verification, and the step.
+# Steps with a draft head that makes 5 or 7 drafts: max_verify_tokens, then the fields of STEPS.
 VERIFICATIONS: tuple[tuple[int, Literal[4, 128], Chunks, tuple[int, ...], int], ...] = (
     (6, 4, ((253, 259), (6, 11), (510, 516), (3, 4), (0, 6)), (128, 64), 64),
     (8, 4, ((250, 258), (5, 12), (7, 15), (1, 9), (512, 517)), (512, 128), 64),
@@ -64,16 +64,16 @@ def first_kept(count: int, ratio: int) -> int:
 
 
 def settled(start: int, end: int, max_verify_tokens: int) -> int:
-    """The earliest position at which a sequence may continue after a step, if drafts are wrong."""
+    """The earliest position at which a sequence may continue after a step that rejects drafts."""
     return end if end - start > max_verify_tokens else start + 1
 
 
 def state_rows(
     chunks: Chunks, ratio: int, max_verify_tokens: int = MAX_VERIFY_TOKENS
 ) -> list[list[range]]:
-    """For each chunk, the state rows that exist before it, and those that the step must keep.
+    """For each chunk, the state rows that exist before it, and the rows that the step must keep.
 
-    Every second block that ends within a chunk has a page for the rows at its end.
+    Every second block that ends within a chunk has a page for its last rows.
     """
     return [
         [
@@ -101,7 +101,7 @@ def compress_args(
     scale: float = 2.0,
     max_verify_tokens: int = MAX_VERIFY_TOKENS,
 ) -> Args:
-    """The arguments. All parts are views of one projection, which has more columns after them."""
+    """Arguments of `compress`. The parts are views of one projection, which has more columns."""
     tokens = draw.tokens(chunks)
     mixed, share = (8, 4) if ratio == 4 else (128, 2)
     columns = [share * width for width in widths]
@@ -165,7 +165,7 @@ CASES = tuple(
 
 
 def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    """The cases of a C4 layer, whose second part is the indexer's keys, and of a C128 layer."""
+    """A C4 layer, whose second part has the index keys, and a C128 layer."""
 
     def case(ratio: Literal[4, 128], widths: tuple[int, ...], behind: int, size: float) -> OpCase:
         def args() -> Args:

@@ -1,13 +1,16 @@
 """Compressors as one Triton kernel per layer: completed entries, and state for later steps.
 
-A program processes a few adjacent tokens of one part. Most tokens complete no entry and keep no
-state, so a decode step of ratio 128 costs little more than its launch. The work for an entry is the
-same in every batch: its bits depend only on its own tokens. The kernel reads rows of this step from
-the projection and earlier rows from the state pool. It writes only rows of this step to the pool,
-so no row is both read and written.
+A program processes one or a few adjacent tokens of one part: it mixes, normalises, rotates, rounds
+and stores the entries that these tokens complete, and copies their rows that later steps need. For
+an entry of ratio 128, one program per SLICE columns mixes, and the program that ends last does the
+rest. Most tokens complete no entry and keep no state, so a decode step of ratio 128 costs little
+more than its launch. The work for an entry is the same in every batch, so its bits depend only on
+its own tokens. The kernel reads rows of this step from the projection and earlier rows from the
+state pool. It writes only rows of this step to the pool, so no row is both read and written.
 
-Bytes per prefill token: 4 X of its projected row in each part. The floors for 8192 tokens of Flash
-at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X 1024).
+Bytes per prefill token: 4 X for its projected row of X values, in each part. The floors for 8192
+tokens of Flash at 4.39 TB/s are 19 us in a C4 layer (X 2048 and 512) and 8 us in a C128 layer (X
+1024).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -29,7 +32,7 @@ MAX_PARTS = 2
 PREFILL_TOKENS = {4: 1, 128: 16}
 # Columns of an entry of ratio 128 that one program mixes.
 SLICE = 64
-# Width of an index key; a constant that kernels read.
+# log2 of the largest width of an index key.
 MAX_LOG2_WIDTH = tl.constexpr(9)
 MAX_SPREAD = tl.constexpr(keys_layout.MAX_SPREAD)
 
@@ -85,7 +88,7 @@ def _mix(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Columns first_column .. + BLOCK - 1 of the gated average of the S tokens up to `token`."""
+    """BLOCK columns from first_column on of the gated average of the S tokens up to `token`."""
     S: tl.constexpr = 8 if RATIO == 4 else RATIO
     columns = first_column + tl.arange(0, BLOCK)
     slot = tl.arange(0, S)
@@ -96,7 +99,7 @@ def _mix(
     page = tl.load(state_row_ptr + source // ROWS_PER_PAGE, mask=is_old, other=0).to(tl.int64)
     new_row = (token - (S - 1) + slot) * stride_projected
     old_row = (page * ROWS_PER_PAGE + source % ROWS_PER_PAGE) * stride_state
-    # One load serves both sources: a row of the state's pool has an offset from the projection.
+    # One load reads from both tensors: state rows are addressed relative to the projection.
     distance = (state_ptr.to(tl.int64) - projected_ptr.to(tl.int64)) // 4
     row = tl.multiple_of(tl.where(is_old, distance + old_row, new_row), 4)
     own = tl.where(slot < 4, 0, C) if RATIO == 4 else slot * 0
@@ -148,9 +151,10 @@ def _store_attention_row(
 
 @triton.jit
 def _hadamard(x, C: tl.constexpr):
-    """x [C] times the Hadamard matrix of C without its factor: the bits of rounding.hadamard.
+    """x [C] times the Hadamard matrix of C without its factor, with the bits of rounding.hadamard.
 
-    A pass adds neighbours and moves them half the width apart, so all passes are the same.
+    A pass replaces neighbours by their sum and difference, and moves these half the width apart, so
+    that all passes are the same.
     """
     for i in tl.static_range(MAX_LOG2_WIDTH):
         if 2 << i <= C:
@@ -169,7 +173,7 @@ def _fp4_codes(x):
     exponents = tl.maximum(exponents, tl.max(exponents, axis=0) - MAX_SPREAD)
     size = tl.abs(round_to_scale(x, exponents[:, None]))
     size = size * ((254 - exponents) << 23).to(tl.float32, bitcast=True)[:, None]
-    # From 1 on, a code is the value's exponent and one bit of its mantissa; below, 0 or 1 for 0.5.
+    # The code of a value from 1 on is its exponent and one mantissa bit; 0.5 has code 1, 0 code 0.
     bits = (size.to(tl.int32, bitcast=True) >> 22) - 252
     codes = tl.maximum(bits, tl.minimum(2.0 * size, 1.0).to(tl.int32))
     return codes | ((x.to(tl.int32, bitcast=True) >> 28) & 8), exponents
@@ -185,7 +189,7 @@ def _store_index_key(
     GROUP: tl.constexpr,
     SHARE: tl.constexpr,
 ):
-    """Rotate, round to FP4 and pack (indexer/layout.py)."""
+    """Rotate a key by the Hadamard matrix, round it to FP4 and pack it (indexer/layout.py)."""
     rotated = _hadamard(row, C) * SHARE
     codes, exponents = _fp4_codes(tl.reshape(rotated, [C // GROUP, GROUP]))
     low, high = tl.split(tl.reshape(codes & 7, [C // 2, 2]))
@@ -241,6 +245,7 @@ def _part(
     BLOCK_C: tl.constexpr,
     BLOCK_X: tl.constexpr,
 ):
+    """Process TOKENS adjacent tokens of one part; the module's docstring has the steps."""
     BEFORE: tl.constexpr = 4 if RATIO == 4 else 0
     first_token = tl.program_id(0).to(tl.int64) * TOKENS
     local = tl.arange(0, TOKENS)
@@ -529,17 +534,17 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
     width = part.weight.norm.shape[0]
     num_values = (4 if ratio == 4 else 2) * width
     if part.weight.ratio != ratio:
-        raise ValueError(f"parts have one ratio, got {part.weight.ratio} beside {ratio}")
+        raise ValueError(f"all parts must have the same ratio, got {part.weight.ratio} and {ratio}")
     for name, tensor in (("projected", part.projected), ("state_pool", part.state_pool)):
         if tensor.dtype != torch.float32 or tensor.shape[1] != num_values or tensor.stride(1) != 1:
             raise ValueError(
-                f"{name} must be float32 rows of {num_values} values that lie together, "
+                f"{name} must be float32 rows of {num_values} contiguous values, "
                 f"got {tensor.dtype} {tuple(tensor.shape)}, strides {tensor.stride()}"
             )
         if tensor.stride(0) % 4 or width % 4 or tensor.data_ptr() % 16:
             raise ValueError(
-                f"rows of {name} must begin at multiples of 16 bytes, parts of them too: "
-                f"got strides {tensor.stride()} and entries of {width} values"
+                f"rows of {name} and their parts of {width} values must begin at multiples of 16 "
+                f"bytes, got strides {tensor.stride()}"
             )
     pool = part.entry_pool
     if pool.dtype != torch.uint8 or pool.dim() != 2 or part.rounding == "none":
@@ -561,7 +566,7 @@ def _check(part: CompressPart, ratio: int, rope: int, entry_rows: int) -> None:
 
 
 def _exchange(tokens: Tokens, width: int) -> tuple[Tensor, Tensor]:
-    """Memory for the exchange between programs of one entry: mixed columns, and their count.
+    """Memory for the programs of one entry: mixed columns, and a count of the programs that ended.
 
     The counts are 0 before and after each launch, so the layers of a step share them.
     """

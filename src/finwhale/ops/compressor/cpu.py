@@ -61,7 +61,7 @@ def compress(
 def _entries(
     part: CompressPart, projected: F32, step: CompressStep, rotary_LR: Tensor, eps: float
 ) -> F32:
-    """The entries that complete, roped and rounded: [M,C]."""
+    """The entries that complete, rotated and rounded: [M,C]."""
     rows = projected
     if step.history_slots.shape[0]:
         rows = np.concatenate((view(part.state_pool)[view(step.history_slots)], rows))

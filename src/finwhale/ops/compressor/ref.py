@@ -21,7 +21,7 @@ def _mix(rows_MSX: Tensor, missing_MS: Tensor, w: CompressorWeight) -> Tensor:
     else:
         kv, gate = rows_MSX[..., :width], rows_MSX[..., width:]
     gate = (gate + w.ape).masked_fill_(missing_MS[..., None], -torch.inf)
-    # softmax() is not used: with several threads its bits depend on the shape.
+    # Do not use softmax(): with several threads, its bits depend on the shape.
     weight = (gate - gate.amax(1, keepdim=True)).exp_()
     total = weight.sum(1)
     return weight.mul_(kv).sum(1).div_(total)
@@ -49,7 +49,7 @@ def compress(
 
 
 def _entries(part: CompressPart, step: CompressStep, rotation_MR: Tensor, eps: float) -> Tensor:
-    """The entries that complete, roped and rounded: [M,C]."""
+    """The entries that complete, rotated and rounded: [M,C]."""
     rows = part.projected
     if step.history_slots.shape[0]:
         rows = torch.cat((part.state_pool.index_select(0, step.history_slots), rows))

@@ -14,9 +14,9 @@ from finwhale.ops.paging import PageTable, Tokens
 class SelectEntries(Protocol):
     """Select the topk visible entries with the highest score; the lowest index wins ties.
 
-    q <- rope(q); with round_query, q is also rotated by a Hadamard matrix and rounded to FP4, like
-    the keys in the pool (rounding.rotate_to_fp4); C is then a power of two. The rotation alone
-    would not change any dot product.
+    q <- rope(q). With round_query, q is also rotated by a Hadamard matrix and rounded to FP4, like
+    the keys in the pool (rounding.rotate_to_fp4), and C is a power of two. The rotation alone would
+    not change any dot product.
     score(n, e) = sum_i weights[n,i] * scale * relu(q[n,i] . key[e]);
     a token at position p sees the entries e < (p + 1) // 4.
     """

@@ -1,9 +1,9 @@
 """The indexer: decodes and chunks in one step, entries from none to several blocks, ties.
 
-Selections are compared exactly: scores here are exact in any order of summation and full of ties.
-Queries, keys and weights are small whole numbers, rope turns by quarters and the scale is a power
-of two. A rotated query is its whole sums times one constant, the same bits in any order, and FP4
-makes of it a few bits times a power of two again.
+Selections are compared exactly, because the scores are exact in any order of summation. They have
+many ties. Queries, keys and weights are small integers, rope rotates by multiples of 90 degrees,
+and the scale is a power of two. A rotated query is a vector of exact integer sums times one
+constant, and after rounding to FP4 its values again have few bits.
 """
 
 from collections.abc import Iterator
@@ -57,9 +57,9 @@ def _select(
         table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
         largest = ROUNDED if round_query else 1
         return (
-            strided(draw.whole(largest + 1, N, heads, width, low=-largest).float()),
-            strided(draw.whole(3, N, heads, low=-2).float()),
-            draw.whole(2, num_rows, width, low=-1).float(),
+            strided(draw.integers(largest + 1, N, heads, width, low=-largest).float()),
+            strided(draw.integers(3, N, heads, low=-2).float()),
+            draw.integers(2, num_rows, width, low=-1).float(),
             draw.quarter_turns(tokens.max_len, rope),
             tokens,
             table,
@@ -85,23 +85,23 @@ CASES = tuple(
 
 
 def key_bytes(s: Sizes) -> float:
-    """Of an entry's key in packed pages."""
+    """Bytes of an entry's key in packed pages."""
     return page_bytes(ROWS_PER_PAGE, s.index_head_dim) / ROWS_PER_PAGE
 
 
 def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
-    """Whole numbers and quarter turns again: their scores are exact in any order."""
+    """Integers and quarter turns, as in CASES: the scores are exact in any order."""
     I, J, K = s.index_n_heads, s.index_head_dim, s.index_topk  # noqa: E741
     N = num_tokens(chunks)
 
     def args() -> Args:
         tokens = draw.tokens(chunks)
         table, num_rows = draw.page_table(entry_rows(chunks, 4), ROWS_PER_PAGE)
-        keys = draw.whole(2, num_rows, J, low=-1).float()
+        keys = draw.integers(2, num_rows, J, low=-1).float()
         rotation = draw.quarter_turns(tokens.max_len, s.qk_rope_head_dim)
         return (
-            draw.whole(4, N, I, J, low=-3).to(draw.dtype),
-            draw.whole(3, N, I, low=-2).float(),
+            draw.integers(4, N, I, J, low=-3).to(draw.dtype),
+            draw.integers(3, N, I, low=-2).float(),
             pack_keys(keys, ROWS_PER_PAGE),
             rotation,
             tokens,

@@ -12,15 +12,16 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
-# Scores of all heads that may be held at once: they are read again and should stay in the cache.
+# The most scores of all heads to compute at once, so that they stay in the CPU's cache.
 MAX_SCORES = 2**18
-# Values that are rotated and rounded at once: likewise.
+# The most values to rotate and round at once, for the same reason.
 MAX_ROTATED = 2**16
-# Up to this many tokens, sorting beats the partition's preparations.
+# Up to this many tokens, sorting is faster than a partition, which needs integer keys.
 FEW_TOKENS = 8
 _LOW_BITS = np.int64(0xFFFFFFFF)
 _EXPONENT = np.array(0x7F800000, np.int32)
-# From a group's amax to its scale: 6 is 1.5 * 2^2, so what exceeds 1.5 is the next power of two.
+# These turn a group's amax into its scale: amax / 6 rounded up to a power of two. 6 is 1.5 * 2^2,
+# so adding _UP increments the exponent if the mantissa exceeds 1.5, and _BY_FOUR divides by 4.
 _UP = np.array(0x3FFFFF, np.int32)
 _BY_FOUR = np.array(2 << 23, np.int32)
 _MAGIC = np.array((22 << 23) + 0x400000, np.int32)
@@ -68,7 +69,7 @@ def select_entries(
 
 
 def rotate_to_fp4(x_NIC: F32) -> F32:
-    """As rounding.rotate_to_fp4 but for the order of sums, for |x| < 2^100; a rounded zero is +0.
+    """Like rounding.rotate_to_fp4, with other orders of sums, for |x| < 2^100; zeros become +0.
 
     Each token has a GEMM of the same shape, so its bits do not depend on N.
     """
@@ -97,10 +98,10 @@ def _signs(width: int) -> F32:
 
 
 def round_fp4(x: F32) -> None:
-    """Round a contiguous x [..., C] to FP4 in place, as rounding.scaled_fp4 and back.
+    """Round a contiguous x [..., C] to FP4 in place, like rounding.scaled_fp4 and unscaled_fp4.
 
-    A value x with exponent e rounds to multiples of 2^(e-1), or of half the scale if that is more:
-    adding 1.5 * 2^(e+22) and taking it away again does so, ties to even.
+    A value x with exponent e is rounded to a multiple of 2^(e-1), or of half the scale if that is
+    larger. Adding and subtracting 1.5 * 2^(e+22) rounds this way, with ties to even.
     """
     group = fp4_group(x.shape[-1])
     values = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
@@ -122,7 +123,7 @@ def round_fp4(x: F32) -> None:
 def _select(
     q_NIC: F32, weights_NI: F32, keys_SEC: F32, visible_N: I64, slots_SE: I64, out_NK: I32
 ) -> None:
-    """Fill out with each token's best slots; S is N, or 1 where all tokens share their entries."""
+    """Write each token's best slots to `out`. S is N, or 1 if all tokens share their entries."""
     num_tokens, heads, width = q_NIC.shape
     num_entries = keys_SEC.shape[1]
     keys = keys_SEC.reshape(keys_SEC.shape[0], -1, ENTRY_PAD, width).swapaxes(2, 3)
@@ -141,7 +142,7 @@ def _select(
 
 
 def _scores(q_NIC: F32, weights_NI: F32, keys_NBCE: F32) -> F32:
-    """Scores [N, B * ENTRY_PAD]. All GEMMs have one shape, so no bit depends on B or N."""
+    """Scores [N, B * ENTRY_PAD]. All GEMMs have the same shape, so no bit depends on B or N."""
     relu = cpu_math.matmul(q_NIC[:, None], keys_NBCE)
     np.maximum(relu, cpu_math.constant(0.0), out=relu)
     scores: F32 = cpu_math.matmul(weights_NI[:, None, None], relu)
@@ -163,16 +164,16 @@ def _top(scores_NE: F32, visible_N: I64, slots_SE: I64, out_NK: I32) -> None:
 
 
 def _best_by_sorting(scores_NE: F32, topk: int) -> I64:
-    """Indices of the topk highest scores, equal ones in order of their index."""
+    """Indices of the topk highest scores, ties in order of their index. Changes the scores."""
     np.negative(scores_NE, scores_NE)
     best: I64 = scores_NE.argsort(axis=1, kind="stable")[:, :topk]
     return best
 
 
 def _best_by_partition(scores_NE: F32, topk: int) -> I64:
-    """The same indices in any order, in less time a token but more a call."""
-    # Adding 0 turns -0 into 0; flipping a negative float's lower bits makes its integer order
-    # the float order. Below it the inverted index, so that equal scores go to the lowest.
+    """The same indices in any order; faster per token than sorting, but slower per call."""
+    # Adding 0 turns -0 into 0. Flipping the lower bits of negative floats makes the integer order
+    # equal to the float order. The low word is the inverted index: the lowest index wins ties.
     np.add(scores_NE, cpu_math.constant(0.0), scores_NE)
     bits = scores_NE.view(np.int32).astype(np.int64)
     np.bitwise_xor(bits, 0x7FFFFFFF, out=bits, where=bits < 0)

@@ -1,7 +1,7 @@
 """Rounding of index queries and keys to FP4 in Triton kernels (rounding.scaled_fp4).
 
-Several kernels share these functions, which therefore read no constant of their module: such a
-constant would be a part of Triton's cache key only for the kernel that is compiled first.
+Several kernels share these functions, so the functions read no constants of this module: Triton
+would make such a constant part of the cache key of only the kernel that it compiles first.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -13,7 +13,7 @@ import triton.language as tl
 def scale_exponent(amax):
     """The exponent byte of a group's scale: amax / 6 rounded up to a power of two."""
     bits = tl.maximum(amax, 6.0 * 2.0**-126).to(tl.int32, bitcast=True)
-    # To the next 1.5 * 2^e, which is 6 * 2^(e-2).
+    # Round up to 1.5 * 2^e, which is 6 * 2^(e-2).
     return ((bits + 0x3FFFFF) >> 23) - 2
 
 

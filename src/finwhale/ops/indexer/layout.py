@@ -1,18 +1,19 @@
-"""Packed index keys: how the kernels read a page of them.
+"""The layout of a page of packed index keys.
 
 A key of C values is FP4: words of four bytes, each with the e2m1 codes of eight values, and an E8M0
 byte for each 32 values: value = e2m1 * 2^(byte - 127). A page of P keys is P x C/2 bytes of codes,
-then P x C/32 bytes of exponents: 68 bytes a key of 128 values. Pools are uint8 [num_pages,
+then P x C/32 bytes of exponents: 68 bytes for a key of 128 values. Pools are uint8 [num_pages,
 page_bytes] with a stride; slot s is the key of row s % P in page s // P.
 
 Byte j of a word with the values 0 .. 7 holds, from its lowest bit on: the magnitude of value 2j in
 three bits, the sign of value 4 + j, the magnitude of value 2j + 1, the sign of value j. So the
-magnitudes are in order, as a GPU's byte permutation reads them, and the signs of four values lie
-where the signs of four bytes are wanted.
+magnitudes are in the order in which a GPU's byte permutation reads them, and the signs of four
+values are the highest bits of four bytes (after a shift for the last four).
 
-No scale of a key is less than 2^-11 of its largest, so that e2m1 * 2^(byte - the largest byte) is
-exact in E4M3 for all its values. A group whose own scale would be less rounds at that scale, which
-costs less than 2^-14 of the key's largest value. Rotated keys have no such groups, but of zeros.
+No scale of a key is less than 2^-11 of the key's largest scale, so e2m1 * 2^(byte - largest byte)
+is exact in E4M3 for all values. A group whose own scale would be less is rounded with that least
+scale, which costs less than 2^-14 of the key's largest value. In rotated keys, only groups of zeros
+have such small scales.
 """
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from finwhale.ops.rounding import fp4_group, scaled_fp4, unscaled_fp4
 
-# Between the exponents of a key.
+# The largest difference between the exponents of a key.
 MAX_SPREAD = 11
 
 
@@ -42,8 +43,8 @@ def page_bytes(rows_per_page: int, width: int) -> int:
 def pack_keys(keys: Tensor, rows_per_page: int) -> Tensor:
     """Keys [rows, C] of a float dtype, rows a multiple of rows_per_page -> uint8 [pages, bytes].
 
-    The keys are rounded to FP4 and not rotated: one that is rounded already is kept exactly, as far
-    as its scales are within MAX_SPREAD.
+    The keys are rounded to FP4, not rotated. A key that is already rounded stays exact if its
+    exponents differ by at most MAX_SPREAD.
     """
     scale = scaled_fp4(keys)[1]
     least = scale.amax(-1, keepdim=True) * 2.0**-MAX_SPREAD

@@ -8,7 +8,7 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import rotate_to_fp4
 from finwhale.ops.slots import ENTRY_PAD, index_step, padded, token_groups
 
-# The most scores of all heads at a time. This bounds memory for any length of the chunk.
+# The most scores of all heads to compute at once. This bounds memory for chunks of any length.
 MAX_SCORES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}
 
 
@@ -53,7 +53,7 @@ def select_entries(
 
 
 def _scores(q_NIC: Tensor, weights_NI: Tensor, keys_NEC: Tensor) -> Tensor:
-    """Scores [N,E] float32, from GEMMs of one fixed shape, so that no bit depends on E or N."""
+    """Scores [N,E] float32, from GEMMs of one fixed shape, so no bit depends on E or N."""
     blocks = []
     for keys in keys_NEC.split(ENTRY_PAD, 1):
         relu = torch.bmm(q_NIC, keys.transpose(1, 2)).relu_()

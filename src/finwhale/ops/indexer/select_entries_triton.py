@@ -1,8 +1,9 @@
 """The lightning indexer as Triton kernels: scores of packed keys, then the topk of each token.
 
-A program that computes scores rotates and rounds its queries itself. It reads the keys one page at
-a time. Keys are the rows of the GEMM, so that the sum over heads stays within a few threads. The
-order of that sum does not depend on the batch, the chunk or the split.
+A program of `_scores_kernel` has one or a few tokens and every num_splits-th page of their keys. It
+rotates and rounds its queries itself. Keys are the rows of the GEMM, so that the sum over heads
+stays within a few threads. The order of that sum does not depend on the batch, the chunk or the
+split. `topk_triton.py` then selects from the scores.
 
 Keys are FP4. The kernel unpacks them to E4M3 in registers and moves the exponents of a key's groups
 into its values, relative to the largest exponent, which remains as one factor of the dot product.
@@ -47,10 +48,10 @@ PREFILL_SCORE_BYTES = 64 * 2**20
 MAX_SCORE_BYTES = 2**30
 OUT_PAD = 128
 GROUP = tl.constexpr(FP4_GROUP)
-# The largest e2m1 value, 6, is 384 in E4M3: of a key's or a head's group of the largest scale.
+# E4M3 holds values times 2^TOP relative to the largest scale: the largest e2m1 value, 6, is 384.
 TOP = tl.constexpr(6)
-# Eight codes of a word (layout.py) -> two words of E4M3. prmt looks bytes up by three bits of a
-# selector's nibble: 0 .. 3 are bytes of `low`, 4 .. 7 of `high`, whose exponents are less by $3.
+# Eight codes of a word (layout.py) -> two words of E4M3. Three bits of each nibble of prmt's
+# selector choose a byte: 0 .. 3 of `low`, 4 .. 7 of `high`. $3 is subtracted from their exponents.
 UNPACK = tl.constexpr("""{
 .reg .b32 low, high, codes, value, signs;
 mad.lo.s32 low, $3, 0xF7F7F800, 0x6C686000;
@@ -71,7 +72,7 @@ def _signs(C: tl.constexpr):
     """The Hadamard matrix of C <= 128 without its factor, in bfloat16.
 
     The entry at (i, j) is negative if i and j have an odd number of common bits. A thread's rows
-    are known at compile time, so an entry differs from one above it by one bit only.
+    are known at compile time, so an entry differs from the one above it by one bit only.
     """
     row, column = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
     signs = 0x3F80 + tl.zeros([C, C], tl.int32)
@@ -99,10 +100,10 @@ def _rounded_queries(
     BLOCK_I: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Prepare queries for scoring, and half of weights * scale * the heads' factors [Q * I].
+    """Returns the queries for scoring, and half of weights * scale * the heads' factors [Q * I].
 
-    The function rotates rope(q), rounds it to FP4 and returns it as E4M3 [Q * I, C], with columns
-    in the order of `_unpacked`.
+    The queries are rope(q), rotated by the Hadamard matrix and rounded to FP4, as E4M3 [Q * I, C],
+    with columns in the order of `_unpacked`.
     """
     column = tl.arange(0, C)
     head = tl.arange(0, BLOCK_I)
@@ -145,9 +146,10 @@ def _rounded_queries(
 def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constexpr):
     """Codes uint8 [ROWS, C/2] as E4M3 [ROWS, C]: 64 / 2^below times their values.
 
-    below [ROWS, C/32] int32, 0 .. 11. A group has first the columns 8i .. 8i + 3 of all i, then
-    8i + 4 .. 8i + 7. The values of a word then stay in its thread, where the GEMM needs them.
-    Without inline assembly the columns are in order.
+    below [ROWS, C/32] int32, 0 .. 11: the row's largest exponent minus the group's. With inline
+    assembly, a group first has the columns 8i .. 8i + 3 of all i, then 8i + 4 .. 8i + 7, so that
+    the values of a word stay in its thread, where the GEMM needs them. Otherwise the columns are in
+    order.
     """
     if ASM:
         codes = tl.reshape(codes, [ROWS, C // GROUP, GROUP // 2])
@@ -172,9 +174,10 @@ def _unpacked(codes, below, C: tl.constexpr, ROWS: tl.constexpr, ASM: tl.constex
 
 @triton.jit
 def _bytes(size, sign, below):
-    """E4M3 bytes of 64 / 2^below times e2m1 values: exponent and one mantissa bit, sign.
+    """E4M3 bytes of 64 / 2^below times e2m1 values, from magnitude codes and signs.
 
-    A size of 2 or more is its own exponent and mantissa; 1 is the power of two below that of 2.
+    A magnitude code of 2 or more is itself exponent and mantissa. Code 1 is the power of two below
+    that of code 2.
     """
     byte = 4 * (size - (size == 1).to(tl.int32)) + 8 * (12 - below)
     return (tl.where(size == 0, 0, byte) | (sign << 7)).to(tl.uint8)
@@ -213,6 +216,7 @@ def _scores_kernel(
     ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -311,8 +315,8 @@ def _check(q_NIC: Tensor, key_pool: Tensor, table: PageTable, rope: int, round_q
         )
     if width not in (32, 64, 128) or rope > width or q_NIC.stride(2) != 1:
         raise ValueError(
-            f"index heads must have 32, 64 or 128 values that lie together, rope at most all of "
-            f"them: got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
+            f"index heads must have 32, 64 or 128 contiguous values, rope at most all of them: "
+            f"got {tuple(q_NIC.shape)}, strides {q_NIC.stride()}, rope {rope}"
         )
     if table.rows_per_page not in PAGE_ROWS:
         raise ValueError(f"pages must hold {PAGE_ROWS} keys, got {table.rows_per_page}")

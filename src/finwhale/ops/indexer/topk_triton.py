@@ -1,12 +1,14 @@
 """The largest scores of each token, in order of position, as one Triton kernel.
 
 The result is exact for every batch, chunk and split: a token gets its topk largest scores; the
-lowest index wins ties. The kernel compares floats as integers of the same order. To find a
-threshold, each pass counts the keys that reach three probes. One of them halves the range.
+lowest index wins ties. The kernel compares floats as integers of the same order ("keys"). It
+searches for a threshold that topk keys reach. Each pass counts the keys that reach three probes;
+one probe halves the range.
 
-A program selects from at most BLOCK keys. If there are more, it first selects the best groups of
-GROUP adjacent keys by their largest keys. The topk best keys lie in the topk best groups, so the
-program may select more groups than that, but not fewer: few passes find such a threshold.
+A program selects from at most BLOCK keys in registers. If its chunk has more, it first selects the
+best groups of GROUP adjacent keys by their largest keys. The topk best keys lie in the topk best
+groups, so the program may select more groups than that, but not fewer: few passes find such a
+threshold.
 
 If a row is longer than GROUP * BLOCK, each of its chunks has a program. Of adjacent chunks, the
 program that ends last selects again from their results, until one program has the result of the
@@ -46,17 +48,17 @@ def _scores(keys):
 
 @triton.jit
 def _threshold(keys, low, high, reached, least, most):
-    """A threshold that at least `least` of the keys reach, and at most `most` but for ties.
+    """Find a threshold that between `least` and `most` keys reach, not counting ties.
 
-    The threshold is in low .. high. `reached` keys reach low, or about so many, but then more than
-    `most`; at least `least` do. No key is above high. Returns the threshold and how many of its
-    ties to take.
+    low .. high contains the threshold: at least `least` keys reach low, and no key is above high.
+    `reached` is the number of keys that reach low, or an estimate of it that is above `most`.
+    Returns the threshold and the number of its ties to take.
     """
     above = 0
     while (low < high) & (reached > most):
-        # The middle halves the range. The other probes lie around a guess: that the logarithm of
-        # the count is linear in the score. Any probe of low + 1 .. high is right.
-        # The difference is taken modulo 2^32 and is non-negative as uint32.
+        # The middle halves the range. The other two probes lie around a guess, which assumes that
+        # the logarithm of the count is linear in the score. Any probe in low + 1 .. high is valid.
+        # The difference wraps modulo 2^32 and is non-negative as uint32.
         span = (high - low).to(tl.uint32, bitcast=True)
         middle = low + (span // 2 + span % 2).to(tl.int32, bitcast=True)
         log_low, log_high = tl.log2(reached * 1.0), tl.log2(tl.maximum(above, 0.5))
@@ -67,7 +69,7 @@ def _threshold(keys, low, high, reached, least, most):
         right = _keys(low_score + width * (part * 0.875 + 0.125))
         left = tl.minimum(tl.maximum(left, low + 1), high)
         right = tl.minimum(tl.maximum(right, low + 1), high)
-        # Separate sums of one value each: the GPU has an instruction for the sum over a warp.
+        # Sum int32 values one at a time: the GPU has an instruction for the sum over a warp.
         reach = (keys >= left).to(tl.int32) + ((keys >= right).to(tl.int32) << 16)
         packed = tl.sum(reach, axis=0)
         count = tl.sum((keys >= middle).to(tl.int32), axis=0)
@@ -81,7 +83,7 @@ def _threshold(keys, low, high, reached, least, most):
 
 @triton.jit
 def _narrowed(probe, count, low, high, reached, above, least):
-    """The range and its counts, if `count` keys reach the probe."""
+    """The narrower range and its counts, given that `count` keys reach the probe."""
     up = (count >= least) & (probe > low)
     down = (count < least) & (probe <= high)
     return (
@@ -94,7 +96,7 @@ def _narrowed(probe, count, low, high, reached, above, least):
 
 @triton.jit
 def _chosen(keys, threshold, ties_wanted):
-    """Which keys are above the threshold, or its first ties, and the place of each one."""
+    """Which keys are above the threshold or among its first ties, and their output positions."""
     above, tie = keys > threshold, keys == threshold
     packed = above.to(tl.int32) + (tie.to(tl.int32) << 16)
     SIZE: tl.constexpr = keys.shape[0]
@@ -110,9 +112,10 @@ def _chosen(keys, threshold, ties_wanted):
 
 @triton.jit
 def _best(scores_row_ptr, entries, valid, floor, length, topk):
-    """Which of `length` valid entries have the topk highest scores, and the place of each one.
+    """Which valid entries have the topk highest scores, and their output positions.
 
-    At least topk entries reach the floor, if there are so many, and about `length`.
+    `length` is about the number of entries that reach the floor: at least topk, or all entries if
+    there are fewer.
     """
     keys = _keys(tl.load(scores_row_ptr + entries, mask=valid, other=0.0))
     low = tl.maximum(tl.min(tl.where(valid, keys, 0x7FFFFFFF)), floor)
@@ -155,7 +158,10 @@ def _select_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """GROUP is 1 if no row has more than BLOCK keys."""
+    """Write the slots of a token's topk entries. A program has one chunk of one token's scores.
+
+    GROUP is 1 if no row has more than BLOCK keys.
+    """
     LOWEST: tl.constexpr = -0x7FFFFFFF - 1
     CHUNK: tl.constexpr = GROUP * BLOCK
     MOST: tl.constexpr = BLOCK // GROUP  # groups that a program selects
@@ -216,7 +222,7 @@ def _select_kernel(
         group_entries = start + groups[:, None] * GROUP + members[None, :]
         entries = tl.reshape(group_entries, [BLOCK])
         valid = tl.reshape(there[:, None] & (group_entries < start + length), [BLOCK])
-        # Few groups have several such keys.
+        # An estimate: few groups have several keys that reach the floor.
         reached = tl.maximum(num_groups + num_groups // 8, topk + 1)
 
     counter_ptr = counters_ptr + row * stride_counters
@@ -252,7 +258,7 @@ def _select_kernel(
                 mine = parent
                 num_programs = num_parents
                 valid = columns < length
-                # Other programs wrote them, so bypass this multiprocessor's L1 cache.
+                # Other programs wrote these entries, so bypass this multiprocessor's L1 cache.
                 entries = tl.load(source_ptr + columns, mask=valid, other=0, cache_modifier=".cg")
 
 
@@ -269,9 +275,9 @@ def select_topk(
 ) -> None:
     """Write the rows of `out` for tokens first_token .. first_token + len(scores) - 1.
 
-    scores [n,E] float32, E a multiple of GROUP or all of max_entries; the kernel uses a token's
-    visible entries only if they are more than topk. out [N,K] int32. No token sees more than
-    max_entries. Raises ValueError if that is more than BLOCK, and topk more than half of BLOCK.
+    scores [n,E] float32, E a multiple of GROUP or max_entries; the kernel reads a token's scores
+    only if the token sees more than topk entries. out [N,K] int32. No token sees more than
+    max_entries. Raises ValueError if max_entries exceeds BLOCK and topk exceeds half of BLOCK.
     """
     num_rows = scores_NE.shape[0]
     block: int = min(BLOCK, max(MIN_BLOCK, triton.next_power_of_2(max_entries)))
@@ -320,7 +326,7 @@ def select_topk(
 
 
 def _counters(tokens: Tokens, num_rows: int, width: int) -> Tensor:
-    """Counts of programs that have ended; 0 before and after each launch, so layers share them."""
+    """Counts of ended programs. They are 0 before and after each launch, so layers share them."""
     counters = tokens.cache.topk_counters
     if counters is None or counters.shape[0] < num_rows or counters.shape[1] < width:
         counters = torch.zeros(num_rows, width, dtype=torch.int32, device=tokens.positions.device)

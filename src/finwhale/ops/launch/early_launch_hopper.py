@@ -1,4 +1,4 @@
-"""Functions with which a Gluon kernel for Hopper starts early (`launch_options`)."""
+"""Gluon functions for kernels on Hopper that start early (`launch_options`)."""
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from triton.experimental import gluon

@@ -1,15 +1,15 @@
 """Sizes at which the launches of kernels change.
 
-Triton compiles a kernel once for each launch signature: the constants of the launch, and of each
-integer argument whether it is 1 or a multiple of 16. A file with operators publishes the sizes at
-which its launch signatures change, from its own plans and thresholds:
+Triton compiles a kernel once for each launch signature: the constants of the launch, and for each
+integer argument whether it is 1 or a multiple of 16. A module of operators publishes the sizes at
+which its launch signatures change:
 
 - `launch_tokens(model, most)`: numbers of tokens up to `most`;
 - `launch_rows(model, most)`: numbers of rows of logits up to `most`;
 - `launch_contexts(model, num_tokens, longest)`: lengths of the longest sequence up to `longest`.
 
-Each returns the last size of every class: the signatures for one more differ. `ops/builds` compiles
-the kernels of every class ahead.
+Each function returns the last size of every class: the next size has other signatures.
+`ops/builds` compiles the kernels of every class at start.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,9 +21,9 @@ class ModelSizes:
     """The sizes of a model that launch signatures depend on.
 
     Attributes:
-        linears: (rows a token, groups, values of a group) of the inputs of linear layers.
-        complete_ratios: compression ratios whose entries attention reads without choosing.
-        num_ranks: ranks that share out the tokens of large steps for mHC.
+        linears: (rows per token, groups, values per group) of the inputs of linear layers.
+        complete_ratios: compression ratios of which attention reads every entry.
+        num_ranks: number of ranks that divide the tokens of large steps among themselves for mHC.
     """
 
     vocab_size: int
@@ -39,11 +39,11 @@ class ModelSizes:
 
 
 def last_of_classes(class_of: Callable[[int], object], most: int) -> set[int]:
-    """The numbers of 1 to most - 1 after which `class_of` changes."""
+    """The numbers from 1 to most - 1 after which `class_of` changes."""
     classes = [class_of(n) for n in range(1, most + 1)]
     return {n for n in range(1, most) if classes[n - 1] != classes[n]}
 
 
 def up_to(most: int, sizes: Iterable[int]) -> set[int]:
-    """The sizes of 1 to most."""
+    """The sizes from 1 to `most`."""
     return {size for size in sizes if 0 < size <= most}

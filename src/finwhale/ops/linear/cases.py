@@ -1,6 +1,7 @@
-"""Linear layers: one and many rows, widths that no tile divides, both kinds of inputs.
+"""Linear layers: one and many rows, widths that no tile divides, rounded and unrounded inputs.
 
-Rounded inputs are the same bits in every implementation, so the tolerance is that of sums.
+Every implementation rounds an input to the same bits, so the tolerance covers only the order of
+sums.
 """
 
 from collections.abc import Iterator
@@ -22,8 +23,8 @@ from finwhale.ops.case import (
 )
 from finwhale.ops.linear import LinearWeight
 
-# N, K, M: no rows, the demo model's, odd ones, rows around the sizes where BLAS changes kernels,
-# one of Flash's, and one large enough to be split over threads.
+# N, K, M: no rows, the demo model's sizes, odd sizes, numbers of rows around which BLAS changes
+# kernels, a size of Flash, and one large enough to be split over threads.
 PLAIN = (
     (0, 256, 128),
     (1, 256, 128),
@@ -36,7 +37,7 @@ PLAIN = (
     (300, 256, 256),
 )
 STRIDED = ((1, 256, 128), (5, 320, 200), (33, 200, 33))
-# N, G, K, M; one group, as a rank of eight has of Flash, is the last.
+# N, G, K, M. The last has one group, like each of eight ranks of Flash.
 GROUPED = ((0, 2, 64, 16), (1, 2, 512, 128), (3, 1, 130, 7), (17, 8, 64, 16), (5, 1, 512, 128))
 
 
@@ -94,7 +95,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
             w = draw.normal(M, K, scale=K**-0.5).to(draw.dtype)
             return LinearWeight(w, out_dtype=torch.float32)
 
-        # A last bit of tensor cores' sums of FP8 products is 2^-13 of the largest.
+        # The last bit of a tensor core's sum of FP8 products is 2^-13 of the largest product.
         return OpCase(
             operator="linear",
             name=name,
@@ -102,7 +103,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
             weight=weight,
             by_token=(0,),
             tolerance=1e-3 if fp8 else 1e-4,
-            own_bits=False,
+            batch_invariant=False,
             bytes=N * (2 * K + (2 if fp8 else 4) * M) + M * K * (1 if fp8 else 2),
             operations=2.0 * N * M * K,
             rate=FP8_RATE if fp8 else BF16_RATE,
@@ -117,7 +118,7 @@ def model_cases(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]:
             weight=lambda: fp8_weight(G, O, K, round_input=round_input),
             by_token=(0,),
             tolerance=1e-3,
-            own_bits=False,
+            batch_invariant=False,
             bytes=N * 2 * G * (K + O) + G * O * K,
             operations=2.0 * N * G * O * K,
             rate=FP8_RATE if round_input else BF16_RATE,

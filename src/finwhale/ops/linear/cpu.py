@@ -9,7 +9,7 @@ from finwhale.ops.linear import ACTIVATION_GROUP, LinearWeight
 
 
 def prepare_linear(w: LinearWeight) -> LinearWeight:
-    """[..., K, M] in memory, as a gemv reads it."""
+    """Store the weight as [..., K, M], the order in which a GEMV reads it."""
     cpu_math.limit_blas_threads()
     storage = torch.empty_like(w.weight.mT, memory_format=torch.contiguous_format)
     return LinearWeight(storage.mT, w.round_input)

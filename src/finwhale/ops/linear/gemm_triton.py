@@ -1,4 +1,8 @@
-"""The Triton kernels of the linear layers; `linear_triton.py` chooses and launches them.
+"""The Triton kernels of the linear layers; `linear_triton.py` chooses, describes and launches them.
+
+- `row_kernel`: one token; a program computes whole rows of the weight, without tensor cores.
+- `tile_kernel`: several tokens on tensor cores; a program computes one tile of one part of K.
+- `sum_kernel`: adds the parts of K in order, and applies SwiGLU.
 
 Legend: N tokens, K input width, M output width, G groups.
 """
@@ -33,7 +37,10 @@ def _load_token(
     ROUND: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Multiply a token by the scales of a row of the weight's blocks, in `_load_rows` chunks."""
+    """Load a token in chunks of BLOCK_K values, like `_load_rows`.
+
+    ROUND: round it to E4M3. SCALED: multiply it by the scales of a row of the weight's blocks.
+    """
     k = tl.arange(0, BLOCK_K)
     groups = tl.arange(0, BLOCK_K // 128)
     chunks = ()
@@ -147,7 +154,11 @@ def tile_kernel(
     TOKENS_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """PARTS: float32 parts [split, G, M, ceil(N)]; else out [N, G, M]."""
+    """Compute a tile of BLOCK_M rows of the weight and BLOCK_N tokens, over one part of K.
+
+    PARTS: write float32 parts [split, G, M, N rounded up to BLOCK_N]; otherwise out [N, G, M].
+    QUANTISED: x is E4M3 with scales. TOKENS_FIRST: tokens are the rows of the MMA.
+    """
     tiles = tl.cdiv(M, BLOCK_M)
     row = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     token = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -232,7 +243,10 @@ def sum_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """parts [PARTS, M or 2M, padded] float32, `size` values each -> out [N, M]."""
+    """Add float32 parts [PARTS, M or 2M, padded], each of `size` values, into out [N, M].
+
+    GATED: apply SwiGLU to the two halves of the rows.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

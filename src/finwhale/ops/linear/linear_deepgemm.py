@@ -1,15 +1,15 @@
-"""Linear layers with E4M3 weights and rounded inputs by DeepGEMM (Hopper). Others use our kernels.
+"""Linear layers on Hopper: DeepGEMM for E4M3 weights with rounded inputs, otherwise our kernels.
 
 Up to ROUNDED_TOKENS tokens, the kernels of `linear_triton.py` run: DeepGEMM does not split K, so a
-weight with few rows would occupy a part of the GPU only. Our kernel rounds more tokens, in
-DeepGEMM's layout. A token's bits do not depend on the other tokens; they depend on the number of
-tokens by its class: one, up to ROUNDED_TOKENS, or more.
+weight with few rows would occupy only a part of the GPU. For more tokens, our kernel rounds the
+input in DeepGEMM's layout. A token's bits do not depend on the other tokens. They depend on the
+number of tokens only by its class: one, up to ROUNDED_TOKENS, or more.
 
-With `Options.invariant` they do not depend on it: one token is computed as two, and DeepGEMM runs
-any number. Up to ROUNDED_TOKENS, a K that is too short for it uses our tiles without a split, which
-give the same bits.
+With `Options.invariant`, the bits do not depend on the number of tokens at all: one token is
+computed as two, and DeepGEMM runs every number of tokens. Up to ROUNDED_TOKENS rows, a short K uses
+our tiles instead, without a split, which gives the same bits.
 
-Attention rounds the input of the grouped GEMM if `grouped_form` says so.
+If `grouped_form` returns a RoundedInput, attention rounds the input of the grouped GEMM.
 
 DeepGEMM compiles a kernel with nvcc at the first call of a shape, which takes 1 to 3 s.
 """
@@ -28,34 +28,32 @@ from finwhale.ops.linear.linear_triton import DEFAULT, Options
 from finwhale.ops.linear.quantise_triton import empty_quantised, quantise, swiglu_quantise
 from finwhale.ops.moe import ExpertWeight
 
-__all__ = ["grouped_form", "grouped_linear", "linear", "swiglu_mlp"]
-
 MANY_TOKENS = 256
 
 
 @cache
-def _begin() -> None:
-    """Let DeepGEMM's kernels start before our previous kernels end, which saves 1 us each.
+def _enable_early_launch() -> None:
+    """Let DeepGEMM's kernels start before the previous kernel ends, which saves 1 us each.
 
     The first call creates a context of the GPU, so it must not run before the first GEMM.
     """
     deep_gemm.set_pdl(True)
 
 
-def _takes_weight(p: kernels.Problem) -> bool:
-    """Whether a weight has scales, a rounded input, and bfloat16 results in rows of 16 bytes."""
+def _supports(p: kernels.Problem) -> bool:
+    """Whether DeepGEMM supports a weight: scales, a rounded input, bfloat16 rows of 16 bytes."""
     even = p.weight.shape[1] % 8 == 0 and p.out_dtype == torch.bfloat16
     return p.scale is not None and p.round_input and even
 
 
-def _suits(p: kernels.Problem, options: Options) -> bool:
+def _runs_deepgemm(p: kernels.Problem, options: Options) -> bool:
     """Whether DeepGEMM runs a GEMM: with many tokens and a supported weight."""
     least = 1 if options.invariant else kernels.ROUNDED_TOKENS + 1
-    return len(p.x) >= least and _takes_weight(p) and not kernels.by_rows(p)
+    return len(p.x) >= least and _supports(p) and not kernels.by_rows(p)
 
 
 def rows_of(num_tokens: int) -> int:
-    """The number of rows for DeepGEMM, which is up to 40% slower with numbers in between."""
+    """Number of rows to pad to: with other numbers DeepGEMM is up to 40% slower."""
     if num_tokens > MANY_TOKENS:
         return num_tokens
     return min(max(8, 1 << (num_tokens - 1).bit_length()), -(-num_tokens // 64) * 64)
@@ -67,7 +65,7 @@ def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     return found | kernels.launch_tokens(model, most)
 
 
-def _product(
+def _gemm(
     x: tuple[Tensor, Tensor], weight: Tensor, scale: Tensor, num_tokens: int, options: Options
 ) -> Tensor:
     """Run DeepGEMM on x [rows, K] and scales from `quantise`; bfloat16 [num_tokens, M]."""
@@ -75,20 +73,20 @@ def _product(
     if rows <= kernels.ROUNDED_TOKENS and width <= kernels.SHORT_STEPS * ACTIVATION_GROUP:
         return kernels.unsplit((x[0][:num_tokens], x[1][:num_tokens]), weight, scale, options)
     out = torch.empty((rows, weight.shape[0]), dtype=torch.bfloat16, device=weight.device)
-    _begin()
+    _enable_early_launch()
     deep_gemm.fp8_gemm_nt(x, (weight, scale), out, disable_ue8m0_cast=True)
     return out[:num_tokens]
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    num_tokens, asked = x_NK.shape[0], options
+    num_tokens, requested = x_NK.shape[0], options
     if options.invariant and w.scale is not None and w.round_input:
         x_NK, options = kernels.two_or_more(x_NK), replace(options, invariant=False)
     p = kernels.problem(x_NK.unsqueeze(1), w, options)
-    if w.scale is None or not _suits(p, asked):
+    if w.scale is None or not _runs_deepgemm(p, requested):
         return kernels.run(p).squeeze(1)[:num_tokens]
     x = quantise(x_NK, num_rows=rows_of(len(x_NK)), early_launch=options.early_launch)
-    return _product(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
+    return _gemm(x, w.weight, w.scale, len(x_NK), options)[:num_tokens]
 
 
 def grouped_form(
@@ -116,12 +114,12 @@ def _with_rows(x: Tensor, rows: int) -> Tensor:
 def grouped_linear(
     x_NGK: Tensor, w: LinearWeight, scales_NS: Tensor | None = None, *, options: Options = DEFAULT
 ) -> Tensor:
-    (num_tokens, groups, _), asked = x_NGK.shape, options
+    (num_tokens, groups, _), requested = x_NGK.shape, options
     if options.invariant and w.scale is not None and w.round_input:
         x_NGK = kernels.two_or_more(x_NGK) if scales_NS is None else x_NGK
         options = replace(options, invariant=False)
     p = kernels.problem(x_NGK, w, options)
-    if w.scale is None or (scales_NS is None and not _suits(p, asked)):
+    if w.scale is None or (scales_NS is None and not _runs_deepgemm(p, requested)):
         return kernels.run(p)[:num_tokens]
     rows = rows_of(len(x_NGK))
     shape = (rows, groups, w.weight.shape[1])
@@ -130,7 +128,7 @@ def grouped_linear(
         x = quantise(x_NGK, num_rows=rows, early_launch=options.early_launch)
     else:
         x = _with_rows(x_NGK, rows), _with_rows(scales_NS, rows).unflatten(1, (groups, -1))
-    _begin()
+    _enable_early_launch()
     deep_gemm.fp8_einsum("bhr,hdr->bhd", x, (w.weight, w.scale), out)
     return out[:num_tokens]
 
@@ -139,15 +137,15 @@ def swiglu_mlp(
     x_ND: Tensor, w: ExpertWeight, limit: float, *, options: Options = DEFAULT
 ) -> Tensor:
     """Like linear_triton.swiglu_mlp, but rounds gate and up to bfloat16 if DeepGEMM runs."""
-    num_tokens, asked = x_ND.shape[0], options
+    num_tokens, requested = x_ND.shape[0], options
     if options.invariant and w.scale13 is not None and w.round_input:
         x_ND, options = kernels.two_or_more(x_ND), replace(options, invariant=False)
     p = kernels.gated_problem(x_ND, w, limit, options)
-    if w.scale13 is None or w.scale2 is None or not _suits(p, asked):
+    if w.scale13 is None or w.scale2 is None or not _runs_deepgemm(p, requested):
         return kernels.swiglu_mlp(x_ND, w, limit, options=options)[:num_tokens]
     rows = rows_of(len(x_ND))
     early = options.early_launch
     rounded = quantise(x_ND, num_rows=rows, early_launch=early)
-    gate_up = _product(rounded, w.w13, w.scale13, rows, options)
+    gate_up = _gemm(rounded, w.w13, w.scale13, rows, options)
     hidden = swiglu_quantise(gate_up, limit, early_launch=early)
-    return _product(hidden, w.w2, w.scale2, len(x_ND), options)[:num_tokens]
+    return _gemm(hidden, w.w2, w.scale2, len(x_ND), options)[:num_tokens]

@@ -3,21 +3,22 @@
 1. `row_kernel` processes one token. A program computes whole rows: it issues the loads of the
    weight, rounds the token while they run, and sums in float32 without tensor cores.
 2. `tile_kernel` processes more tokens on tensor cores: a tile of the weight times BLOCK_N tokens.
-   It rounds up to ROUNDED_TOKENS itself; for more, a previous kernel rounds. Up to SPLIT_TOKENS, K
-   is split into parts, which `sum_kernel` adds in order. Above, torch multiplies unscaled weights.
+   It rounds up to ROUNDED_TOKENS itself; for more, a separate kernel rounds first. Up to
+   SPLIT_TOKENS, K is split into parts, which `sum_kernel` adds in order. With more tokens, torch
+   multiplies unscaled weights.
 
-A token's bits do not depend on the other tokens. They do not depend on the number of tokens within
-each class either: one token; 2 to SPLIT_TOKENS; more. Split and order over K follow from K and M.
+A token's bits do not depend on the other tokens, nor on the number of tokens within a class: one
+token; 2 to SPLIT_TOKENS; more. The split and the order of sums over K follow from K and M.
 
 With `early_launch`, a kernel starts before the previous kernel ends and already loads its weight,
 so the previous kernel must not write that weight. It reads everything else after that kernel ends.
 With `invariant`, a token's bits do not depend on the number of tokens at all: one token is computed
 as two, and any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
 
-E4M3 weights have a float32 scale for each block of 128x128. Like the scales of tokens it is a power
-of two, so that it can be applied anywhere without rounding. The input of an E4M3 weight is rounded
-to E4M3 and multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16, and
-each tile of the weight is converted to bfloat16, which is exact.
+An E4M3 weight has a float32 scale for each block of 128x128. All scales are powers of two, so they
+can be applied anywhere without rounding. The input of an E4M3 weight is rounded to E4M3 and
+multiplied on FP8 tensor cores. If `round_input` is false, the input is bfloat16, and each tile of
+the weight is converted to bfloat16, which is exact.
 """
 
 from dataclasses import dataclass, replace
@@ -35,10 +36,11 @@ from finwhale.ops.linear.quantise_triton import quantise, round_input
 from finwhale.ops.moe import ExpertWeight
 
 NUM_MULTIPROCESSORS = 132  # of an H100 or H200
-# row_kernel. A weight should occupy at least MIN_PROGRAMS. A program takes several blocks only for
-# rows of LONG_ROW bytes or more, which make rounding the token expensive, and for unrounded tokens
-# only within MAX_PROGRAMS. It holds MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever
-# is more, and at most MAX_HELD_BYTES. Rows of more than MAX_ROW bytes run tile_kernel.
+# row_kernel. A weight should occupy at least MIN_PROGRAMS programs. A program takes several blocks
+# of rows only if a row has LONG_ROW bytes or more, because rounding the token is then expensive;
+# with an unrounded token, at most MAX_PROGRAMS divided by the number of blocks. A program holds
+# MIN_ROWS rows or HELD_BYTES of the weight at a time, whichever is more, and at most
+# MAX_HELD_BYTES. E4M3 rows of more than MAX_ROW bytes use tile_kernel.
 MIN_PROGRAMS = 256
 MAX_PROGRAMS = 2048
 MIN_ROWS = 4
@@ -46,8 +48,8 @@ HELD_BYTES = 16384
 MAX_HELD_BYTES = 32768
 LONG_ROW = 4096
 MAX_ROW = 8192
-# tile_kernel. It is split over K for up to SPLIT_TOKENS. Each program rounds up to ROUNDED_TOKENS
-# itself, unless K has no more than SHORT_STEPS.
+# tile_kernel. Up to SPLIT_TOKENS, it splits K. Up to ROUNDED_TOKENS, each program rounds its tokens
+# itself, unless K has at most SHORT_STEPS steps.
 SPLIT_TOKENS = 64
 ROUNDED_TOKENS = 16
 SHORT_STEPS = 12
@@ -153,7 +155,7 @@ class TilePlan:
         if plain or 10 * split * tiles < 9 * p.options.num_multiprocessors:
             split += 1
         stages = 4 if short or plain else 5
-        # A converted weight is in registers; with 4 warps, 128 rows would spill.
+        # The conversion holds the weight in registers; with 4 warps, 128 rows would spill.
         num_warps = 4 if short or plain or p.round_input else 8
         return TilePlan(block_m, block_n, block_k, max(1, min(steps, split)), stages, num_warps)
 
@@ -199,11 +201,11 @@ def _run_rows(p: Problem, plan: RowPlan) -> Tensor:
 def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Tensor:
     num_tokens, groups, width = p.x.shape
     rows = p.weight.shape[1]
-    parted = plan.split > 1 or p.limit is not None
+    in_parts = plan.split > 1 or p.limit is not None
     blocks = triton.cdiv(num_tokens, plan.block_n)
     padded = blocks * plan.block_n
     out = parts = p.empty()
-    if parted:
+    if in_parts:
         shape = (plan.split, groups, rows, padded)
         parts = torch.empty(shape, dtype=torch.float32, device=p.x.device)
     scales = p.x.new_empty(0) if x_scale is None else x_scale
@@ -224,7 +226,7 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         SCALED=p.scale is not None,
         ROUND=p.round_input,
         QUANTISED=x_scale is not None,
-        PARTS=parted,
+        PARTS=in_parts,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_K=plan.block_k,
@@ -233,13 +235,13 @@ def _run_tiles(p: Problem, plan: TilePlan, x_scale: Tensor | None = None) -> Ten
         num_warps=plan.num_warps,
         **launch_options(p.options.early_launch),
     )
-    if parted:
+    if in_parts:
         _sum(p, parts, out, plan)
     return out
 
 
 def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
-    """Add the parts. In parts and output alike, the rows of the groups follow each other."""
+    """Add the parts. In parts and output, the rows of the groups are adjacent."""
     width, padded = out.shape[1] * out.shape[2], parts.shape[-1]
     block_n = min(16, padded)
     grid = (triton.cdiv(width, SUM_ROWS), triton.cdiv(out.shape[0], block_n))
@@ -264,14 +266,17 @@ def _sum(p: Problem, parts: Tensor, out: Tensor, plan: TilePlan) -> None:
 def _check(p: Problem) -> None:
     if p.x.stride(2) != 1 or not p.weight.is_contiguous():
         raise ValueError(
-            f"a row's values must lie together and the weight be contiguous, got strides"
-            f" {p.x.stride()} and {p.weight.stride()}"
+            f"an input's rows and the weight must be contiguous, got strides {p.x.stride()} and"
+            f" {p.weight.stride()}"
         )
     if p.weight.shape[2] != p.x.shape[2]:
-        raise ValueError(f"inputs of {p.x.shape[2]} values for a weight {list(p.weight.shape)}")
+        raise ValueError(
+            f"inputs of {p.x.shape[2]} values do not fit a weight {list(p.weight.shape)}"
+        )
     if (p.scale is None) != (p.weight.dtype != torch.float8_e4m3fn):
         raise ValueError(
-            f"a weight of {p.weight.dtype} {'without' if p.scale is None else 'with'} a scale"
+            f"only E4M3 weights have a scale, got a weight of {p.weight.dtype} "
+            f"{'without' if p.scale is None else 'with'} a scale"
         )
     if p.scale is None:
         return
@@ -285,22 +290,28 @@ def _check(p: Problem) -> None:
 
 def run(p: Problem) -> Tensor:
     """Run the kernel for this number of tokens; returns [N, G, M]."""
-    if p.options.invariant:
-        return run_invariant(p)
     _check(p)
     num_tokens = p.x.shape[0]
     if num_tokens == 0:
         return p.empty()
+    if p.options.invariant:
+        # Any number of tokens uses the tiles for 2 to SPLIT_TOKENS.
+        p = replace(p, x=two_or_more(p.x))
+        plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
+        return _round_and_run_tiles(p, plan)[:num_tokens]
     if by_rows(p):
         return _run_rows(p, RowPlan.of(p))
-    if p.scale is None and (num_tokens <= SPLIT_TOKENS or p.limit is not None):
-        return _run_tiles(p, TilePlan.of(p))
-    if p.scale is None:
+    if p.scale is None and num_tokens > SPLIT_TOKENS and p.limit is None:
         return _run_many(p)
-    if not _rounded_before(p):
-        return _run_tiles(p, TilePlan.of(p))
+    return _round_and_run_tiles(p, TilePlan.of(p))
+
+
+def _round_and_run_tiles(p: Problem, plan: TilePlan) -> Tensor:
+    """Run `tile_kernel`, after a separate kernel that rounds the tokens if `_rounded_before`."""
+    if p.scale is None or not _rounded_before(p):
+        return _run_tiles(p, plan)
     x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
-    return _run_tiles(replace(p, x=x), TilePlan.of(p), x_scale)
+    return _run_tiles(replace(p, x=x), plan, x_scale)
 
 
 def _rounded_before(p: Problem) -> bool:
@@ -309,22 +320,8 @@ def _rounded_before(p: Problem) -> bool:
     return p.round_input and not in_tiles
 
 
-def run_invariant(p: Problem) -> Tensor:
-    """Like `run`, but any number of tokens uses the tiles for 2 to SPLIT_TOKENS."""
-    _check(p)
-    num_tokens = p.x.shape[0]
-    if num_tokens == 0:
-        return p.empty()
-    p = replace(p, x=two_or_more(p.x))
-    plan = TilePlan.of(p, min(p.x.shape[0], SPLIT_TOKENS))
-    if p.scale is None or not _rounded_before(p):
-        return _run_tiles(p, plan)[:num_tokens]
-    x, x_scale = quantise(p.x, early_launch=p.options.early_launch)
-    return _run_tiles(replace(p, x=x), plan, x_scale)[:num_tokens]
-
-
 def two_or_more(x: Tensor) -> Tensor:
-    """Return x; repeat a single row."""
+    """Return x, with a single row repeated."""
     return x.expand(2, *x.shape[1:]) if x.shape[0] == 1 else x
 
 
@@ -366,7 +363,7 @@ def gated_problem(x_ND: Tensor, w: ExpertWeight, limit: float, options: Options)
 
 
 def linear(x_NK: Tensor, w: LinearWeight, *, options: Options = DEFAULT) -> Tensor:
-    """x [N, K] with strided rows -> [N, M]. The module's docstring says when bits are equal."""
+    """x [N, K] with strided rows -> [N, M]."""
     return run(problem(x_NK.unsqueeze(1), w, options)).squeeze(1)
 
 
@@ -383,7 +380,7 @@ def swiglu_mlp(
 ) -> Tensor:
     """x [N, D], w13 [2I, D], w2 [D, I], with scale13 and scale2 if E4M3; returns [N, D].
 
-    The hidden values are rounded to x's dtype, and then like any input.
+    The hidden values are rounded to x's dtype, and then to E4M3 like any input.
     """
     hidden = run(gated_problem(x_ND, w, limit, options)).squeeze(1)
     return linear(hidden, LinearWeight(w.w2, w.round_input, w.scale2), options=options)

@@ -1,10 +1,11 @@
-"""Rounding activations to E4M3 as Triton kernels: alone, and fused with the clamped SwiGLU.
+"""Rounding activations to E4M3 as a Triton kernel: alone, or fused with the clamped SwiGLU.
 
-A group is 128 values of a row; its scale is amax / 448 rounded up to a power of two, where amax is
-at least 1e-4. The bits are those of `ops/rounding.py`. Legend: N tokens, G groups, K width.
+128 values of a row share a scale: amax / 448 rounded up to a power of two, where amax is at least
+1e-4. A program rounds a tile of tokens and scale groups in registers. The bits are those of
+`ops/rounding.py`. Legend: N tokens, G groups of the grouped linear, K width.
 
-Memory bandwidth limits the kernels: 3 bytes per value (5 with SwiGLU). The floor for 8192 rows of
-4096 values is 23 us at 4.39 TB/s.
+Memory bandwidth is the limit: 3 bytes per value (5 with SwiGLU). The floor for 8192 rows of 4096
+values is 23 us at 4.39 TB/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,7 +18,8 @@ from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
 from finwhale.ops.linear import ACTIVATION_GROUP
 
-EARLY_PROGRAMS = 256  # with this many, an early next kernel only takes this one's resources
+# From this many programs on, a next kernel that starts early only takes resources from this one.
+EARLY_PROGRAMS = 256
 GROUPS_PER_PROGRAM = 32
 SCALE_ALIGNMENT = 4  # float32 values in 16 bytes, the alignment of a bulk copy of scales
 
@@ -64,7 +66,10 @@ def _quantise_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute y [N, G, K] from x; a program has BLOCK_N rows and GROUPS groups of 128."""
+    """Compute y [N, G, K] from x; a program has BLOCK_N tokens and GROUPS groups of 128 values.
+
+    GATED: round the SwiGLU of x's halves. DEQUANTISE: write the rounded values, without scales.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -103,7 +108,7 @@ def _launch(
     num_tokens, num_groups, _ = x_NGK.shape
     width = y.shape[2]
     if x_NGK.stride(2) != 1:
-        raise ValueError(f"a row's values must lie together, got strides {x_NGK.stride()}")
+        raise ValueError(f"a row's values must be contiguous, got strides {x_NGK.stride()}")
     if num_tokens == 0:
         return
     total = triton.cdiv(width, ACTIVATION_GROUP)
@@ -133,7 +138,7 @@ def _launch(
 def _programs(
     num_tokens: int, num_groups: int, total: int
 ) -> tuple[int, int, tuple[int, int, int], bool]:
-    """(groups of 128 and tokens of a program, grid, whether the grid is small)."""
+    """(groups of 128 values per program, tokens per program, grid, whether the grid is small)."""
     groups = min(GROUPS_PER_PROGRAM, triton.next_power_of_2(total))
     block_n = max(1, 8 // groups) if num_tokens >= 8 else 1
     grid = (triton.cdiv(num_tokens, block_n), triton.cdiv(total, groups), num_groups)
@@ -195,7 +200,7 @@ def swiglu_quantise(
 ) -> tuple[Tensor, Tensor]:
     """gate_up [N, 2I] -> (E4M3 [N, I], scales [N, ceil(I/128)] in `quantise`'s layout).
 
-    It rounds silu(min(gate, limit)) * clamp(up, -limit, limit) to gate_up's dtype, then to E4M3.
+    silu(min(gate, limit)) * clamp(up, -limit, limit) is rounded to gate_up's dtype, then to E4M3.
     """
     num_tokens, double = gate_up.shape
     y, scale = empty_quantised(num_tokens, 1, double // 2, False, gate_up)

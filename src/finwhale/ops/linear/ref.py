@@ -1,7 +1,7 @@
 """The reference implementation of linear layers, for any device and dtype.
 
-Its bits may depend on the batch, because BLAS libraries choose the order of a sum by the number of
-rows. The CPU table's bits do not (ops/cpu_gemm.py), nor do those of `batch_invariant` on a GPU.
+A row's bits may depend on the batch, because BLAS libraries choose the order of a sum by the number
+of rows. The CPU table (ops/cpu_gemm.py) and `batch_invariant` on a GPU are batch-invariant.
 """
 
 import torch

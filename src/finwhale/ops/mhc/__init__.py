@@ -2,9 +2,10 @@
 
 Source: DeepSeek-V4 technical report, section 2.2. Legend: N tokens, H residual streams, D hidden.
 
-The state between blocks is always (x [N,D], post_mix [N,H], res_mix [N,H,H], residual [N,H,D]):
-the output of the last block, whose post step is still pending, and the mixes for that step. At the
-first layer the mixes and the residual are None, and x is the residual streams [N,H,D] themselves.
+The state between blocks is (x [N,D], post_mix [N,H], res_mix [N,H,H], residual [N,H,D]): the output
+of the last block, whose post step is still pending, the mixes for that step, and the residual
+streams before it. At the first layer, the mixes and the residual are None, and x is the residual
+streams [N,H,D] themselves.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ class MhcWeight:
     """The projection that computes a block's mixes.
 
     Attributes:
-        fn: [2H + H*H, H*D] float32; its rows give pre, post, then the residual matrix row by row.
+        fn: [2H + H*H, H*D] float32: rows for pre, for post, then for res row by row.
         scale: [2H + H*H] float32: the checkpoint's three scales, repeated over their rows.
         base: [2H + H*H] float32.
         norm: [D] float32, the RMSNorm of the block's input.
@@ -96,12 +97,12 @@ class MhcPostPre(Protocol):
         w: MhcWeight,
         params: MhcParams,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the four values of the state for the next block, x normalised."""
+        """Returns the state for the next block; x is the block's normalised input."""
         ...
 
 
 class HcHead(Protocol):
-    """RMSNorm(sum_i (sigmoid(m_i * scale + base_i) + eps) X_i), m as in MhcPre."""
+    """RMSNorm(sum_i (sigmoid(m_i * scale + base_i) + eps) X_i) with m as in MhcPre."""
 
     def __call__(self, streams_NHD: Tensor, w: HcHeadWeight, params: MhcParams) -> Tensor:
         """Returns the hidden states [N,D] in the streams' dtype."""
@@ -109,7 +110,7 @@ class HcHead(Protocol):
 
 
 class SumPost(Protocol):
-    """MhcPost of the sum over ranks."""
+    """MhcPost with the sum of x over ranks."""
 
     def __call__(
         self, x_ND: PartialSum, post_NH: Tensor, res_NHH: Tensor, residual_NHD: Tensor
@@ -117,7 +118,7 @@ class SumPost(Protocol):
 
 
 class SumPostPre(Protocol):
-    """MhcPostPre of the sum over ranks."""
+    """MhcPostPre with the sum of x over ranks."""
 
     def __call__(
         self,
@@ -134,16 +135,17 @@ class SumPostPre(Protocol):
 class MhcOfRanks:
     """mHC operators that add the ranks' partial sums in the kernel that reads them.
 
-    The results have the bits of MhcPost and MhcPostPre of the sum, which is a tree of pairs in
-    float32, rounded to the dtype of the partial sums and then to that of the residual streams. If a
-    rank is missing, they contain NaN.
+    The results have the bits of MhcPost and MhcPostPre with the whole sum. The sum is a tree of
+    pairs in float32, rounded to the dtype of the partial sums and then to that of the residual
+    streams. If a rank is missing, the results contain NaN.
 
-    All ranks make the same calls in the same order. The kernels are not built ahead, because the
-    ranks build one after the other: the first call compiles one kernel for all numbers of tokens.
+    All ranks must make the same calls in the same order. The kernels are not built at start,
+    because the ranks build one after the other; the first call compiles one kernel for all numbers
+    of tokens.
 
     Attributes:
-        num_programs: takes N and D, and returns the most programs of a launch that exchange words;
-            0: the operators do not take N tokens.
+        num_programs: (N, D) -> the most programs of a launch that exchange words; 0: the operators
+            do not support N tokens.
     """
 
     num_programs: Callable[[int, int], int]

@@ -20,17 +20,17 @@ def _mixes(flat_NK: F32, fn: Tensor, scale: Tensor, base: Tensor, rms_eps: float
     return mixes_NM
 
 
-# Up to this many tokens, loops over Python's floats beat numpy's calls on tiny arrays.
+# Up to this many tokens, Python loops over floats are faster than numpy calls on tiny arrays.
 FEW_TOKENS = 5
-# The factors of this many tokens stay in the L1 cache during the iterations.
+# Number of tokens whose factors stay in the L1 cache during the iterations.
 TOKEN_BLOCK = 256
 
 
 def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
-    """As ref.sinkhorn: u_i <- sum_j mix_ij / v_j + eps u_i and likewise for v; mix_ij / (u_i v_j).
+    """Like ref.sinkhorn, in float64: u_i <- sum_j mix_ij / v_j + eps u_i, and likewise for v.
 
-    The computation is in float64. Both forms below add the terms in the same order, so they give
-    the same bits.
+    Returns mix_ij / (u_i v_j). `_factors` and `_iterate` add the terms in the same order, so they
+    give the same bits.
     """
     N, H, _ = mix_NHH.shape
     if N <= FEW_TOKENS and H == 4:
@@ -47,7 +47,7 @@ def sinkhorn(mix_NHH: F32, num_iters: int, eps: float) -> F32:
 
 
 def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
-    """The factors u and v of one token. `mix` has the matrix row by row."""
+    """The factors u and v of one token, whose matrix `mix` has row by row."""
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = mix
     share = 1.0 / eps
     u0 = u1 = u2 = u3 = 1.0
@@ -68,10 +68,10 @@ def _factors(mix: list[float], num_iters: int, eps: float) -> tuple[float, ...]:
 
 
 def _iterate(mix_NHH: F32, num_iters: int, eps: float, factors_N2H: F64) -> None:
-    """Write u and v of many tokens; tokens lie along the last axis.
+    """Write u and v of many tokens to factors_N2H; in the working arrays tokens are the last axis.
 
-    A half step divides [mix^T ; u] by [v ; 1 / eps] and adds the H + 1 rows of quotients up to the
-    new u. u and 1 / eps are also the divisors of the next half step, hence one buffer of both.
+    A half step divides [mix^T ; u] by [v ; 1 / eps]; the sum of the H + 1 rows of quotients is the
+    new u. One buffer holds u and 1 / eps, because they are also the divisors of the next half step.
     """
     N, H, _ = mix_NHH.shape
     mix = mix_NHH.transpose(2, 1, 0)

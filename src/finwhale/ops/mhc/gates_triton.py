@@ -1,5 +1,8 @@
 """mHC's second pass as Triton kernels: the gates from the GEMM's parts, and the block's input.
 
+`mhc_triton.py` describes the passes. With many tokens, each thread computes the gates of one token.
+With few tokens, one program per token computes the gates while another computes the block's input.
+
 Legend: N tokens, D hidden, ROWS values of a part: GEMM results, the sum of squares, padding.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -56,7 +59,7 @@ def _sinkhorn(
 ):
     """Sinkhorn with a variable for each of the 16 values, so that threads exchange no data.
 
-    As in the reference, m_ij = a_ij / (u_i v_j); one half step changes only u, the other only v.
+    As in the reference, res_ij = a_ij / (u_i v_j); one half step changes only u, the other only v.
     """
     v0 = (a00 + a10) + (a20 + a30) + eps
     v1 = (a01 + a11) + (a21 + a31) + eps
@@ -122,7 +125,7 @@ def _mix_row(parts_ptr, scale_ptr, base_ptr, rstd, mask, N, M, eps, SLOTS: tl.co
     return a * inverse + eps, b * inverse + eps, c * inverse + eps, d * inverse + eps
 
 
-# Compiled once, as _streams_many_kernel.
+# Do not specialise on N, for the same reason as in _streams_many_kernel.
 @triton.jit(do_not_specialize=["N"])
 def _gates_kernel(
     parts_ptr,
@@ -190,7 +193,7 @@ def _pick(values, place, i: tl.constexpr):
 
 @triton.jit
 def _parts(parts_ptr, stride_r, slots, FIRST, rows, BLOCK_S: tl.constexpr, ROWS: tl.constexpr):
-    """Load the parts [BLOCK_S, rows] of rows FIRST + rows."""
+    """Load rows FIRST + rows of a token's parts: [BLOCK_S, rows]."""
     slot = tl.arange(0, BLOCK_S)
     source = parts_ptr + ((slot * ROWS + FIRST)[:, None] + rows[None, :]) * stride_r
     return tl.load(source, mask=(slot < slots)[:, None], other=0.0)
@@ -213,7 +216,10 @@ def _one_token_gates(
     BLOCK_S: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Loads come first, because a sum is a barrier that delays all later loads."""
+    """Compute a token's post and residual gates.
+
+    All loads come first, because a sum is a barrier that delays later loads.
+    """
     four = tl.arange(0, 4)
     place = tl.arange(0, 16)
     mixes = _parts(parts_ptr, stride_r, slots, 8, place, BLOCK_S, ROWS)
@@ -282,8 +288,10 @@ def _block_input_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """KIND "block": compute pre from the parts; the second row of programs computes the other
-    gates. "head": compute hc_head's gates from the parts. "given": read pre.
+    """Compute a token's normalised block input from its residual streams and `pre`.
+
+    KIND "block": compute pre from the parts; the second row of programs computes the other gates.
+    "head": compute hc_head's gates from the parts. "given": read pre.
     """
     if KIND == "given":
         # Process tokens from the last to the first, because the last written ones are still in L2.

@@ -1,24 +1,24 @@
 """mHC as Triton kernels, for H = 4 residual streams.
 
-There are two passes over the residual streams. The first applies the pending post step and writes
-new residual streams. From the written values it computes the GEMM with fn and the sum of squares,
-in parts over D. The second pass adds the parts, and computes the gates and the block's normalised
-input.
+There are two passes over the residual streams. The first pass applies the pending post step and
+writes new residual streams. From the written values it computes the GEMM with fn and the sum of
+squares, in parts over D. The second pass adds the parts, and computes the gates and the block's
+normalised input.
 
-- Up to FEW_TOKENS use `_streams_few_kernel` and `_block_input_kernel`. A program of the first has
-  32 values of D, so even one token occupies D / 32 programs. A second row of programs of the second
-  kernel runs the Sinkhorn iterations in parallel with the block's input. With `early_launch` both
+- Up to FEW_TOKENS, `_streams_few_kernel` and `_block_input_kernel` run. A program of the former has
+  32 values of D, so even one token occupies D / 32 programs. A second row of programs of the latter
+  runs the Sinkhorn iterations in parallel with the block's input. With `early_launch`, both kernels
   start before the previous kernel ends, and read only weights until it has ended. If x is a
-  `PartialSum`, `_sum_streams_few_kernel` takes the place of the first: each program exchanges its
-  tile of x with the same program of the other ranks.
-- More tokens use `_planes_kernel`, which rearranges fn, `_streams_many_kernel`, which divides D
-  into slots, `_gates_kernel`, with a thread for each token, and `_block_input_kernel`, which reads
+  `PartialSum`, `_sum_streams_few_kernel` replaces `_streams_few_kernel`: each program exchanges its
+  tile of x with the same program on the other ranks.
+- With more tokens, `_planes_kernel` rearranges fn, `_streams_many_kernel` divides D into slots,
+  `_gates_kernel` computes the gates with a thread for each token, and `_block_input_kernel` reads
   the residual streams a second time.
 
-The GEMM has float32 precision: fn is exactly the sum of three bfloat16 values. Each is multiplied
-by a bfloat16 residual stream, and the results are added in float32, the small ones first. The bits
-of a row do not depend on the other rows. They depend on the number of rows only by whether it
-exceeds FEW_TOKENS.
+The GEMM has float32 precision: fn is exactly the sum of three bfloat16 matrices. Each matrix is
+multiplied by the bfloat16 residual streams, and the results are added in float32, the small ones
+first. A token's bits do not depend on the other tokens. They depend on the number of tokens only by
+whether it exceeds FEW_TOKENS.
 
 Legend: N tokens, H residual streams, D hidden, M rows of fn, S parts ("slots") of the GEMM.
 
@@ -61,7 +61,7 @@ class Options:
         few_tokens: the most tokens for which the kernels for few tokens run. ANY_NUMBER: they
             always run, so that the bits of a token do not depend on the number of tokens.
         early_launch: launch these kernels early (`launch_options`).
-        inline_asm: use PTX instructions.
+        inline_asm: use PTX instructions (the kernels' COMPILED).
     """
 
     few_tokens: int = FEW_TOKENS
@@ -92,11 +92,11 @@ class Plan:
 def _check_streams(streams_NHD: Tensor) -> None:
     _, streams, width = streams_NHD.shape
     if streams != NUM_STREAMS:
-        raise ValueError(f"these mHC kernels take {NUM_STREAMS} streams, got {streams}")
+        raise ValueError(f"these mHC kernels need {NUM_STREAMS} residual streams, got {streams}")
     if width > MAX_WIDTH:
-        raise ValueError(f"these mHC kernels take a width of at most {MAX_WIDTH}, got {width}")
+        raise ValueError(f"these mHC kernels support a width of at most {MAX_WIDTH}, got {width}")
     if streams_NHD.stride(2) != 1:
-        raise ValueError(f"a stream's values must lie together, got {streams_NHD.stride()}")
+        raise ValueError(f"a stream's values must be contiguous, got {streams_NHD.stride()}")
 
 
 def _check_contiguous(**tensors: Tensor) -> None:
@@ -105,14 +105,14 @@ def _check_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-def _check_partial(partial: PartialSum, streams_NHD: Tensor, how: Options) -> None:
+def _check_partial(partial: PartialSum, streams_NHD: Tensor, options: Options) -> None:
     x, channel = partial.x, partial.channel
     num_tokens, _, width = streams_NHD.shape
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"a partial sum is float32 or bfloat16, got {x.dtype}")
     if width * x.element_size() % 4:
         raise ValueError(f"a partial sum has whole words of 4 bytes, got {width} {x.dtype}")
-    programs = num_programs(num_tokens, width, options=how)
+    programs = num_programs(num_tokens, width, options=options)
     if not 0 < programs <= len(channel.epochs) or channel.block < TILE_VALUES:
         raise ValueError(f"the channel does not fit partial sums {tuple(x.shape)}")
 
@@ -171,13 +171,19 @@ def _run_streams(
     streams_NHD: Tensor,
     post: tuple[Tensor | PartialSum, Tensor, Tensor] | None,
     fn: Tensor | None,
-    how: Options,
+    options: Options,
     phases: Phases = (0, 1),
 ) -> tuple[Tensor, Tensor]:
-    """The residual streams after the post step (x, post, res), if any, and the GEMM's parts
-    [N,S,ROWS] float32: M results, then the sum of squares.
+    """Run the first pass.
 
-    phases: of the exchange with the other ranks, as for the collectives' kernels.
+    Args:
+        post: (x, post, res) of the pending post step; None: there is no post step.
+        fn: None: compute no GEMM.
+        phases: phases of the exchange with the other ranks to run.
+
+    Returns:
+        The residual streams after the post step, and the GEMM's parts [N,S,ROWS] float32: M
+        results, then the sum of squares.
     """
     _check_streams(streams_NHD)
     num_tokens, _, width = streams_NHD.shape
@@ -186,13 +192,13 @@ def _run_streams(
     if post is not None:
         given, post_mix, res_mix = post
         if isinstance(given, PartialSum):
-            _check_partial(given, streams_NHD, how)
+            _check_partial(given, streams_NHD, options)
             x, channel = given.x, given.channel
         else:
             x = given
         _check_contiguous(x=x, post=post_mix, res=res_mix)
         out_NHD = torch.empty(streams_NHD.shape, dtype=streams_NHD.dtype, device=streams_NHD.device)
-    few = num_tokens <= how.few_tokens
+    few = num_tokens <= options.few_tokens
     slots = triton.cdiv(width, FEW.block_d) if few else MANY.slots
     parts, num_rows, rows = out_NHD, 0, 16
     if fn is not None:
@@ -204,11 +210,12 @@ def _run_streams(
         return out_NHD, parts
     tensors = (x, post_mix, res_mix, streams_NHD, out_NHD, out_NHD if fn is None else fn, parts)
     sizes = (num_tokens, width, streams_NHD.stride(0), streams_NHD.stride(1))
-    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None, "COMPILED": how.inline_asm}
+    constants = {"M": num_rows, "ROWS": rows, "POST": post is not None}
+    constants["COMPILED"] = options.inline_asm
     if few:
-        options = {"launch_pdl": True} if how.early_launch else {}
+        launch = {"launch_pdl": True} if options.early_launch else {}
         plan = POST_FEW if fn is None and num_tokens <= MAX_GRID_Y else FEW  # the same bits
-        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(options)}
+        constants |= {"BLOCK_N": plan.block_n, "BLOCK_D": plan.block_d, "DEPENDENT": bool(launch)}
         grid = _few_grid(plan, num_tokens, width)
         if channel is not None:
             del constants["POST"]
@@ -226,12 +233,10 @@ def _run_streams(
                 FIRST=phases[0],
                 LAST=phases[1],
                 num_warps=plan.num_warps,
-                **options,
+                **launch,
             )
             return out_NHD, parts
-        _streams_few_kernel[grid](
-            *tensors, *sizes, **constants, num_warps=plan.num_warps, **options
-        )
+        _streams_few_kernel[grid](*tensors, *sizes, **constants, num_warps=plan.num_warps, **launch)
         return out_NHD, parts
     if fn is not None:
         tensors = (*tensors[:5], _planes(fn, streams_NHD.dtype), parts)
@@ -259,9 +264,9 @@ def _run_block_input(
     parts: Tensor,
     w: MhcWeight | HcHeadWeight,
     params: MhcParams,
-    how: Options,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the second pass: (block input, post, res); hc_head does not write the last two."""
+    """Run the second pass; returns (block input, post, res). hc_head has no post and res."""
     num_tokens, streams, width = streams_NHD.shape
     device = streams_NHD.device
     _check_contiguous(scale=w.scale, base=w.base, norm=w.norm)
@@ -275,8 +280,8 @@ def _run_block_input(
         return y_ND, post, res
     _, slots, rows = parts.shape
     pre, kind = y_ND, "head" if is_head else "block"
-    few = num_tokens <= how.few_tokens
-    options = {"launch_pdl": True} if few and how.early_launch else {}
+    few = num_tokens <= options.few_tokens
+    launch = {"launch_pdl": True} if few and options.early_launch else {}
     block_d = triton.next_power_of_2(width)
     num_warps = min(16, max(1, block_d // (1024 if few else 512)))
     if not few and not is_head:
@@ -294,7 +299,7 @@ def _run_block_input(
             params.eps,
             params.rms_eps,
             ITERS=params.num_iters,
-            COMPILED=how.inline_asm,
+            COMPILED=options.inline_asm,
             SLOTS=slots,
             ROWS=rows,
             BLOCK_N=32,
@@ -320,13 +325,13 @@ def _run_block_input(
         slots,
         KIND=kind,
         ITERS=params.num_iters,
-        COMPILED=how.inline_asm,
+        COMPILED=options.inline_asm,
         ROWS=rows,
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_D=block_d,
-        DEPENDENT=bool(options),
+        DEPENDENT=bool(launch),
         num_warps=num_warps,
-        **options,
+        **launch,
     )
     return y_ND, post, res
 

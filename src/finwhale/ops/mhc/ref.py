@@ -11,7 +11,7 @@ from finwhale.ops.norm.ref import rms_norm
 def sinkhorn(mix_NHH: Tensor, num_iters: int, eps: float) -> Tensor:
     """Normalise columns, then num_iters - 1 times rows and columns: m <- m / (sum(m) + eps).
 
-    Works on the reciprocal factors u, v of m_ij = mix_ij / (u_i v_j): dividing row i by its sum
+    The function iterates factors u, v with m_ij = mix_ij / (u_i v_j): dividing row i by its sum
     plus eps is u_i <- sum_j mix_ij / v_j + eps u_i, and likewise for columns.
     """
     mix_t = mix_NHH.transpose(1, 2)

@@ -1,5 +1,9 @@
 """mHC's first pass as Triton kernels: new residual streams, and the parts of their GEMM with fn.
 
+A program loads a tile of all four residual streams and of x, applies the post step in registers,
+stores the new residual streams, and multiplies them with fn on tensor cores. `mhc_triton.py`
+describes the passes.
+
 Legend: N tokens, D hidden, M rows of fn, ROWS M + 1 and padding, S parts over D ("slots").
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -47,7 +51,7 @@ def _split(fn):
 
 @triton.jit
 def _times_split(x, high, middle, low):
-    """x (high + middle + low)^T, with the small products added first."""
+    """x (high + middle + low)^T; adds the small terms first."""
     total = tl.dot(x, tl.trans(low))
     total = tl.dot(x, tl.trans(middle), total)
     return tl.dot(x, tl.trans(high), total)
@@ -55,7 +59,7 @@ def _times_split(x, high, middle, low):
 
 @triton.jit
 def _times_fn(x, fn):
-    """x fn^T; the products of a bfloat16 x are exact."""
+    """x fn^T; with a bfloat16 x, each product of two values is exact."""
     if x.dtype == tl.bfloat16:
         high, middle, low = _split(fn)
         return _times_split(x, high, middle, low)
@@ -88,7 +92,7 @@ def _mixed(column, x0, x1, x2, x3, x):
 
 @triton.jit
 def _take_turns(a, b, c, d, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Interleave the columns of four [ROWS, WIDTH] to one [ROWS, 4 WIDTH]."""
+    """Interleave the columns of four [ROWS, WIDTH] into one [ROWS, 4 WIDTH]."""
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, 4 * WIDTH])
 
 
@@ -102,7 +106,7 @@ def _squares(a, b, c, d):
 
 @triton.jit
 def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
-    """fn's columns for values d of each residual stream."""
+    """Load fn's columns for values d of each residual stream."""
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
     f0 = tl.load(source, mask=mask, other=0.0)
@@ -114,7 +118,7 @@ def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
 
 @triton.jit
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
-    """Values d of each residual stream of some tokens."""
+    """Load values d of each residual stream of some tokens."""
     source = streams_ptr + token[:, None] * stride_n + d[None, :]
     s0 = tl.load(source, mask=mask, other=0.0)
     s1 = tl.load(source + stride_h, mask=mask, other=0.0)
@@ -125,7 +129,7 @@ def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
 
 @triton.jit
 def _columns(post_ptr, res_ptr, token, is_token):
-    """The factors of each new residual stream."""
+    """Load the factors for each of the four new residual streams (`_column`)."""
     res = res_ptr + token * 16
     post = post_ptr + token * 4
     c0 = _column(res, post, 0, is_token)
@@ -137,7 +141,7 @@ def _columns(post_ptr, res_ptr, token, is_token):
 
 @triton.jit
 def _post_tile(out_ptr, columns, streams, x, token, d, D, mask):
-    """The post step: store the new residual streams and return them."""
+    """Apply the post step: store the new residual streams and return them."""
     m0 = _mixed(columns[0], streams[0], streams[1], streams[2], streams[3], x)
     m1 = _mixed(columns[1], streams[0], streams[1], streams[2], streams[3], x)
     m2 = _mixed(columns[2], streams[0], streams[1], streams[2], streams[3], x)
@@ -197,6 +201,7 @@ def _streams_few_kernel(
     BLOCK_D: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Compute BLOCK_D columns of BLOCK_N tokens' residual streams, and their part of the GEMM."""
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     row = tl.arange(0, ROWS)
@@ -218,7 +223,7 @@ def _streams_few_kernel(
         )
 
 
-# Compiled once for all numbers of tokens: the kernels are not built ahead (`MhcOfRanks`).
+# Do not specialise on N: this kernel is not built at start (`MhcOfRanks`), so compile it only once.
 @triton.jit(do_not_specialize=["N", "rank"])
 def _sum_streams_few_kernel(
     x_ptr,
@@ -251,10 +256,10 @@ def _sum_streams_few_kernel(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """As `_streams_few_kernel`, of the sum of all ranks' x, whose words are passed.
+    """Like `_streams_few_kernel`, with the sum of all ranks' x. x_ptr points to words of x.
 
-    The program sends its tile of x to every rank before it loads anything else. It exchanges the
-    words of tokens and columns that exist, through its own region of the channel.
+    The program sends its tile of x to every rank before it loads anything else. It exchanges only
+    the words of existing tokens and columns, through its own region of the channel.
     """
     program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -298,7 +303,7 @@ def _sum_streams_few_kernel(
 
 @triton.jit
 def _planes_kernel(fn_ptr, planes_ptr, D, M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """fn [M,4,D] -> [P,M,D,4]: P = 3 bfloat16 values with fn as their sum, or 1 float32."""
+    """Rearrange fn [M,4,D] to [P,M,D,4]: P = 3 bfloat16 values with fn as sum, or 1 float32."""
     row = tl.program_id(1)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = d < D
@@ -344,6 +349,7 @@ def _streams_many_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """Like `_streams_few_kernel`, in a loop over every num_slots-th block of BLOCK_D columns."""
     slot = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64) * BLOCK_N
     n = tl.arange(0, BLOCK_N)

@@ -1,10 +1,10 @@
 """Mixture of experts: the contracts.
 
-A router chooses experts. Then `dispatch` orders the (token, expert) pairs, `compute` gives each
+A router chooses experts. Then `dispatch` orders the (token, expert) pairs, `compute` computes each
 pair's output, and `combine` adds a token's pairs and the shared expert's output.
 
 Source: DeepSeek-V4 technical report, section 2.1. Legend: N tokens, D hidden, E experts, K experts
-a token, I the experts' intermediate width, V vocabulary.
+per token, I the experts' intermediate width, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# The kernels keep an FP4 value exactly if its group's exponent lies at most this far below the
-# largest one of its row (experts_layout.py): E4M3 holds FP4 values times 2^-5 to 2^6 as normal
-# numbers.
+# The kernels keep an FP4 value exactly if its group's exponent is at most this much less than its
+# row's largest one (experts_layout.py): E4M3 holds FP4 values times 2^-5 to 2^6 as normal numbers.
 EXPONENT_SPREAD = 11
 
 
@@ -25,9 +24,10 @@ class ExpertWeight:
 
     Attributes:
         w13: [E,2I,D], or [2I,D] for one expert that all tokens share: w1 (gate), then w3 (up).
-            FP4: uint8 [E,2I,D/2], two e2m1 codes a byte, the low nibble first.
+            FP4: uint8 [E,2I,D/2], two e2m1 codes per byte, the low nibble first.
         w2: [E,D,I], or [D,I]; FP4: uint8 [E,D,I/2].
-        round_input: round the inputs of w13 and w2 to E4M3, one power-of-two scale for each 128.
+        round_input: round the inputs of w13 and w2 to E4M3, with one power-of-two scale for each
+            128 values.
         scale13, scale2: FP4: uint8 exponents (E8M0) [E,2I,D/32] and [E,D,I/32]; E4M3: float32, one
             for each block of 128x128; None for plain weights.
     """
@@ -75,7 +75,7 @@ class RouteByScore(Protocol):
 
 
 class RouteByHash(Protocol):
-    """Choose each token's experts from a table by token id; the weights are as above."""
+    """Choose each token's experts from a table by token id; weights as in RouteByScore."""
 
     def __call__(
         self,
@@ -114,9 +114,9 @@ class ExpertsDispatch(Protocol):
 class ExpertsCompute(Protocol):
     """w2_k(weight_k * silu(min(w1_k x, limit)) * clamp(w3_k x, -limit, limit)) for each pair.
 
-    The weight multiplies the hidden values in float32. With `w.round_input` they are then rounded
-    to E4M3, one scale for each 128. This is the order of the authors' inference code. If the
-    weight multiplied w2's outputs instead, rounding would see other values.
+    The weight multiplies the hidden values in float32. With `w.round_input`, they are then rounded
+    to E4M3, with one scale for each 128 values. This is the order of the authors' inference code;
+    multiplying w2's outputs by the weight instead would round other values.
     """
 
     def __call__(
@@ -124,8 +124,8 @@ class ExpertsCompute(Protocol):
     ) -> Tensor:
         """x [N,D], routing weights [N,K] float32, pairs from `dispatch` of the same table.
 
-        Returns each pair's output [N,K,D] in the dtype of plain weights, else of x. The values of
-        a skipped pair are undefined.
+        Returns each pair's output [N,K,D] in the weights' dtype, or in x's dtype if the weights are
+        quantised. The values of a skipped pair are undefined.
         """
         ...
 
@@ -141,13 +141,15 @@ class ExpertsCombine(Protocol):
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """each [N,K,D] from `compute`, ids [N,K]. A pair with id -1 adds exactly 0. `each` and
-        `shared` may be overwritten. Returns [N,D] in out_dtype, or by default that of `each`.
+        `shared` may be overwritten. Returns [N,D] in out_dtype, by default the dtype of `each`.
         """
         ...
 
 
 class SwigluMlp(Protocol):
-    """The shared expert: w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)), no weight."""
+    """The shared expert, which has no routing weight:
+    w2(silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit)).
+    """
 
     def __call__(self, x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
         """Returns [N,D] in the weights' dtype."""

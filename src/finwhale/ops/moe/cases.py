@@ -1,8 +1,8 @@
 """Mixture of experts: no token, one, few and many pairs, skipped experts, rounded inputs.
 
-"experts" is dispatch, compute and combine together, because what a table's dispatch passes to its
-compute is its own. Both GEMMs round their inputs. The input of the second is a result of the first,
-so some of its values may fall on the other side of a rounding boundary.
+"experts" is dispatch, compute and combine together, because the value that dispatch passes to
+compute differs between tables. Both GEMMs round their inputs. The input of the second is a result
+of the first, so some of its values may be on the other side of a rounding boundary.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ from finwhale.ops.case import (
 from finwhale.ops.moe import ExpertWeight
 
 LIMIT, MODEL_LIMIT = 0.7, 10.0
-# Kernels may round hidden values to bfloat16 before E4M3: one in about thirty then falls a step, a
-# tenth of itself, off; sums of thousands of them differ by a hundredth or two of the largest. On an
-# H200, one of the 5.7 million values of 1,400 tokens differed by 0.034.
+# Kernels may round hidden values to bfloat16 before E4M3. About one value in thirty is then off by
+# one E4M3 step, a tenth of the value, and sums of thousands of values differ by one or two percent
+# of the largest. On an H200, one of the 5.7 million values of 1,400 tokens differed by 0.034.
 HIDDEN_TOLERANCE = 3 * 2.0**-6
 FP4_BYTES = 0.5 + 1 / 32
-# N, D, E, K, I; three blocks of I, as a rank of eight has of Pro, are the last.
+# N, D, E, K, I. The last has three blocks of I, like each of eight ranks of Pro.
 SIZES = (
     (0, 64, 4, 2, 32),
     (1, 256, 16, 4, 128),
@@ -43,13 +43,13 @@ def _route(N: int, D: int, E: int, K: int, I: int) -> tuple[OpCase, ...]:  # noq
     def by_score() -> Args:
         draw = Draw()
         x, gate = draw.normal(N, D), draw.normal(E, D, scale=3 * D**-0.5)
-        return x, gate, draw.normal(E), K, 1.5, draw.whole(1000, N)
+        return x, gate, draw.normal(E), K, 1.5, draw.integers(1000, N)
 
     def by_hash() -> Args:
         x, gate, _, _, scaling, positions = by_score()
         draw = Draw(1)
         table = torch.stack([draw.distinct(E, K) for _ in range(50)])
-        return x, gate, table, draw.whole(50, N), scaling, positions
+        return x, gate, table, draw.integers(50, N), scaling, positions
 
     name = str((N, D, E, K))
     return (
@@ -63,7 +63,7 @@ def _experts(N: int, D: int, E: int, K: int, I: int, rounded: bool) -> tuple[OpC
         draw = Draw()
         w13 = draw.normal(E, 2 * I, D, scale=D**-0.5)
         w = ExpertWeight(w13, draw.normal(E, D, I, scale=I**-0.5), rounded)
-        ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.whole(E, 0, K)
+        ids = torch.stack([draw.distinct(E, K) for _ in range(N)]) if N else draw.integers(E, 0, K)
         ids[N // 2 :: 5, 0] = -1
         return draw.outliers(N, D), ids, draw.normal(N, K).abs(), w, LIMIT
 
@@ -117,9 +117,9 @@ def _model_routes(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase]
 
     def by_hash() -> Args:
         x, gate, _, _, scaling, positions = by_score()
-        first = draw.whole(E, s.vocab_size, 1)
+        first = draw.integers(E, s.vocab_size, 1)
         table = (first + torch.arange(K, device=draw.device) * (E // K)) % E
-        return x, gate, table, draw.whole(s.vocab_size, N), scaling, positions
+        return x, gate, table, draw.integers(s.vocab_size, N), scaling, positions
 
     token_bytes = D * size + 8 * K + 8
     yield OpCase(
@@ -157,7 +157,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         x, residual = (draw.normal(N, D).to(draw.dtype) for _ in range(2))
         return x, ids, weights, w, MODEL_LIMIT, residual
 
-    # As many experts as N tokens that choose evenly are expected to reach.
+    # The expected number of different experts, if N tokens choose uniformly.
     reached = E * (1 - (1 - K / E) ** N)
     yield OpCase(
         operator="experts",
@@ -165,7 +165,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         weight=routed,
         by_token=(0, 1, 2, 5),
         tolerance=HIDDEN_TOLERANCE,
-        own_bits=False,
+        batch_invariant=False,
         bytes=reached * 3 * I * D * FP4_BYTES + N * (6 * D + 8 * K),
         operations=6.0 * N * K * I * D,
     )
@@ -175,7 +175,7 @@ def _model_experts(s: Sizes, draw: ModelDraw, chunks: Chunks) -> Iterator[OpCase
         weight=shared,
         by_token=(0,),
         tolerance=HIDDEN_TOLERANCE,
-        own_bits=False,
+        batch_invariant=False,
         bytes=N * 4 * D + 3 * I * D,
         operations=6.0 * N * I * D,
     )

@@ -1,6 +1,7 @@
 """Adds the outputs of each token's experts, as a Triton kernel. The package has the legend.
 
-Bytes: 2 D (K + 2) per token.
+A program adds some columns of one token in registers, in order of k. So the kernel reads each
+output once: 2 D (K + 2) bytes per token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 

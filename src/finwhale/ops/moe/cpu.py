@@ -14,7 +14,7 @@ from finwhale.ops.moe import Dispatched, ExpertWeight
 
 
 def prepare_experts(w: ExpertWeight) -> ExpertWeight:
-    """[E,D,2I] and [E,I,D] in memory, as a gemv reads them."""
+    """Store the weights as [E,D,2I] and [E,I,D], the order in which a GEMV reads them."""
     w13, w2 = (
         torch.empty_like(weight.mT, memory_format=torch.contiguous_format)
         for weight in (w.w13, w.w2)
@@ -90,7 +90,7 @@ def _clamped_swiglu(gate_up: F32, limit: float) -> F32:
 def _swiglu(
     gate_up: Tensor, w: ExpertWeight, limit: float, weights_P1: F32 | None = None
 ) -> Tensor:
-    """What enters w2: each row times its routing weight, then rounded."""
+    """The input of w2: the hidden values, times each row's routing weight, then rounded."""
     hidden = _clamped_swiglu(gate_up.numpy(), limit)
     if weights_P1 is not None:
         np.multiply(hidden, weights_P1, hidden)
@@ -107,12 +107,12 @@ def swiglu_mlp(x_ND: Tensor, w: ExpertWeight, limit: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OrderedPairs(Dispatched):
-    """Pairs in order of the experts, without those of id -1.
+    """Pairs in order of the experts, without pairs of id -1.
 
     Attributes:
-        order: [P]: the place of each pair in the flattened ids^T [K,N].
+        order: [P]: the index of each pair in the flattened ids^T [K,N].
         experts: the experts that have pairs, ascending.
-        counts: how many pairs each of `experts` has.
+        counts: number of pairs of each expert in `experts`.
     """
 
     order: I64
@@ -141,7 +141,7 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
 def compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """One row for each pair; the rows of an expert are neighbours."""
+    """Gather one row for each pair, with the rows of an expert adjacent."""
     assert isinstance(pairs, OrderedPairs)
     x: F32 = x_ND.numpy()
     if w.round_input:
@@ -161,7 +161,7 @@ def combine(
     shared_ND: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Whole arrays are added, in order of k: a token's sum does not depend on the other tokens."""
+    """Add whole arrays in order of k, so a token's sum does not depend on the other tokens."""
     each: F32 = each_NKD.transpose(0, 1).numpy()
     skipped = ids_NK.numpy().T < 0
     if skipped.any():

@@ -1,9 +1,9 @@
-"""Order (token, expert) pairs by expert, as Triton kernels.
+"""Order (token, expert) pairs by expert, as Triton kernels. Legend: P pairs, E experts.
 
-Legend: P pairs, E experts. The host need not know the number of tokens of each expert. With few
-pairs, there is one launch, in which the program of each expert reads all pairs. With more pairs,
-there are three: count the pairs of each chunk, add up the counts of the previous chunks, and find
-the row of every pair.
+The order is a counting sort on the device, so the host need not know the number of tokens of each
+expert. With few pairs, there is one launch, in which each expert's program reads all pairs. With
+more pairs, there are three launches: count the experts' pairs in each chunk, add up the counts of
+the previous chunks, and find the row of every pair.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -17,12 +17,12 @@ from torch import Tensor
 from finwhale.ops.launch import launch_options
 from finwhale.ops.moe import Dispatched
 
-# Up to this number of pairs, every expert's program reads all pairs; else chunks count them.
+# Up to this number of pairs, every expert's program reads all pairs.
 FEW_PAIRS = 2048
-CHUNK = 128  # one tile compares a chunk's pairs with each other
-# Numbers of experts and chunks that a program of the second launch adds up at a time.
+CHUNK = 128  # pairs of a chunk, which are compared with each other in one tile
+# Numbers of experts and chunks that a program of `_scan_kernel` adds up at a time.
 SCAN_EXPERTS, SCAN_CHUNKS = 16, 128
-ALIGN = 8  # alignment of an expert's first row, which the copy engine needs for the scales
+ALIGN = 8  # alignment of an expert's first row, which TMA needs for the scales
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class OrderedPairs(Dispatched):
         place: int32 [N K]: the row of each pair, -1: none. None for one token, whose pair k is in
             row 8 k; the kernel that rounds the token then writes `order` and `blocks`.
         blocks: int32 [B,3]: (expert, first row, end) of up to block_rows rows; expert -1: no block.
-        block_rows: rows of a block.
+        block_rows: the most rows of a block.
     """
 
     order: Tensor
@@ -59,7 +59,7 @@ def _write_blocks(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Write entries base to base + room: (expert, first, end) of up to BLOCK_N pairs, then -1."""
+    """Write `room` blocks from base on: (expert, first, end) of up to BLOCK_N pairs, then -1."""
     for start in tl.range(0, room, BLOCK_S):
         block = start + tl.arange(0, BLOCK_S)
         entry = blocks_ptr + (base + block) * 3
@@ -132,7 +132,7 @@ def _scan_kernel(
     CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Replace each count by the sum over the chunks before; write the totals [BLOCK_E]."""
+    """Replace each count by the sum over the previous chunks; write the totals [BLOCK_E]."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -166,9 +166,9 @@ def _order_many_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs each order one chunk; the others each write the blocks of one expert.
+    """The first programs order one chunk each; the others write the blocks of one expert each.
 
-    The blocks of expert e start at number first // BLOCK_N + e, which leaves room for all.
+    The blocks of expert e start at index first // BLOCK_N + e, which leaves room for all blocks.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -290,7 +290,7 @@ def order_pairs(
     )
     _order_many_kernel[(chunks + num_experts,)](
         ids_NK,
-        counts,  # by now those of the chunks before
+        counts,  # now the sums over the previous chunks
         totals,
         order,
         place,

@@ -3,20 +3,22 @@
 Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
-Launches for several tokens: `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x,
-runs the gate and up GEMM, rounds the hidden values, and runs the down GEMM. The gate and up kernel
-applies the clamped SwiGLU and the routing weights. One token needs no order and has its own
-kernels, in two launches (experts_hopper_one_token.py). A block of tokens reads an expert's weights
-once. Blocks without tokens return at once, so the host need not know each expert's tokens.
+For several tokens, `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x, runs the
+gate and up GEMM, rounds the hidden values, and runs the down GEMM. The gate and up kernel applies
+the clamped SwiGLU and the routing weights. One token needs no order and has its own kernels, in two
+launches (experts_hopper_one_token.py). The weights of an expert are read once per block of its
+pairs. Blocks without pairs return at once, so the host need not know each expert's tokens.
 
 A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
-warp that fills a ring of tiles through the copy engine. The weights come first, because the expert
-is known while x is still being rounded. Weights go from the ring to registers, are decoded there to
-E4M3 (exactly), and enter the tensor cores from there. The tensor cores sum over 128 values. These
-sums, times the activations' scales, are added in float32, in the same order for every N.
+warp that fills a ring of tiles through TMA. It loads the first weights while the previous kernel
+still rounds x, because it knows the expert already. Weights go from the ring to registers, are
+decoded there to E4M3 (exactly), and enter the tensor cores from registers. The tensor cores sum
+over 128 values. These sums, times the activations' scales, are added in float32, in the same order
+for every N.
 
-Floors: bytes, E' (3 I D / 2 + 3 I D / 32) for E' different experts: at 4.39 TB/s 18 us for one
-token of Flash, 750 for 128. Operations, 6 I D per pair: 1742 us for 8192 tokens at 1.42 PFLOP/s.
+Floors: E' (3 I D / 2 + 3 I D / 32) bytes for E' different experts take, at 4.39 TB/s, 18 us for one
+token of Flash and 750 us for 128. 6 I D operations per pair take 1742 us for 8192 tokens at 1.42
+PFLOP/s.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -38,9 +40,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.moe import Dispatched, ExpertWeight, experts_hopper_one_token
-from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_pairs, order_sizes
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_pairs
 from finwhale.ops.moe.experts_hopper_parts import (
     WORDS,
     barriers,
@@ -51,7 +53,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     weight_descriptors,
 )
 from finwhale.ops.moe.experts_layout import TiledExperts, check_inputs
-from finwhale.ops.moe.round_rows_triton import round_hidden, round_tokens, rounded_groups
+from finwhale.ops.moe.round_rows_triton import launch_tokens_of, round_hidden, round_tokens
 
 
 @gluon.jit
@@ -65,8 +67,8 @@ def _load(
 ):
     """Fill the ring: for each of TILES steps through the rows, all blocks of 128 columns.
 
-    It requests its first weights while the previous kernel still writes x. It loads as many boxes
-    of rows of x as `count` pairs need.
+    The warp requests its first weights while the previous kernel still writes x. It loads only the
+    boxes of rows of x that `count` pairs need.
     """
     descs, rings, first, count, tile, blocks = load
     height: gl.constexpr = descs[0].block_type.shape[0]
@@ -81,7 +83,8 @@ def _load(
     slot = ahead % STAGES
     phase = 1 - ahead // STAGES
     for t in range(TILES):
-        # No variable that is set to 0 after the first tile: Triton loses what only bounds read.
+        # Do not use a variable that the first tile sets to 0: Triton loses variables that only
+        # loop bounds read.
         for k in range(gl.where(t == 0, ahead, 0), blocks):
             mbarrier.wait(empty.index(slot), phase)
             chunk = (tile + t * GROUPS) * blocks + k
@@ -97,7 +100,7 @@ def _load(
 def _load_weights(
     descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """Load a block of each group's rows; also announce the bytes that _load_rows loads."""
+    """Load a block of each group's rows. The barrier also expects the bytes of `_load_rows`."""
     x_desc, scale_desc, w_desc, steps_desc = descs
     _, _, w_ring, steps_ring, full, _ = rings
     height: gl.constexpr = x_desc.block_type.shape[0]
@@ -142,7 +145,7 @@ def _add_part(
 ):
     """total + (a times WIDTH columns of the tile) times these columns' scales.
 
-    SCALES_FIRST: read the scales to their own registers while the tensor cores multiply.
+    SCALES_FIRST: load the scales into their own registers while the tensor cores multiply.
     """
     x = x_tile.slice(FROM, WIDTH, 0).permute((1, 0))
     scale_tile = scale_tile.slice(FROM, WIDTH, 0)
@@ -157,9 +160,9 @@ def _add_part(
 
 @gluon.constexpr_function
 def _parts(width, groups):
-    """(first, columns) of the parts of a block of `width` columns, each multiplied separately.
+    """(first, columns) of each part of a block of `width` columns. Each part is a separate MMA.
 
-    The registers of a thread must hold one part's result beside the sums of all parts.
+    The registers of a thread must hold one part's result and the sums of all parts.
     """
     if groups == 4 and width == 128:
         return [(0, 32), (32, 32), (64, 32), (96, 32)]
@@ -189,7 +192,7 @@ def _size(width, groups, part):
 
 @gluon.constexpr_function
 def _scales_first(width, groups, part):
-    """Whether a thread has registers for a part's scales beside the sums and the result."""
+    """Whether a thread has registers for a part's scales, the sums and the result."""
     return groups < 4 and (width <= 192 or _size(width, groups, part) <= 32)
 
 
@@ -205,9 +208,10 @@ def _multiply(
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """w x^T in units of the rows, parts of WIDTH columns, and the ring's next place.
+    """w x^T before the rows' factors (`unit`): one total per part of WIDTH columns.
 
-    Sums over 128 values, then over these.
+    Also returns the ring's next slot and phase. The tensor cores sum over 128 values; these sums
+    are added in float32.
     """
     x_ring, scale_ring, w_ring, steps_ring, full, empty = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_size(WIDTH, GROUPS, 0)), 4)
@@ -231,8 +235,8 @@ def _multiply(
             ),)
             # fmt: on
         totals = added
-        # The loads of the scales may still wait behind loads of other warps. On an H200 the copy
-        # that refills this place overtook some of them, rarely.
+        # Loads of the scales may still wait behind loads of other warps. Without the fence, the TMA
+        # copy that refills this slot overtook some of them on an H200, in rare cases.
         fence_async_shared()
         mbarrier.arrive(empty.index(slot), count=1)
         slot += 1
@@ -244,11 +248,11 @@ def _multiply(
 
 @gluon.jit
 def _to_odd(x):
-    """Convert float32 x to bfloat16, with the last bit set if any lower bit was: "round to odd".
+    """Round float32 x to bfloat16 "to odd": set the last bit if any dropped bit was set.
 
-    Rounding the result to E4M3, which has four bits less, equals rounding x itself. No x crosses a
-    scale's boundary, because this is 448 times a power of two, which is a bfloat16. (Also with
-    1/448 rounded to float32, and at the least amax; test_rounding_to_odd.py.)
+    Rounding the result to E4M3, which has four bits less, equals rounding x itself. No x crosses
+    the boundary between two scales, because a boundary is 448 times a power of two, which bfloat16
+    represents. test_rounding_to_odd.py checks the smallest amax and 1/448 rounded to float32.
     """
     bits = x.to(gl.int32, bitcast=True)
     bits = (bits >> 16) | ((bits & 0xFFFF) != 0).to(gl.int32)
@@ -267,7 +271,7 @@ def _store_hidden(total, hidden, unit_ptr, first, end, row, limit):
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, MMA)))
     total *= gl.expand_dims(unit, 1)
     result = swiglu(total, limit)
-    # This group of warps has not waited for the previous kernel, so load from L2, as in `_block`.
+    # These warps have not waited for the previous kernel, so bypass L1, as in `_block`.
     place = first + gl.arange(0, columns, gl.SliceLayout(0, result.type.layout))
     pair = gl.load(order_ptr + place, mask=place < end, other=0, cache_modifier=".cg")
     weight = gl.load(weights_ptr + pair, cache_modifier=".cg")
@@ -299,7 +303,7 @@ def _store_out(total, out, unit_ptr, first, end, row, limit):
 
 @gluon.jit
 def _opaque(x):
-    """Return x, and keep computations from it inside the loop; outside they cost registers."""
+    """Return x. This keeps computations from x inside the loop, where they save registers."""
     asm: gl.constexpr = "mov.b32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -339,7 +343,7 @@ def _columns(
 
 @gluon.constexpr_function
 def _widths(columns, groups):
-    """The numbers of columns for which a program for up to `columns` pairs has code, ascending."""
+    """Numbers of columns, ascending, for which a program for up to `columns` pairs has code."""
     if columns <= 64:
         return [columns]
     steps = (64, 96, 128) if groups == 4 else (64, 128, 160, 192, 224, 256)
@@ -368,7 +372,7 @@ def _group(
     GROUPS: gl.constexpr,
     GROUP: gl.constexpr,
 ):
-    """The work of four warps: multiply their rows by as many columns as the block has pairs."""
+    """The work of four warps: multiply their rows by the columns of the block's pairs."""
     rings, results, unit_ptr, first, end, row, blocks, limit = work
     count = end - first
     last: gl.constexpr = _num_widths(COLUMNS, GROUPS) - 1
@@ -453,9 +457,9 @@ def _run(
 
 @gluon.jit
 def _block(blocks_ptr):
-    """Load (expert, first pair, end) of this program.
+    """Load (expert, first pair, end) of this program, without a wait for the previous kernel.
 
-    The previous kernel does not write them, and lets this kernel start only after all kernels
+    The previous kernel does not write the blocks, and lets this kernel start only after all kernels
     before it have ended. The loads bypass L1, because those kernels' writes are in L2.
     """
     entry = blocks_ptr + gl.program_id(1) * 3
@@ -569,8 +573,8 @@ class HopperPlan:
     Attributes:
         block_rows: pairs of one expert in a program.
         groups: groups of warps in a program.
-        gate_up, down: for each GEMM, the steps through the rows of weights and the ring's tiles.
-            A down program takes more steps if I is short (`_down_steps`).
+        gate_up, down: for each GEMM, (steps of a program through the rows of weights, tiles of the
+            ring). A down program takes more steps if I is short (`_down_steps`).
     """
 
     block_rows: int
@@ -589,8 +593,8 @@ PLANS = (
 )
 
 
-# A program of the down GEMM should load this many blocks of weights before it ends, as far as that
-# takes up to MAX_STEPS steps: starting it costs as much as some four blocks.
+# A program of the down GEMM should load at least DOWN_BLOCKS blocks of weights, in up to MAX_STEPS
+# steps, because starting a program costs as much as about four blocks.
 DOWN_BLOCKS = 16
 MAX_STEPS = 8
 
@@ -601,16 +605,7 @@ def plan(num_pairs: int, num_experts: int) -> HopperPlan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
-        rounded = rounded_groups(num_tokens), rounded_groups(rows)
-        order = launch_class(pairs, experts, chosen.block_rows)
-        return num_tokens == 1, chosen, order, rounded
-
-    return last_of_classes(class_of, most)
+    return launch_tokens_of(plan, model, most)
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
@@ -645,7 +640,7 @@ def launch(
     plan: HopperPlan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` of several tokens with a given plan, whose block_rows `dispatch` has used."""
+    """`compute` of several tokens with a given plan; `dispatch` must have used its block_rows."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=True)
     shape = (len(x), w.w2.shape[2] * 2)
     hidden = torch.empty(shape, dtype=torch.bfloat16, device=x_ND.device)
@@ -657,7 +652,8 @@ def launch(
 def _descriptors(
     x: Tensor, scale: Tensor, w: Tensor, steps: Tensor, columns: int
 ) -> tuple[TensorDescriptor, ...]:
-    height = 32 if columns == 128 else min(columns, 64)  # of a box: 96 columns need three of 32
+    # Rows of x in a box: with 128 columns, 96 columns are three boxes of 32.
+    height = 32 if columns == 128 else min(columns, 64)
     return (
         TensorDescriptor.from_tensor(x, [height, 128], BYTES),
         TensorDescriptor.from_tensor(
@@ -668,11 +664,12 @@ def _descriptors(
 
 
 def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, int]:
-    """Registers per thread: at launch, and later of each group of warps except the first.
+    """Launch options. They set the registers per thread: at launch (maxnreg), and after the start.
 
-    The loader keeps 24, and the first group gets the rest. With 64 at launch the first group gets
-    104, and four programs share a multiprocessor. With 128 only two do, which takes a fifth longer
-    for 30 to 50 pairs per expert.
+    REGISTERS are for each group of warps except the first, the loader gets 24, and the first group
+    gets the rest. With one group and 64 at launch, the first group gets 104, and four programs
+    share a multiprocessor. With 128 at launch only two do, which takes a fifth longer for 30 to 50
+    pairs per expert.
     """
     registers, at_launch = {1: (80, 64), 2: (232, 168), 4: (112, 96)}[groups]
     return {
@@ -687,7 +684,7 @@ def _options(columns: int, groups: int, tiles: int, stages: int) -> dict[str, in
 
 
 def _cut(rows: int, groups: int, tiles: int) -> tuple[int, int, int]:
-    """(groups of a program, its steps, programs), which divide the tiles of rows without a rest.
+    """(groups of a program, its steps, programs), whose product is the number of tiles of rows.
 
     `groups` and `tiles` are upper bounds.
     """
@@ -714,17 +711,17 @@ def _gate_up(
     plan: HopperPlan,
     hidden_PI: Tensor,
 ) -> None:
-    """hidden bfloat16 [P,I] of x E4M3 [P,D] and its scales [D/128,P']; P a multiple of 8.
+    """Compute hidden bfloat16 [P,I] from x E4M3 [P,D] and scales [D/128,P']; P a multiple of 8.
 
-    hidden is rounded to odd, so that rounding it to E4M3 next loses nothing. That holds only
-    because this kernel multiplies the routing weight in float32.
+    hidden is rounded to odd, so rounding it to E4M3 next has the result of a single rounding. That
+    holds only because this kernel multiplies by the routing weight in float32.
 
     The kernel reads the pairs' order and blocks and the routing weights before the previous kernel
     has ended. That is safe: the previous kernel writes none of them, and lets this one start only
     after all kernels before it have ended.
     """
     width, inner = x_PD.shape[1], hidden_PI.shape[1]
-    w13, steps13, unit13 = w.first()
+    w13, steps13, unit13 = w.gate_up()
     groups, tiles, programs = _cut(inner // 32, plan.groups, plan.gate_up[0])
     _gate_up_kernel[(programs, len(pairs.blocks))](
         *_descriptors(x_PD, x_scale, w13, steps13, plan.block_rows),
@@ -751,10 +748,10 @@ def _down(
 ) -> None:
     """Compute `each` bfloat16 [N,K,D] from hidden E4M3 [P,I] and scales [I/128,P'].
 
-    `_gate_up` describes the order of its reads.
+    Like `_gate_up`, the kernel reads the pairs' order and blocks before the previous kernel ends.
     """
     width, inner = each_NKD.shape[2], hidden_PI.shape[1]
-    w2, steps2, unit2 = w.second()
+    w2, steps2, unit2 = w.down()
     groups, tiles, programs = _cut(width // 64, plan.groups, _down_steps(plan, inner))
     _down_kernel[(programs, len(pairs.blocks))](
         *_descriptors(hidden_PI, hidden_scale, w2, steps2, plan.block_rows),

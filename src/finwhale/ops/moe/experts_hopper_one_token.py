@@ -1,12 +1,13 @@
 """The routed experts of one token on Hopper GPUs, in Gluon: two launches.
 
-Read experts_hopper.py first. Here a program has one row of x. Its four warps round the row while
-the first weights arrive, so there is no launch between the router and the weights or between the
-two GEMMs. The row is row 0 of tiles of eight in shared memory; the results of the other seven rows
-are ignored. The bits are those of experts_hopper.py.
+Read experts_hopper.py first. Here a program rounds the row of x itself while its first weights
+arrive, so no launches are needed to order and round: one launch computes gate and up, one down. The
+row is row 0 of tiles of eight rows in shared memory; the results of the other seven rows are
+ignored. The bits are those of experts_hopper.py.
 
-Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block.
-A token of Flash has 384 programs, three or four per multiprocessor (gate and up of Pro: 576, two).
+Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
+of 128 values. A token of Flash has 384 programs, three or four per multiprocessor (gate and up of
+Pro: 576, two).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -36,8 +37,8 @@ from finwhale.ops.moe.experts_hopper_parts import (
 from finwhale.ops.moe.experts_layout import TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
-# Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS has up to MOST_STAGES, so that
-# as many bytes are in flight: gate and up on one of several ranks.
+# Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS programs, such as gate and up on
+# one of several ranks, has up to MOST_STAGES, so that as many bytes are in flight.
 STAGES, MOST_STAGES = 6, 24
 MANY_PROGRAMS = 396  # three per multiprocessor
 REGISTERS = 64  # per thread; four programs share a multiprocessor if their rows fit
@@ -55,7 +56,7 @@ def _round_row(
 ):
     """Round BLOCKS blocks of 128 values into row 0 of x's tiles, with one scale per block.
 
-    CHUNK, a power of two, is the number of blocks at a time.
+    The function rounds CHUNK blocks, a power of two, at a time.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -78,7 +79,7 @@ def _round_row(
 
 @gluon.jit
 def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """w x^T [64,8] in units of the rows; sums over 128 values, then over these."""
+    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32."""
     w_ring, steps_ring, full, empty = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -265,7 +266,7 @@ def _one_down_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out[pair] = w2 hidden. It loads w2 and ids before the previous kernel has ended."""
+    """out[pair] = w2 hidden. The kernel loads w2 and ids before the previous kernel has ended."""
     start_next(PDL)
     pair = gl.program_id(1)
     expert = gl.load(ids_ptr + pair, cache_modifier=".cg").to(gl.int32)
@@ -313,19 +314,19 @@ def _options(width: int, programs: int) -> dict[str, object]:
 def launch(
     x: Tensor, weights: Tensor, ids: Tensor, w: TiledExperts, limit: float, out: Tensor
 ) -> None:
-    """out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K]; -1: no expert.
+    """Compute out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K].
 
-    It does not write rows of out without an expert.
+    Rows of out with id -1 are not written.
     """
     (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
-    w13, steps13, unit13 = w.first()
+    w13, steps13, unit13 = w.gate_up()
     _one_gate_up_kernel[(inner // 32, topk)](
         *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
         **_options(width, inner // 32 * topk),
         **launch_options(early=True),
     )
-    w2, steps2, unit2 = w.second()
+    w2, steps2, unit2 = w.down()
     _one_down_kernel[(width // 64, topk)](
         *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
         **_options(inner, width // 64 * topk),

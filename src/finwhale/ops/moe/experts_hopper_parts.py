@@ -17,10 +17,10 @@ WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 @gluon.jit
 def _decode_group(w, first, second):
     """Decode w uint8 [64,32]; first and second [64,1] are the table shifts of the two halves."""
-    # Uses no constants of the module. Triton's cache key of a kernel would then depend on which
-    # kernel used this function first.
-    # $2: eight values; $3, $7: the table of the first four; $11, $15: of the second four. Arguments
-    # of 32 bits come once for each of the four bytes.
+    # This function reads no constants of the module: with one, Triton's cache key of a kernel would
+    # depend on which kernel used the function first.
+    # $2: eight codes; $3, $7: the table of the first four; $11, $15: of the second four. Because of
+    # pack=4, each 32-bit argument occurs four times in a row.
     asm: gl.constexpr = """{
 .reg .b32 magnitudes, second, sign;
 and.b32 magnitudes, $2, 0x77777777;
@@ -57,7 +57,7 @@ def _beside(a, b, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def decode(w_tile, steps_tile, LAYOUT: gl.constexpr):
-    """128 values of 64 rows as the tensor cores' left operand."""
+    """Decode 128 values of 64 rows to E4M3, as the tensor cores' left operand."""
     w = gl.permute(gl.reshape(w_tile.load(LAYOUT), [64, 2, 32]), (0, 2, 1))
     left, right = gl.split(w)
     left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
@@ -76,7 +76,7 @@ def mma(width):
 
 @gluon.jit
 def swiglu(total, limit):
-    """The clamped SwiGLU [32,C] of [64,C]: rows alternate, eight of w1 and eight of w3."""
+    """The clamped SwiGLU [32,C] of [64,C], whose rows alternate: eight of w1, eight of w3."""
     columns: gl.constexpr = total.shape[1]
     both = gl.permute(gl.reshape(total, [4, 2, 8, columns]), (0, 2, 3, 1))
     gate, up = gl.split(both)
@@ -103,7 +103,7 @@ def barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 def weight_descriptors(w: Tensor, steps: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Tiled weights and their steps, read a block of 64 rows and 128 columns at a time."""
+    """Descriptors of tiled weights and their steps. A box has 64 rows and 128 columns."""
     return (
         TensorDescriptor.from_tensor(w.view(-1, 64), [64, 64], NIBBLES),
         TensorDescriptor.from_tensor(steps.view(-1, 64), [1, 64], WORDS),

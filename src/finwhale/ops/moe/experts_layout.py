@@ -1,9 +1,9 @@
-"""The layout of FP4 experts that the Triton and Gluon kernels read, and the kernel that makes it.
+"""The layout of FP4 experts that the Triton and Gluon kernels read, and its conversion kernel.
 
-A weight enters the tensor cores as E4M3, exactly. Each group's exponent is stored as its difference
+A weight enters the tensor cores as E4M3, exactly: each group's exponent is stored as its difference
 from the row's largest one, and E4M3 holds an FP4 value times 2^-11 to 2^0. The kernels look up four
-magnitudes at once, in a table of eight bytes that the difference shifts. For that lookup the bits
-of every 64 bytes are sorted. Loading converts the experts once, in place.
+magnitudes at once in a table of eight bytes, to which they add the group's step. For that lookup,
+the bits within every 64 bytes are reordered. Loading converts the experts once, in place.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -24,23 +24,23 @@ GROUP = 128  # activations that share a scale
 
 @dataclass(frozen=True, slots=True)
 class TiledExperts(ExpertWeight):
-    """FP4 weights after `tile_experts`: every 64 bytes of a row are sorted for the decoder.
+    """FP4 weights after `tile_experts`, in the decoder's order.
 
     Attributes:
-        scale13, scale2: uint8, of the same shapes: 8 (11 - how far a group's exponent lies below
-            its row's largest).
-        unit13, unit2: float32 [E,2I] and [E,D]: what a row's decoded values are multiplied with.
+        scale13, scale2: uint8 "steps" of the scales' shapes: 8 (11 - d), where d is the difference
+            between the row's largest exponent and the group's.
+        unit13, unit2: float32 [E,2I] and [E,D]: the factor of a row's decoded values.
     """
 
     unit13: Tensor | None = None
     unit2: Tensor | None = None
 
-    def first(self) -> tuple[Tensor, Tensor, Tensor]:
+    def gate_up(self) -> tuple[Tensor, Tensor, Tensor]:
         """w13, its steps as words of four groups, and its units."""
         assert self.scale13 is not None and self.unit13 is not None
         return self.w13, self.scale13.view(torch.int32), self.unit13
 
-    def second(self) -> tuple[Tensor, Tensor, Tensor]:
+    def down(self) -> tuple[Tensor, Tensor, Tensor]:
         """w2, its steps as words of four groups, and its units."""
         assert self.scale2 is not None and self.unit2 is not None
         return self.w2, self.scale2.view(torch.int32), self.unit2
@@ -48,7 +48,7 @@ class TiledExperts(ExpertWeight):
 
 @triton.jit
 def _code_times(code, steps_down):
-    """The FP4 code, 0 to 7, nearest to a code's value times 2^-steps_down, ties to even."""
+    """The FP4 code, 0 to 7, that is nearest to a code's value times 2^-steps_down; ties to even."""
     exponent = code >> 1
     mantissa = tl.where(code > 1, 2 + (code & 1), code)
     value = (mantissa << tl.where(code > 1, exponent - 1, 0)).to(tl.float32) * 0.5
@@ -74,7 +74,7 @@ def _tile_kernel(
     BLOCK_G: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
-    """BLOCK_R rows of an expert, K values each; see `tile_experts` for the layout."""
+    """Convert BLOCK_R rows of K values of an expert; `tile_experts` describes the layout."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     group = tl.arange(0, BLOCK_G)
     is_group = (group < K // 32)[None, :]
@@ -88,7 +88,7 @@ def _tile_kernel(
     largest = tl.max(tl.where(used, scale, 0), axis=1)
     below = largest[:, None] - scale
     steps = 8 * (SPREAD - tl.where(used, tl.minimum(below, SPREAD), 0))
-    # Byte 64 b + 4 i + t of the row: block b of 128 values, word i, byte t.
+    # A byte of the result is 64 b + 4 i + t of its row: block b of 128 values, word i, byte t.
     t = target & 3
     start = (target & -64) + ((target >> 1) & 30)
     magnitudes = start + tl.where(t < 2, t, t + 30)
@@ -97,7 +97,7 @@ def _tile_kernel(
     both = tl.load(row_ptrs + magnitudes, mask=mask, other=0).to(tl.int32) & 0x77
     first = (tl.load(row_ptrs + signs, mask=mask, other=0).to(tl.int32) >> shift) & 1
     second = (tl.load(row_ptrs + signs + 32, mask=mask, other=0).to(tl.int32) >> shift) & 1
-    # Values too small beside their row's largest are rounded to what the table can say.
+    # Round values whose group's exponent is too far below the row's largest.
     exponent = tl.load(scale_ptrs[:, :, None] + magnitudes // 16, mask=mask, other=0).to(tl.int32)
     down = tl.maximum(largest[:, None, None] - exponent - SPREAD, 0)
     down = tl.where(both > 0, down, 0)
@@ -129,12 +129,12 @@ def _tile_kernel(
 
 
 def finish_experts(w: ExpertWeight) -> TiledExperts:
-    """`tile_experts`, with a warning if it had to round values."""
+    """Call `tile_experts`, and log a warning if it had to round values."""
     tiled, rounded = tile_experts(w)
     count = int(rounded)
     if count:
         logger.warning(
-            "%d values of FP4 experts are rounded: their row's exponents lie too far apart", count
+            "rounded %d values of FP4 experts: the exponents of their rows differ too much", count
         )
     return tiled
 
@@ -143,15 +143,15 @@ def tile_experts(w: ExpertWeight) -> tuple[TiledExperts, Tensor]:
     """Convert the checkpoint's layout to the kernels' layout, in place.
 
     Takes w13 uint8 [E,2I,D/2], scale13 uint8 [E,2I,D/32], w2 [E,D,I/2], scale2 [E,D,I/32], all
-    contiguous, D and I multiples of 128. The shapes stay. An expert's memory then holds tiles of 64
-    rows, and a tile holds blocks of 128 columns, [tiles, blocks, 64, 64 bytes] and
+    contiguous, D and I multiples of 128. The shapes do not change. Afterwards, an expert's memory
+    has tiles of 64 rows, and a tile has blocks of 128 columns: [tiles, blocks, 64, 64 bytes] and
     [tiles, blocks, 64, 4 groups], so that a program reads memory in order. A tile of w13 has eight
-    rows of w1, then the same eight of w3, and so on. In a word of four bytes the magnitudes of
-    values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 of the block are bits 0-2, 4-6, .. of the
-    word. The signs are bits 7, 15, 23, 31 for the first four, 3, 11, 19, 27 for the others.
+    rows of w1, then the same eight rows of w3, and so on. Word i of a block's row has the
+    magnitudes of values 4 i to 4 i + 3 and 64 + 4 i to 64 + 4 i + 3 in bits 0-2, 4-6, .. The signs
+    are bits 7, 15, 23, 31 for the first four values, and 3, 11, 19, 27 for the others.
 
-    A group keeps every value exactly if its exponent lies at most 11 below the row's largest
-    (groups of zeros do not count). Values further below are rounded to a step of 2^-12 of the
+    A group keeps every value exactly if its exponent is at most 11 less than the row's largest
+    (groups of zeros do not count). Values of other groups are rounded to a step of 2^-12 of the
     largest group's. Returns the weights and the number of rounded values, an int64 on the device.
     """
     unit13, changed13 = _tile(w.w13, w.scale13, paired=True)
@@ -197,14 +197,16 @@ def _tile(w: Tensor, scale: Tensor | None, *, paired: bool) -> tuple[Tensor, Ten
 def check_inputs(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight
 ) -> TiledExperts:
-    """Raise ValueError where the kernels do not take these arguments; returns the weights."""
+    """Raise ValueError if the kernels do not support these arguments; returns the weights."""
     if not isinstance(w, TiledExperts):
         raise ValueError("these kernels read FP4 weights in the layout of `finish_experts`")
     experts, width, row_bytes = w.w2.shape
     if x_ND.dtype != torch.bfloat16 or x_ND.stride(1) != 1:
         raise ValueError(f"x must be bfloat16 rows, got {x_ND.dtype}, strides {x_ND.stride()}")
     if x_ND.shape[1] != width or width % GROUP or row_bytes * 2 % GROUP:
-        raise ValueError(f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups")
+        raise ValueError(
+            f"x {tuple(x_ND.shape)} does not fit w2 {tuple(w.w2.shape)} in groups of {GROUP}"
+        )
     if not (pairs.ids.is_contiguous() and weights_NK.is_contiguous()):
         raise ValueError("ids and weights must be contiguous")
     if w.w13.shape != (experts, 4 * row_bytes, width // 2):

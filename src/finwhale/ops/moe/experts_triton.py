@@ -3,10 +3,11 @@
 Legend: N tokens, K experts per token, P rows in order of the experts, E experts, D hidden, I
 intermediate width.
 
-`dispatch` orders the pairs (dispatch_triton.py). `compute` is four launches: round x, gate and up,
-round the hidden values, down. The gate and up kernel applies the clamped SwiGLU and the routing
-weights; if its tiles hold whole groups, it also rounds. A block of tokens reads an expert's weights
-once. Blocks without tokens return at once, so the host need not know each expert's tokens.
+`dispatch` orders the pairs (dispatch_triton.py). `compute` has up to four launches: round x, gate
+and up, round the hidden values, down. The gate and up kernel applies the clamped SwiGLU and the
+routing weights; if its tiles hold whole scale groups, it also rounds. A program computes some rows
+of the weights for one block of an expert's pairs, so each block reads the expert's weights once.
+Blocks without pairs return at once, so the host need not know each expert's tokens.
 
 The kernels decode weights to bfloat16, exactly. The matrix units sum over 128 values. These sums,
 times the activations' scales, are added in float32, in the same order for every N.
@@ -23,21 +24,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from finwhale.number_formats import E4M3_MAX
-from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.launch.sizes import ModelSizes
 from finwhale.ops.moe import Dispatched, ExpertWeight
-from finwhale.ops.moe.dispatch_triton import (
-    OrderedPairs,
-    launch_class,
-    order_one_token,
-    order_pairs,
-    order_sizes,
-)
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, order_one_token, order_pairs
 from finwhale.ops.moe.experts_layout import GROUP, TiledExperts, check_inputs
 from finwhale.ops.moe.round_rows_triton import (
+    launch_tokens_of,
     round_e4m3,
     round_hidden,
     round_tokens,
-    rounded_groups,
 )
 from finwhale.ops.rounding import MIN_AMAX
 
@@ -82,9 +77,9 @@ def _product(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """w x^T [ROWS,COLUMNS] in units of the rows: sums over 128 values, then over these sums.
+    """w x^T [ROWS,COLUMNS] before the rows' factors: sums over 128 values, added in float32.
 
-    The rows start at 64 tile, the columns at pair `first`.
+    The rows start at 64 * tile, the columns at the row of pair `first`.
     """
     row = tl.arange(0, ROWS)
     steps_ptrs = steps_ptr + (tile + row // 64).to(tl.int64) * blocks * 64 + row % 64
@@ -230,9 +225,8 @@ class Plan:
 
     Attributes:
         block_rows: most (token, expert) pairs that a program computes, all of one expert.
-        gate_up: of the first kernel: rows of w1, and as many of w3, in a program; pipeline stages;
-            warps.
-        down: of the second kernel: rows of w2 in a program; pipeline stages; warps.
+        gate_up: rows of w1, and as many of w3, in a program; pipeline stages; warps.
+        down: rows of w2 in a program; pipeline stages; warps.
     """
 
     block_rows: int
@@ -255,16 +249,7 @@ def plan(num_pairs: int, num_experts: int) -> Plan:
 
 def launch_tokens(model: ModelSizes, most: int) -> set[int]:
     """See ops/launch/sizes.py."""
-
-    def class_of(num_tokens: int) -> object:
-        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
-        chosen = plan(pairs, experts)
-        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
-        rounded = rounded_groups(num_tokens), rounded_groups(rows)
-        order = launch_class(pairs, experts, chosen.block_rows)
-        return num_tokens == 1, chosen, order, rounded
-
-    return last_of_classes(class_of, most)
+    return launch_tokens_of(plan, model, most)
 
 
 def dispatch(ids_NK: Tensor, num_experts: int) -> OrderedPairs:
@@ -296,14 +281,14 @@ def launch(
     plan: Plan,
     each_NKD: Tensor,
 ) -> None:
-    """`compute` with a given plan, whose block_rows `dispatch` has used."""
+    """`compute` with a given plan; `dispatch` must have used its block_rows."""
     x, x_scale = round_tokens(x_ND, pairs, early_launch=False)
     hidden, hidden_scale = _gate_up(x, x_scale, weights_NK, pairs, w, limit, plan)
     _down(hidden, hidden_scale, pairs, w, plan, each_NKD)
 
 
 def _tiles(w: Tensor, rows: int) -> TensorDescriptor:
-    """w uint8 [E,M,K/2] as [tiles,blocks,64,64], read `rows` at a time."""
+    """A descriptor of w uint8 [E,M,K/2] as [tiles,blocks,64,64], for `rows` rows at a time."""
     experts, height, row_bytes = w.shape
     tiles = w.view(experts * height // 64, row_bytes // 64, 64, 64)
     return TensorDescriptor.from_tensor(tiles, [rows // 64, 1, 64, 64])
@@ -331,7 +316,7 @@ def _gate_up(
         pairs.order,
         pairs.blocks,
         _tiles(w.w13, 2 * block_i),
-        *w.first()[1:],
+        *w.gate_up()[1:],
         weights_NK,
         hidden,
         scale,
@@ -365,7 +350,7 @@ def _down(
         pairs.order,
         pairs.blocks,
         _tiles(w.w2, block_d),
-        *w.second()[1:],
+        *w.down()[1:],
         each_NKD,
         hidden_scale.stride(0),
         width,

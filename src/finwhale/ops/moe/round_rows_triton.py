@@ -1,8 +1,13 @@
 """A Triton kernel that rounds tokens to E4M3 into the rows of their pairs, for experts' GEMMs.
 
+A program rounds some groups of one token once, and writes them to the K rows of the token's pairs.
+
 Legend: N tokens, K experts per token, P rows in order of the experts.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -11,7 +16,8 @@ from torch import Tensor
 
 from finwhale.number_formats import E4M3_MAX
 from finwhale.ops.launch import launch_options
-from finwhale.ops.moe.dispatch_triton import OrderedPairs
+from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
+from finwhale.ops.moe.dispatch_triton import OrderedPairs, launch_class, order_sizes
 from finwhale.ops.moe.experts_layout import GROUP
 from finwhale.ops.rounding import MIN_AMAX
 
@@ -51,8 +57,8 @@ def _round_rows_kernel(
 ):
     """Round BLOCK groups of row n of x into rows place[n K ..] of values and columns of scale.
 
-    The kernel skips a place of -1. Without place_ptr, K is 1 and a row keeps its number. With
-    ids_ptr there is one token: its pair k goes to row 8 k, in its own block, and the kernel also
+    The kernel skips places of -1. Without place_ptr, K is 1 and row n of x goes to row n. With
+    ids_ptr there is one token: its pair k goes to row 8 k, which is a block, and the kernel also
     writes order and blocks.
     """
     if PDL:
@@ -104,9 +110,23 @@ def round_hidden(
     return _round_rows(hidden_PI, None, 1, pairs, early_launch)
 
 
-def rounded_groups(num_rows: int) -> int:
+def _rounded_groups(num_rows: int) -> int:
     """Number of groups of 128 that a program rounds."""
     return FEW_GROUPS if num_rows <= FEW_ROWS else MANY_GROUPS
+
+
+def launch_tokens_of(plan: Callable[[int, int], Any], model: ModelSizes, most: int) -> set[int]:
+    """`launch_tokens` (ops/launch/sizes.py) for a plan function of pairs and experts."""
+
+    def class_of(num_tokens: int) -> object:
+        pairs, experts = num_tokens * model.experts_per_token, model.num_experts
+        chosen = plan(pairs, experts)
+        rows, _ = order_sizes(pairs, experts, chosen.block_rows)
+        rounded = _rounded_groups(num_tokens), _rounded_groups(rows)
+        order = launch_class(pairs, experts, chosen.block_rows)
+        return num_tokens == 1, chosen, order, rounded
+
+    return last_of_classes(class_of, most)
 
 
 def _round_rows(
@@ -122,7 +142,7 @@ def _round_rows(
     values = torch.empty((padded, width), dtype=torch.float8_e4m3fn, device=x.device)
     shape = (width // GROUP, padded + pairs.block_rows)
     scale = torch.empty(shape, dtype=torch.float32, device=x.device)
-    groups = rounded_groups(num_rows)
+    groups = _rounded_groups(num_rows)
     _round_rows_kernel[(num_rows, triton.cdiv(width, groups * GROUP))](
         x,
         place,

@@ -1,10 +1,12 @@
 """The router as Triton kernels.
 
-By score: one kernel computes the GEMM in parts along D. In a second kernel, the program of a token
-adds the parts in order and chooses experts. By hash: the program of a token reads only the K rows
-of the gate that the table names. Many tokens use the whole GEMM instead, as by score, and select
-from it. A token's bits do not depend on the other tokens. They depend on the number of tokens only
-by whether it exceeds FEW_TOKENS.
+- By score: one kernel computes the GEMM in parts along D. In a second kernel, the program of a
+  token adds the parts in order and chooses experts.
+- By hash: the program of a token reads only the K rows of the gate that the table names, and
+  computes their dot products. With many tokens, it reads results of the whole GEMM instead.
+
+A token's bits do not depend on the other tokens. They depend on the number of tokens only by
+whether it exceeds FEW_TOKENS.
 
 The kernels read at least the gate, 2 E D bytes in bfloat16, and 2 D bytes per token. At 4.39 TB/s
 that takes, for 1, 128 and 8192 tokens: Flash (E 256, D 4096) 0.5, 0.7 and 16 us, Pro (384, 7168)
@@ -21,7 +23,7 @@ from torch import Tensor
 from finwhale.ops.launch import launch_options
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 
-# Up to this number of tokens, the GEMM is split along D into chunks to occupy many programs.
+# Up to this number of tokens, the GEMM is split along D into chunks, to occupy the GPU.
 FEW_TOKENS = 128
 BLOCK_E = 32
 CHUNK = 256
@@ -64,7 +66,10 @@ def _gate_few_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Experts are the rows of a tile: tensor cores process 16 rows but 8 columns at a time."""
+    """Compute one part of z = x gate^T for BLOCK_N tokens and BLOCK_E experts.
+
+    Experts are the rows of a tile: tensor cores process 16 rows but only 8 columns at a time.
+    """
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     slot = tl.program_id(1)
     token = tl.program_id(2).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -100,8 +105,10 @@ def _gate_many_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Tensor cores truncate their accumulator, and errors would add up over all of D. Therefore
-    each accumulator adds two blocks only, and these sums are added in float32.
+    """Compute z = x gate^T for BLOCK_N tokens and BLOCK_E experts.
+
+    Tensor cores truncate their accumulator, and errors would add up over all of D. Therefore each
+    accumulator adds only two blocks, and these sums are added in float32.
     """
     token = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -154,6 +161,7 @@ def _choose_kernel(
     BLOCK_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Add a token's parts, and choose the K experts with the highest score + bias."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E
@@ -167,8 +175,8 @@ def _choose_kernel(
         part = parts_ptr + (token * SLOTS + slot) * E + expert
         z += tl.load(part, mask=is_expert, other=0.0)
     score = _score(z)
-    # Compare integers of the same order as the values. Then no input, not even NaN, can choose an
-    # expert that does not exist, or one expert twice.
+    # Compare integers of the same order as the values. Then even with NaN only existing experts are
+    # chosen, and none twice.
     value = (score + bias) + 0.0
     bits = value.to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -206,7 +214,10 @@ def _hash_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """MULTIPLY: compute the GEMM's results here; otherwise read them from the parts."""
+    """Compute the weights of a token's experts from the table.
+
+    MULTIPLY: compute the GEMM's results here; otherwise read them from the parts.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -249,7 +260,7 @@ def _check(x_ND: Tensor, topk: int, **contiguous: Tensor) -> None:
             f"of {experts}"
         )
     if x_ND.stride(1) != 1:
-        raise ValueError(f"a row's values must lie together, got strides {x_ND.stride()}")
+        raise ValueError(f"a row's values must be contiguous, got strides {x_ND.stride()}")
     for name, tensor in contiguous.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
@@ -264,7 +275,7 @@ def _outputs(x_ND: Tensor, topk: int) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(x_ND: Tensor, gate_ED: Tensor, few_tokens: int, early_launch: bool) -> Tensor:
-    """x gate^T in parts [N,S,E] float32."""
+    """x gate^T in parts [N,S,E] float32, to be added over S."""
     num_tokens, width = x_ND.shape
     experts = gate_ED.shape[0]
     few = num_tokens <= few_tokens

@@ -1,4 +1,4 @@
-"""RMSNorm: rows of one value, odd widths, the model's widths, outliers and rows of zeros."""
+"""Cases of RMSNorm: rows of one value, odd widths, the model's widths, outliers, rows of zeros."""
 
 from collections.abc import Iterator
 from typing import Any

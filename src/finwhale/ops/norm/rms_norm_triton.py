@@ -29,9 +29,9 @@ def _rms_norm_kernel(x_ptr, weight_ptr, y_ptr, D, stride_x, eps, BLOCK_D: tl.con
 def rms_norm(x_ND: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     width = x_ND.shape[-1]
     if width > MAX_WIDTH:
-        raise ValueError(f"rms_norm takes rows of at most {MAX_WIDTH} values, got {width}")
+        raise ValueError(f"rms_norm supports rows of at most {MAX_WIDTH} values, got {width}")
     if not (x_ND.is_contiguous() or (x_ND.dim() == 2 and x_ND.stride(1) == 1)):
-        raise ValueError(f"rms_norm wants rows that lie together, got strides {x_ND.stride()}")
+        raise ValueError(f"rms_norm needs contiguous rows, got strides {x_ND.stride()}")
     y_ND = torch.empty(x_ND.shape, dtype=x_ND.dtype, device=x_ND.device)
     if x_ND.numel() == 0:
         return y_ND

@@ -19,10 +19,10 @@ class Filters:
 
     Attributes:
         rows_R: int64, rows of the logits; None: every row, in order.
-        temperature_R: float32, above 0 and at most 1e29. Without min_p, top_k and top_p, a row of
-            temperature 0 is greedy.
+        temperature_R: float32, above 0 and at most 1e29. If no row has a min_p, top_k or top_p,
+            temperature 0 is allowed and makes a row greedy.
         seeds_R: int64, of which all 64 bits count.
-        indices_R: int64 below 2^32, number of the continuation that the row belongs to.
+        indices_R: int64 below 2^32, index of the row's continuation among those of its prompt.
         min_p_R: float32; None: no row has one. 0 keeps all tokens.
         top_k_rows_K, top_k_K: int64, indices into R and their top_k, 1 to V; None: no row.
         max_top_k: the largest of top_k_K; 0: no row.
@@ -93,7 +93,7 @@ class AllowedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRows:
-    """Rows that want log-probabilities of their token and of the `num_top` most likely ones.
+    """Rows that need log-probabilities: of the chosen token and of the `num_top` most likely ones.
 
     Attributes:
         rows_G: int64, rows of the logits.
@@ -132,10 +132,10 @@ class SamplingBatch:
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether the tokens follow only from whole rows of logits.
+        """Whether sampling needs whole rows of logits.
 
-        Otherwise `BestCandidates` finds them from parts of the vocabulary. All ranks of a step
-        decide alike, because they build the same batch.
+        Otherwise `BestCandidates` works on parts of the vocabulary. All ranks of a step decide
+        alike, because they build the same batch.
         """
         filtered = self.filters is not None and self.filters.active
         return filtered or any((self.penalties, self.bias, self.allowed, self.logprobs))
@@ -183,15 +183,15 @@ class Sample(Protocol):
     equals. Both operations round to float32. This is argmax(logit / temperature + noise), and the
     noise follows the Gumbel distribution, so a token's probability is the softmax of the kept
     logits / temperature (Gumbel 1954; Maddison et al. 2014). The noise is a function of seed,
-    continuation, position and token id (noise.py), and has the same bits on every platform. So have
-    the values, and without filters the tokens.
+    continuation, position and token id (noise.py). Noise and values have the same bits on every
+    platform, and so have the tokens without filters.
 
-    Filters: e = exp((logit - max) / temperature). min_p keeps e >= min_p. top_k keeps the logits
-    not below the k-th largest (all of those equal to it). top_p goes through the remaining tokens
-    from the most likely on (lower id first among equals), and keeps each token before which the sum
-    of the probabilities is below top_p. Both drop tokens with e < 2^-44. The weights of top_p are
-    integers, floor(e * 2^44), so that sums are exact in any order. The last bit of the exponential
-    depends on the platform, which can move a token over the border of min_p or top_p.
+    Filters: e = exp((logit - max) / temperature). min_p keeps e >= min_p. top_k keeps all logits
+    that are not below the k-th largest. top_p goes through the remaining tokens from the most
+    likely on (lower id first among equals), and keeps a token if the probabilities before it sum to
+    less than top_p. top_k and top_p drop tokens with e < 2^-44. The weights of top_p are integers,
+    floor(e * 2^44), so that sums are exact in any order. The last bit of the exponential depends on
+    the platform, which can move a token across the boundary of min_p or top_p.
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
@@ -200,11 +200,11 @@ class Sample(Protocol):
 
 
 class BestCandidates(Protocol):
-    """Find the best token of each row among a part of the vocabulary.
+    """Find the best token of each row in a part of the vocabulary.
 
-    A candidate is one int64, larger for a better token. Its upper 32 bits have the value (the logit
-    or, for rows that draw, logit + temperature * noise) as an int32 in the same order, with
-    2^31 - 1 for NaN. Its lower 32 bits have 2^31 - 1 minus the token id.
+    A candidate is one int64, which is larger for a better token. Its upper 32 bits have the value
+    (the logit or, for rows that draw, logit + temperature * noise) as an int32 of the same order,
+    with 2^31 - 1 for NaN. Its lower 32 bits have 2^31 - 1 minus the token id.
     """
 
     def __call__(self, logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
@@ -223,5 +223,5 @@ class MergeCandidates(Protocol):
     """Choose each row's best candidate: the token that `Sample` chooses from the whole row."""
 
     def __call__(self, candidates_SC: Tensor) -> SampledTokens:
-        """candidates [S,C] int64, of parts that cover the vocabulary, in any order."""
+        """candidates [S,C] int64 of parts that cover the vocabulary, in any order."""
         ...

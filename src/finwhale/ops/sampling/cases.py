@@ -1,8 +1,8 @@
-"""Rows and batches that every implementation of sampling is compared on; tests and bench share it.
+"""Cases of sampling: rows and batches for tests and benchmarks.
 
-There is no tolerance. The values of tokens have the same bits everywhere, so two implementations
-agree on each token unless their exponentials differ in the last bit and move the border of a min_p
-or a top_p, and the row draws the token at that border. In the few hundred draws here none does.
+There is no tolerance. The values of tokens have the same bits everywhere. Two implementations
+disagree on a token only if their exponentials differ in the last bit, which moves the boundary of a
+min_p or a top_p, and the row draws the token at that boundary. No draw of these cases does.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ VOCAB_SIZE = 129280
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one row asks for.
+    """The sampling settings of one row.
 
     Attributes:
         seen: token id to its count in the output (0: prompt only).
@@ -81,7 +81,7 @@ class Case:
     spread: float = 3.0
 
     def logits(self, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
-        """[S,V] float32, made on the CPU so that every device gets the same."""
+        """[S,V] float32, drawn on the CPU, so that every device gets the same values."""
         generator = torch.Generator().manual_seed(seed)
         shape = (len(self.rows), self.vocab_size)
         return (torch.randn(shape, generator=generator) * self.spread).to(device)
@@ -165,7 +165,7 @@ def batch(
 
 
 def _words(row: Row, vocab_size: int) -> Tensor:
-    """[W] int32: a bit a token."""
+    """[W] int32: one bit per token."""
     assert row.allowed is not None
     bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     bits[:vocab_size] = row.allowed(np.arange(vocab_size))

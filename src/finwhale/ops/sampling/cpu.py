@@ -1,23 +1,22 @@
-"""Sampling on a CPU: steps without filters in numpy, everything else as defined."""
+"""Sampling on a CPU: numpy for batches that need only values, the reference for all others."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from finwhale.ops.sampling import SampledTokens, SamplingBatch
-from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling import SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.noise_cpu import gumbel
 
 
 def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
     """Choose a token for each row, in numpy.
 
-    torch would divide the maximum of a row among threads, which is slower here.
+    torch would divide the argmax of a row among threads, which is slower here.
     """
     if batch.needs_whole_rows:
-        return definition.sample(logits_SV, batch, noise=gumbel)
+        return ref.sample(logits_SV, batch, noise=gumbel)
     logits, filters = logits_SV.numpy(), batch.filters
-    # The first of equal maxima; of a row with a NaN, the NaN.
+    # argmax returns the first of equal maxima, or the first NaN.
     ids = logits.argmax(-1)
     finite = np.isfinite(logits[np.arange(len(ids)), ids])
     if filters is not None:
@@ -32,4 +31,4 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
 
 
 def best_candidates(logits_SV: Tensor, batch: SamplingBatch, first: int) -> Tensor:
-    return definition.best_candidates(logits_SV, batch, first, noise=gumbel)
+    return ref.best_candidates(logits_SV, batch, first, noise=gumbel)

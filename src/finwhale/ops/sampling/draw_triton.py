@@ -1,24 +1,24 @@
-"""The draw as Triton kernels: temperature, min_p, top_k and top_p, then one of the kept tokens.
+"""The random draw as Triton kernels: temperature, min_p, top_k, top_p, and the choice of a token.
 
-The tokens of a row are ordered by (logit, lower id), as one integer. top_k and top_p keep the
-tokens from a place `least` on. The kernels find `least` without a sort of all tokens:
+The tokens of a row are ordered by (logit, lower id), as one integer, the token's "place". top_k and
+top_p keep the tokens from the place `least` on. The kernels find `least` without a full sort:
 
-1. `_scan_kernel` counts the tokens, and sums the weight, in each of BINS equal ranges of logits. It
-   runs over parts of the vocabulary.
-2. A second `_scan_kernel` lists the tokens in the ranges in which top_k and top_p end.
-3. `_least_kernel`, with a program for each row that draws, finds `least` among them.
+1. `_scan_kernel`, with a program for each part of the vocabulary, counts the tokens and sums the
+   weight in each of BINS equal ranges of logits.
+2. A second launch of `_scan_kernel` lists the tokens in the ranges in which top_k and top_p end.
+3. `_least_kernel`, with a program for each row that draws, finds `least` in that list.
 4. `_draw_kernel` finds the best token of each part: the largest logit of a greedy row; the largest
    logit + temperature * noise of a row that draws, among the tokens that the filters keep.
 
-A batch without top_k and top_p leaves out the scans, and one without filters also `_least_kernel`.
+A batch without top_k and top_p skips the scans, and a batch without filters also `_least_kernel`.
 Weights are integers, so their sums do not depend on the order or on the parts of a row. The noise
-rounds every operation on its own, as noise.py defines it.
+rounds every operation separately, as noise.py defines it.
 
-A batch without filters reads the logits once. A min_p adds the pass for the largest logit, and a
+A batch without filters reads the logits once. A min_p adds a pass for the largest logit, and a
 top_k or a top_p adds the two scans. The floors of one pass at 4.39 TB/s, in microseconds for 1, 128
 and 256 rows of 129280 float32 logits, are 0.1, 15 and 30. In addition, the first scan does one
-atomic addition for each token that has weight, a single row waits for a few dozen passes over its
-list, and the noise takes about 40 integer and 50 float32 operations a token.
+atomic addition for each token that has weight, the search does a few dozen passes over a row's
+list, and the noise takes about 40 integer and 50 float32 operations per token.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -33,18 +33,18 @@ from finwhale.ops.sampling import Filters, SamplingBatch
 from finwhale.ops.sampling.noise import HALF
 
 MAX_PARTS = 128
-BINS = 1024  # 16 KiB a row, which each of its programs reads
-TILE = 512  # of a list
-WAYS = 16  # factor by which a pass over a list narrows a search
-ROWS = 128  # number of rows compared at a time in the search for a row
+BINS = 1024  # 16 KiB per row, which each of the row's programs reads
+TILE = 512  # entries of a list that a program reads at a time
+WAYS = 16  # factor by which each pass over a list narrows the search
+ROWS = 128  # entries that `_find` compares at a time
 # Integers that differ between batches, and small tensors of any alignment: Triton must not
 # specialise on them.
 INTEGERS = ["first", "steps", "id_bits", "parts", "R", "M", "K", "P"]
 POINTERS = ["rows_ptr", "temperature_ptr", "min_p_ptr", "least_ptr", "floor_ptr", "top_ptr"]
 POINTERS += ["seeds_ptr", "indices_ptr", "positions_ptr"]
 POINTERS += ["top_k_rows_ptr", "top_k_ptr", "top_p_rows_ptr", "top_p_ptr"]
-# Functions that several kernels share read no constants of this module. With one, Triton's cache
-# key would depend on the kernel that it compiles first.
+# Functions that several kernels share read no constants of this module: with one, Triton's cache
+# key would depend on which kernel it compiles first.
 _kernel = triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=POINTERS)
 
 
@@ -63,13 +63,13 @@ def logit(place):
 
 @triton.jit
 def finite(place):
-    """Whether an `order` is of a number that is neither infinite nor NaN."""
+    """Whether an `order` belongs to a number that is neither infinite nor NaN."""
     return (place < 0x7F800000) & (place > -0x7F800001)
 
 
 @triton.jit
 def _place(x, v, id_bits):
-    """A token's place in the order of its row, as one int64."""
+    """The int64 by which a row's tokens are ordered, from logit x and token id v."""
     return (order(x).to(tl.int64) << id_bits) | ((1 << id_bits) - 1 - v)
 
 
@@ -116,7 +116,7 @@ def _weigh(x, top, temperature, min_p):
 @triton.jit
 def _bin(z, low, top, temperature, BINS: tl.constexpr):
     """The bin of z, counted from the largest logit. The last bin has the tokens without weight:
-    exp(-32) * 2^44 < 1.
+    z < -32 has none, because exp(-32) * 2^44 < 1.
     """
     span = tl.div_rn(top - logit(low), temperature)
     span = tl.minimum(tl.maximum(span, 1e-30), 32.0)
@@ -125,9 +125,11 @@ def _bin(z, low, top, temperature, BINS: tl.constexpr):
 
 @triton.jit
 def _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS: tl.constexpr):
-    """Bins first..last, in which the last tokens that top_k and top_p keep are; that of top_k's,
-    BINS where it leaves all that have weight; tokens and weight in the bins before `first`; the
-    weight up to the end of top_k's.
+    """Find the bins in which top_k and top_p end.
+
+    Returns the bins first..last with the last tokens that top_k and top_p keep; top_k's own last
+    bin, or BINS if top_k keeps all tokens that have weight; the number and the weight of the tokens
+    before bin `first`; and the weight up to the end of top_k's last bin.
     """
     b = tl.arange(0, BINS)
     weights = tl.load(bins_ptr + b)
@@ -138,7 +140,7 @@ def _edges(bins_ptr, has_k, top_k, has_p, top_p, BINS: tl.constexpr):
     last = last_k
     most = tl.sum(tl.where(b <= last_k, weights, 0), axis=0)
     if has_p:
-        # The total weight after top_k is known except for the tokens of one bin.
+        # The weight that top_k keeps is between `least` and `most`: its last bin is undecided.
         before = (tl.cumsum(weights, 0) - weights).to(tl.float64)
         least = tl.sum(tl.where(b < last_k, weights, 0), axis=0)
         inside = before < top_p * least.to(tl.float64)
@@ -180,7 +182,10 @@ def _scan_kernel(
     BINS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Sum a part of a row in bins. With GATHER, list the tokens in the chosen bins."""
+    """Sum the weights and counts of a part of a row in bins.
+
+    GATHER: instead, list the tokens in the bins in which top_k and top_p end.
+    """
     r = tl.program_id(0).to(tl.int64)
     row = r
     if R > 0:
@@ -221,7 +226,7 @@ def _scan_kernel(
 
 @triton.jit
 def _list_weight(list_ptr, num, least, id_bits, top, temperature, min_p, TILE: tl.constexpr):
-    """Of a list's tokens from the place `least` on."""
+    """The weight of a list's tokens from the place `least` on."""
     total = tl.zeros([TILE], tl.int64)
     for start in range(0, num, TILE):
         i = start + tl.arange(0, TILE)
@@ -245,9 +250,9 @@ def _least(
     TILE: tl.constexpr,
     WAYS: tl.constexpr,
 ):
-    """The lowest place with less than `limit` above it: `before` and what the list has there.
+    """The lowest place such that `before` plus the list's total above it is less than `limit`.
 
-    COUNT: of tokens, where equal logits share a place; else of weight.
+    COUNT: the total is a number of tokens, and equal logits share a place; otherwise, a weight.
     """
     shift = id_bits if COUNT else 0
     low = tl.full([TILE], 0x7FFFFFFFFFFFFFFF, tl.int64)
@@ -378,7 +383,7 @@ def _log(f, e):
 
 @triton.jit
 def _of_bits(high, low):
-    """The noise of 64 bits, operation by operation as noise.of_bits has it."""
+    """The noise of 64 bits, with the operations of noise.of_bits."""
     w = _fraction(high, low)
     f, e = _split(_fraction(high ^ 0xFFFFFFFF, low ^ 0xFFFFFFFF))
     near_1 = w < 0.25
@@ -409,7 +414,7 @@ def _draw_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Find the candidate of a part of a row: its logits are of the tokens from `first` on."""
+    """Find the candidate of a part of a row. The row's first logit belongs to token `first`."""
     row = tl.program_id(0).to(tl.int64)
     r = row
     if R > 0:
@@ -421,7 +426,7 @@ def _draw_kernel(
     index = tl.load(indices_ptr + r, mask=draws, other=0).to(tl.int32)
     position = tl.load(positions_ptr + r, mask=draws, other=0).to(tl.int32)
     if FILTERED:
-        # Rows that are greedy or not valid keep every token.
+        # Greedy rows and rows that are not valid keep every token.
         largest = tl.load(top_ptr + r, mask=draws, other=float("inf"))
         least = tl.load(least_ptr + r, mask=draws, other=0)
         floor = tl.load(floor_ptr + r, mask=draws, other=0.0)
@@ -431,7 +436,7 @@ def _draw_kernel(
     ids = tl.full([BLOCK_C], 0x7FFFFFFF, tl.int32)
     for step in tl.range(steps):
         pair = begin + (tl.program_id(1) * steps + step) * BLOCK_C + tl.arange(0, BLOCK_C)
-        # Indices into the row; the first ones of a part of the vocabulary may be negative.
+        # Indices into the row; the first ones may be negative if `first` is within a pair of tiles.
         v = pair // HALF * (2 * HALF) + pair % HALF - first
         lower = tl.zeros([BLOCK_C], tl.float32)
         upper = tl.zeros([BLOCK_C], tl.float32)
@@ -481,8 +486,9 @@ class Kept:
     """Which tokens the filters of the rows that draw keep.
 
     Attributes:
-        least_R: int64, the lowest place in the order of the row.
-        floor_R, top_R: float32, the least e, and the largest logit.
+        least_R: int64, the lowest place that is kept.
+        floor_R: float32, the least e that is kept.
+        top_R: float32, the largest logit.
     """
 
     least_R: Tensor
@@ -497,8 +503,8 @@ def find_kept(
 
     Args:
         logits_SV: [S,V] float32, S above 0; rows may be strided.
-        best_SP: int64, each part's largest logit's `order` and 2^31 - 1 - its lowest id.
-        low_SP: int32, the smallest finite logit's `order`.
+        best_SP: int64, each part's candidate: `order` of its largest logit, 2^31 - 1 - lowest id.
+        low_SP: int32, `order` of each part's smallest finite logit.
     """
     f, device = filters, logits_SV.device
     vocab_size, num_drawn = logits_SV.shape[1], f.temperature_R.shape[0]
@@ -510,7 +516,7 @@ def find_kept(
         entries = torch.empty((num_drawn, vocab_size), dtype=torch.int64, device=device)
     tensors = (
         *(best_SP, low_SP, bins, entries),
-        # Replace a missing tensor by one of its type, so that the kernel is compiled only once.
+        # Replace a missing tensor by one of the same dtype, so that the kernel is compiled once.
         some_int64 if f.rows_R is None else f.rows_R,
         f.temperature_R,
         f.temperature_R if f.min_p_R is None else f.min_p_R,
@@ -574,6 +580,6 @@ def draw(
         HALF=HALF,
         ROWS=ROWS,
         num_warps=4,
-        enable_fp_fusion=False,  # the noise rounds each operation on its own
+        enable_fp_fusion=False,  # the noise rounds each operation separately
     )
     return keys_SP

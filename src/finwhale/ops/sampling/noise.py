@@ -2,12 +2,12 @@
 
 Philox 4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") gives 128 random
 bits for a key and a counter. The key is the seed; the counter is (pair, position, index, 0). Each
-counter serves a pair of tokens whose ids differ by HALF, with 64 bits each: two tiles of tokens
-that lie together in memory then share their counters.
+counter serves a pair of tokens whose ids differ by HALF, with 64 bits each, so that two adjacent
+tiles of tokens share their counters.
 
-The noise of 64 bits n is -log(-log(u)), with u = 1 - (n + 1/2) / 2^64, so it lies between -3.8 and
-45.1. Only integer operations and float32 additions, subtractions and multiplications follow from
-the bits, each rounded on its own, so every implementation gives the same float32.
+The noise of 64 bits n is -log(-log(u)) with u = 1 - (n + 1/2) / 2^64, which is between -3.8 and
+45.1. It is computed from the bits with integer operations and float32 additions, subtractions and
+multiplications, each rounded separately, so every implementation gives the same float32.
 """
 
 import torch
@@ -18,7 +18,7 @@ MASK = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
-# Of log(1 + f) = f - f^2/2 + f^3 P(f) for 1 + f in sqrt(1/2)..sqrt(2): Cephes' logf (Moshier 1989).
+# P of log(1 + f) = f - f^2/2 + f^3 P(f), 1 + f in sqrt(1/2)..sqrt(2): Cephes' logf (Moshier 1989).
 LOG_POLYNOMIAL = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
     *(-1.6668057665e-1, 2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1),
@@ -68,7 +68,7 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 def of_bits(high: Tensor, low: Tensor) -> Tensor:
     """The noise of 64 random bits, as two int64 tensors below 2^32."""
     w, u = _fraction(high, low), _fraction(high ^ MASK, low ^ MASK)
-    # u = 1 - w, and each is precise when it is small: log(u) is of 1 - w or of u.
+    # u = 1 - w, and both are precise only if small: compute log(u) as log(1 - w) if w is small.
     f, e = _split(u)
     near_1 = w < 0.25
     f, e = torch.where(near_1, -w, f), torch.where(near_1, 0.0, e)

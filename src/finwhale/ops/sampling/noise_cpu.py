@@ -1,7 +1,7 @@
 """The noise of noise.py in numpy, with the same bits.
 
-The arrays of one row are so small that starting an operation takes as long as computing it. So
-there are few operations, and they write into arrays that exist.
+The arrays of one row are so small that a numpy call takes as long as its computation. So there are
+few calls, and they write into existing arrays.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ Floats = NDArray[np.float32]
 Integers = NDArray[np.int32]
 Words = NDArray[np.uint32]
 
-PASS = 16 * HALF  # counters computed at once: their arrays stay in the nearest caches
+PASS = 16 * HALF  # counters computed at once, so that their arrays stay in the L1 and L2 caches
 # Arrays without dimensions are numpy's fastest constants.
 MULTIPLIER_0, MULTIPLIER_1, LOW, WORD_BITS = (
     np.array(x, np.uint64) for x in (*MULTIPLIERS, MASK, 32)
@@ -45,7 +45,7 @@ def gumbel(
     """See noise.py."""
     begin = first // (2 * HALF) * HALF
     end = -(-(first + num_tokens) // (2 * HALF)) * HALF
-    # Each HALF counters serve two tiles of tokens.
+    # HALF counters serve two tiles of HALF tokens.
     noise = np.empty((len(seeds_R), (end - begin) // HALF, 2, HALF), np.float32)
     rows = zip(seeds_R.tolist(), indices_R.tolist(), positions_R.tolist(), strict=True)
     for row, (seed, index, position) in zip(noise, rows, strict=True):
@@ -67,7 +67,7 @@ def philox(first: int, count: int, position: int, index: int, seed: int) -> Word
     words, product = np.empty((2, 2, count), np.uint64), np.empty((2, count), np.uint64)
     even, odd = words
     c0, c2 = even
-    p1, p0 = product  # what words 0 and 2 become
+    p1, p0 = product  # the products that words 0 and 2 come from
     p = index * MULTIPLIERS[1]
     word_0, word_1 = p >> 32 ^ position ^ a0, p & MASK
     multiply(np.arange(first, first + count, dtype=np.uint64), MULTIPLIER_0, p0)
@@ -107,7 +107,7 @@ def of_bits(words: Words) -> Floats:
 
 
 def _fractions(words: Words) -> tuple[Floats, Floats]:
-    """(n + 1/2) / 2^64 of the words, then of their complements: [2,...]; and memory like it."""
+    """(n + 1/2) / 2^64 of the words, then of their complements: [2,...]; and scratch memory."""
     both = np.array((words, ~words)).astype(np.float32)
     high, low = both[:, 0], both[:, 1]
     multiply(low, WORD, low)
@@ -117,7 +117,7 @@ def _fractions(words: Words) -> tuple[Floats, Floats]:
 
 
 def _split(x: Floats, e: Floats) -> None:
-    """Write e, and replace x by f."""
+    """Write noise._split's exponent to e, and replace x by its f."""
     bits: Integers = x.view(np.int32)
     whole = bits - ROOT
     right_shift(whole, MANTISSA_BITS, whole)
@@ -128,7 +128,7 @@ def _split(x: Floats, e: Floats) -> None:
 
 
 def _log(f: Floats, e: Floats, square: Floats, p: Floats) -> Floats:
-    """log((1 + f) * 2^e) in `p`; changes `e` and `square`."""
+    """Write log((1 + f) * 2^e) to `p` and return it; changes `e` and `square`."""
     multiply(f, f, square)
     multiply(f, FIRST_COEFFICIENT, p)
     add(p, COEFFICIENTS[0], p)

@@ -17,7 +17,7 @@ from finwhale.ops.sampling import (
 )
 from finwhale.ops.sampling.noise import gumbel
 
-LEAST = 2.0**-44  # the least e that top_k and top_p keep
+LEAST = 2.0**-44  # top_k and top_p drop tokens with a smaller e
 # Weights are e * 2^44 with e <= 1: the sum over 2^17 tokens stays below 2^63.
 WEIGHT_SCALE = float(1 << 44)
 LARGEST = 0x7FFFFFFF  # int32

@@ -1,12 +1,11 @@
 """Sampling as Triton kernels: everything except log-probabilities.
 
-Each change of the logits (penalties, bias, allowed tokens) is one kernel, which works on a copy.
-Two steps follow:
+Penalties, bias and allowed tokens are one kernel each, on a copy of the logits. Two steps follow:
 
-1. Each part of the vocabulary gets a candidate, as one integer. In a greedy batch, `_best_kernel`
-   finds the largest logit with its lowest id. Otherwise draw_triton.py finds the candidates; for
-   filters, `_best_kernel` runs first and also finds the smallest logit.
-2. `_pick_kernel` takes the best candidate, with a program for each row.
+1. A program finds the candidate of one part of the vocabulary in one row, as one integer. In a
+   greedy batch, `_best_kernel` finds the largest logit with its lowest id. Otherwise draw_triton.py
+   finds the candidates; for filters, `_best_kernel` runs first and also finds the smallest logit.
+2. `_pick_kernel` takes the best candidate of each row.
 
 A greedy step reads the logits once. The floors at 4.39 TB/s, in microseconds for 1, 128 and 256
 rows of 129280 float32 logits, are 0.1, 15 and 30.
@@ -19,14 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from finwhale.ops.launch.sizes import ModelSizes, last_of_classes
-from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch
-from finwhale.ops.sampling import ref as definition
+from finwhale.ops.sampling import AllowedTokens, Bias, Penalties, SampledTokens, SamplingBatch, ref
 from finwhale.ops.sampling.draw_triton import MAX_PARTS, Parts, draw, find_kept, finite, order
 from finwhale.ops.sampling.noise import HALF
 
 BLOCK_V = 1024
 BLOCK_N = 256
-PROGRAMS = 4096  # many programs hide the latency of memory
+PROGRAMS = 4096  # enough programs to hide the latency of memory
 # Do not specialise on integers that differ between batches or on small tensors' alignment.
 _changes_kernel = triton.jit(
     do_not_specialize=["N", "stride_w"],
@@ -41,6 +39,7 @@ _changes_kernel = triton.jit(
 def _best_kernel(
     logits_ptr, best_ptr, low_ptr, V, stride_s, steps, BLOCK_V: tl.constexpr, LOW: tl.constexpr
 ):
+    """Find the largest logit of a part of a row. LOW: also the smallest finite one."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     offsets = tl.arange(0, BLOCK_V)
@@ -157,7 +156,7 @@ def _check(logits_SV: Tensor) -> int:
     """The number of rows."""
     num_rows, vocab_size = logits_SV.shape
     if logits_SV.stride(1) != 1:
-        raise ValueError(f"a row's logits must lie together, got strides {logits_SV.stride()}")
+        raise ValueError(f"a row's logits must be contiguous, got strides {logits_SV.stride()}")
     if not 0 < vocab_size < 2**31 - MAX_PARTS * BLOCK_V:
         raise ValueError(f"sampling takes 1 to 2^31 - 2^17 logits a row, got {vocab_size}")
     return num_rows
@@ -175,7 +174,7 @@ def launch_rows(model: ModelSizes, most: int) -> set[int]:
 
 
 def _best(logits_SV: Tensor, parts: Parts, *, low: bool) -> tuple[Tensor, Tensor]:
-    """The candidate of each part in a greedy batch [S,P]; low: also its smallest finite logit."""
+    """Each part's candidate in a greedy batch [S,P]; low: also its smallest finite logit."""
     shape, device = (logits_SV.shape[0], parts.count), logits_SV.device
     best_SP = torch.empty(shape, dtype=torch.int64, device=device)
     low_SP = torch.empty(shape, dtype=torch.int32, device=device) if low else best_SP
@@ -248,7 +247,7 @@ def sample(logits_SV: Tensor, batch: SamplingBatch) -> SampledTokens:
         ids_S, valid_S = _pick(_drawn(x_SV, batch))
     else:
         ids_S, valid_S = greedy(x_SV)
-    logprobs = definition.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
+    logprobs = ref.measure(logits_SV, ids_S, batch.logprobs) if batch.logprobs else None
     return SampledTokens(ids_S=ids_S, valid_S=valid_S, logprobs=logprobs)
 
 

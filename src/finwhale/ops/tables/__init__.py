@@ -5,12 +5,26 @@ from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Any
 
-# Default capacity of the prefix cache on GPUs. Flash needs 65 GB for it.
-PREFIX_CACHE_TOKENS = 2**24
+import torch
+
+from finwhale.ops import Capabilities
+
+# The tables of Triton and Gluon kernels.
+KERNEL_CAPABILITIES = Capabilities(
+    quantised_weights=True,
+    packed_cache=True,
+    captures_steps=True,
+    builds_kernels=True,
+    bounded_workspace=True,
+    prefix_cache_tokens=2**24,  # Flash needs 65 GB for it.
+    side_streams=True,
+    compiled_layers="without attention",
+    expert_id_dtype=torch.int32,
+)
 
 
 def bind(fn: Callable[..., Any], **options: Any) -> Any:
-    """Bind keyword arguments to an operator. `__qualname__` shows them, so `finwhale ops` does."""
+    """Bind keyword arguments to an operator. `__qualname__` has them for `finwhale ops`."""
 
     @wraps(fn)
     def call(*args: Any) -> Any:

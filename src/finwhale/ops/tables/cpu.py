@@ -1,4 +1,4 @@
-"""Operators on a CPU, float32: numpy, and torch for sampling with filters or penalties."""
+"""Operators on a CPU in float32: numpy, and torch for sampling with filters or penalties."""
 
 import torch
 

@@ -3,9 +3,7 @@
 No kernel launches early or uses PTX. `ops/__init__.py` lists the architectures.
 """
 
-import torch
-
-from finwhale.ops import Capabilities, Ops
+from finwhale.ops import Ops
 from finwhale.ops.attention.prepare_qkv_triton import prepare_qkv
 from finwhale.ops.attention.sparse_attention_triton import sparse_attention
 from finwhale.ops.compressor.compress_triton import compress
@@ -20,7 +18,7 @@ from finwhale.ops.moe.ref import prepare_experts
 from finwhale.ops.moe.router_triton import route_by_hash, route_by_score
 from finwhale.ops.norm.rms_norm_triton import rms_norm
 from finwhale.ops.sampling.sample_triton import best_candidates, merge_candidates, sample
-from finwhale.ops.tables import PREFIX_CACHE_TOKENS, bind
+from finwhale.ops.tables import KERNEL_CAPABILITIES, bind
 from finwhale.platform import Platform
 
 
@@ -28,17 +26,7 @@ def table(platform: Platform) -> Ops:
     num_multiprocessors = platform.num_multiprocessors
     options = Options(num_multiprocessors=num_multiprocessors)
     return Ops(
-        capabilities=Capabilities(
-            quantised_weights=True,
-            packed_cache=True,
-            captures_steps=True,
-            builds_kernels=True,
-            bounded_workspace=True,
-            prefix_cache_tokens=PREFIX_CACHE_TOKENS,
-            side_streams=True,
-            compiled_layers="without attention",
-            expert_id_dtype=torch.int32,
-        ),
+        capabilities=KERNEL_CAPABILITIES,
         prepare_linear=prepare_linear,
         prepare_experts=prepare_experts,
         finish_experts=finish_experts,

@@ -20,7 +20,7 @@ DEEPGEMM_LEAST = (2, 5)
 
 @cache
 def why_no_deepgemm() -> str | None:
-    """Say why DeepGEMM cannot be used, without importing it; None if nothing speaks against it."""
+    """Why DeepGEMM cannot be used, without importing it; None if no reason is known."""
     if find_spec("deep_gemm") is None:
         return "not installed"
     for name in DEEPGEMM_NAMES:

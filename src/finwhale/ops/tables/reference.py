@@ -1,4 +1,4 @@
-"""The references on any device: the definition of every operator, as plain torch."""
+"""The reference operators, in plain torch on any device. They define every operator."""
 
 import torch
 
