@@ -64,7 +64,7 @@ class DraftLoop:
             before = in_flight[-1]
             if not before.on_device or before.followed or before.rows.historic:
                 return None
-            # Try this only once: if it fails, the device may have lost the state to continue from.
+            # Try this only once: after a failure, the device may have lost this step's state.
             before.followed = True
             chunks = scheduler.schedule_ahead(before.chunks)
         else:
@@ -91,7 +91,7 @@ class DraftLoop:
             next_ids=tuple([0 if c.floats or c.completes else c.next_id for c in chunks]),
             on_device=on_device,
             links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
-            # Prompts always get the rows of the draft head, so that drafting can begin at any time.
+            # The draft head always computes prompts, so that drafting can begin at any time.
             head=step.kind.head or not all(c.decodes for c in chunks),
         )
         if rows.historic:

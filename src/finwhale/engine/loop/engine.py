@@ -1,8 +1,8 @@
 """The engine schedules and launches steps, collects their tokens and detokenises them.
 
-On a GPU the engine runs one step ahead: while the device computes a step whose tokens the host does
-not know yet, the engine plans and launches the next step, which takes these tokens' ids from the
-device. Only then does the engine wait for the tokens, append them and detokenise them.
+On a GPU the engine runs one step ahead: while the device computes a step, the engine plans and
+launches the next step, which reads the first step's tokens on the device. Only then does the engine
+wait for these tokens, append them and detokenise them.
 """
 
 import logging
@@ -61,15 +61,15 @@ T = TypeVar("T")
 Requests = Literal["recompute", "keep", "abort"]
 """How to treat running requests when weights or memory change.
 
-"recompute": they wait, and their tokens so far are computed again. "keep": they continue with what
-the old weights have cached. "abort": they end with their tokens so far and the finish reason
+"recompute": they wait, and the engine computes their tokens so far again. "keep": they continue
+with the cache of the old weights. "abort": they end with their tokens so far and the finish reason
 "abort".
 """
 
 MemoryTag = Literal["weights", "cache"]
-"""What can sleep."""
+"""The memory that `sleep` can free."""
 
-# The time that `step` waits on a paused engine, so that callers in a loop do not spin.
+# How long `step` waits on a paused engine, so that callers in a loop do not spin.
 PAUSED_WAIT_S = 0.05
 
 # Steps that were in flight when an engine died. Freeing them would end the process.
@@ -83,8 +83,8 @@ class Engine:
         executor: runs the engine's step plans (loop/opening.py opens a local one).
 
     Attributes:
-        steps_ahead: steps launched before the oldest one's tokens are collected: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host. The tokens are the same.
+        steps_ahead: number of further steps launched before the engine collects the oldest step's
+            tokens: 1 on a GPU, 0 on a CPU, where the forward runs on the host. Tokens are the same.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Engine:
         self._lacks_weights = False
         self._goes_on = threading.Event()
         self._goes_on.set()
-        # Requests that changed outside of a step; the next one returns them.
+        # Requests that changed outside of a step; the next step returns them.
         self._touched: list[RequestOutput] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -179,8 +179,8 @@ class Engine:
         Args:
             matcher: the compiled `params.guide`; None: this method compiles it, while other threads
                 may call `step`.
-            stop_after: look for stop strings only after this token, the end of the reasoning.
-            priority: requests with a lower value run first; equal ones in order of arrival.
+            stop_after: look for stop strings only after this token, which ends the reasoning.
+            priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
 
         Raises:
@@ -246,7 +246,7 @@ class Engine:
         for index in range(params.n):
             routed = None
             if params.return_routed_experts and routed_form is not None:
-                # The first continuation has those of the prompt.
+                # The first continuation also has the experts of the prompt.
                 routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -313,7 +313,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
-        On a paused engine, it runs none, and returns after a moment.
+        On a paused engine it runs no step, and returns after PAUSED_WAIT_S.
 
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
@@ -372,7 +372,7 @@ class Engine:
         drop_weights: bool = False,
         requests: Literal["recompute", "abort"] = "recompute",
     ) -> None:
-        """Give memory back to the system until `wake` (LLM.sleep).
+        """Free memory until `wake` (LLM.sleep).
 
         Raises:
             RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
@@ -394,7 +394,7 @@ class Engine:
             self._set_going()
 
     def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
-        """Take memory again. The engine continues when nothing sleeps, with all weights.
+        """Allocate memory again. The engine continues once all memory and all weights are there.
 
         Raises:
             RequestError: a tag is unknown.
@@ -439,8 +439,8 @@ class Engine:
     def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
         """Call `work`, which replaces the weights, on every rank.
 
-        No step is in flight then, and afterwards no request finds a cached prefix of the old
-        weights. An error of `work` ends the engine.
+        No step is in flight during the call, and the prefix cache is empty afterwards. An error of
+        `work` ends the engine.
         """
         if requests not in get_args(Requests):
             raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
@@ -650,7 +650,7 @@ class Engine:
             self._loop = self._new_loop()
 
     def metrics(self) -> EngineMetrics:
-        """Read the present state and the counters, without waiting for a step."""
+        """Read the current state and the counters, without waiting for a step."""
         late, ranks = self.executor.late_compilations(), self.executor.rank_states()
         return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
 

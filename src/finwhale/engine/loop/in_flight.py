@@ -1,4 +1,4 @@
-"""The text side of running sequences, and in-flight steps: launched steps with unknown tokens."""
+"""Text output of running sequences, and in-flight steps: launched steps with unknown tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 @dataclass(slots=True)
 class Stream:
-    """The text side of one running sequence.
+    """One running sequence and its text output.
 
     Attributes:
         ends: token ids that end the sequence.
-        stop_after: look for stop strings once this token has been generated; None: from the start.
+        stop_after: look for stop strings only after this token; None: from the start.
         ended: the sequence gets no more tokens.
-        routed: the routed experts of its tokens so far; None: it wants none.
+        routed: the routed experts of its tokens so far; None: the request wants none.
     """
 
     sequence: RunningSequence

@@ -38,7 +38,7 @@ class StepLoop(Protocol):
         ...
 
     def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
-        """Launch the sampling that needed the tokens which `collect` has returned."""
+        """Launch the sampling that had to wait for the tokens of the last `collect`."""
         ...
 
     def drop_rows(self) -> None:

@@ -1,4 +1,4 @@
-"""Dumps the stack of every thread if a step takes far too long."""
+"""Writes the stack of every thread if a step takes too long."""
 
 import contextlib
 import faulthandler
@@ -14,7 +14,7 @@ CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS 
 
 
 class Watchdog:
-    """A context manager around each step. It costs a step only one read of the clock.
+    """A context manager around each step. It costs a step only one clock read.
 
     A thread checks the elapsed time at intervals. If the interpreter itself is blocked, so that no
     Python thread runs, faulthandler's timer writes the stacks. A process has only one such timer,
@@ -51,7 +51,7 @@ class Watchdog:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the present step has taken so far; 0 if no step runs."""
+        """Seconds that the current step has taken so far; 0 if no step runs."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 

@@ -63,7 +63,7 @@ class WeightUpdates:
     """Updates the weights of one engine, one update at a time. Several threads may call it.
 
     Attributes:
-        version: the name of the present weights: what the last update called them, or its number.
+        version: the name of the current weights: the last update's `version`, or its number.
         begun: whether an update has begun and neither succeeded nor failed.
     """
 
@@ -147,7 +147,7 @@ class WeightUpdates:
         self.finish(requests=requests, version=version)
 
     def begin(self, *, partial: bool = False) -> None:
-        """Begin an update, to which `add` brings the weights, until `finish`.
+        """Begin an update: then `add` stages weights, and `finish` writes them.
 
         Raises:
             RequestError: another update has begun, or the weights cannot be written now.
@@ -169,7 +169,7 @@ class WeightUpdates:
         """Stage weights of an update that has begun. If this fails, the update ends.
 
         Args:
-            version: what `finish` calls the new weights, unless it is told another name.
+            version: the name of the new weights, unless `finish` gets another one.
         """
         self._add(source, last=False)
         self._next_version = version or self._next_version
@@ -197,7 +197,7 @@ class WeightUpdates:
             raise RequestError("no update of the weights has begun, or it has failed")
 
     def _add(self, source: WeightsSource, *, last: bool) -> None:
-        """Stage weights. `last`: the update gets no others."""
+        """Stage weights. `last`: the update has no others."""
         self._check_begun()
         engine = self._engine
         try:
@@ -230,7 +230,7 @@ class WeightUpdates:
         except EngineDeadError:
             raise
         except BaseException:
-            # The trainer's next broadcast would be taken for one that has not been received.
+            # Otherwise the engine would take the trainer's next broadcast for a missed one.
             self.leave(name)
             raise
 
@@ -257,7 +257,7 @@ def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
 
 
 def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
-    """The tensors in their order, some at a time."""
+    """Split tensors into messages of at most BUCKET_BYTES or one tensor, in order."""
     piece: list[Announced] = []
     size = 0
     for one in announced:
@@ -271,10 +271,10 @@ def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
 
 
 def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in the form in which ranks take them, some at a time.
+    """Split tensors into messages to the ranks of at most BUCKET_BYTES or one tensor.
 
     Args:
-        alone: the only rank is this process, which takes a tensor before the next one is made.
+        alone: the only rank is this process. It gets each tensor at once, without a copy.
     """
     bucket: list[tuple[str, Tensor]] = []
     size = 0
@@ -293,8 +293,8 @@ def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, 
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        # A message holds a tensor's whole memory, of which the tensor may be a part, and the sender
-        # may reuse that memory for the next tensor.
+        # Copy the tensor: a message contains the whole memory of which a tensor may be a part, and
+        # the sender may reuse that memory for the next tensor.
         copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         bucket.append((name, copied))
         size += tensor.nbytes

@@ -73,7 +73,7 @@ class Admission:
         """Remove the next sequence from the queue, if it can start.
 
         Returns:
-            The sequence, the cached blocks with which it begins, and the number of these blocks
+            The sequence, the longest cached prefix of its blocks, and the number of these blocks
             after which it can resume. None: no sequence can start now.
         """
         while self.waiting:
@@ -159,7 +159,7 @@ class Admission:
         return -(-num_tokens // self._block_tokens)
 
     def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still has to allocate for its tokens so far."""
+        """Number of blocks that a running sequence must still allocate for its tokens so far."""
         group = self._pages.full_groups[0]
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
         return self._blocks(len(sequence.token_ids)) - allocated

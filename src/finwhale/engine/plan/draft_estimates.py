@@ -1,8 +1,8 @@
 """Estimates how many drafts of a sequence the model will accept. Pure Python.
 
-A draft's survival is the probability that it and all drafts before it are accepted. It is the
-product of the probabilities that each of them is accepted if those before it are. A draft head may
-estimate these itself (confidences); otherwise they are counted.
+A draft's survival is the probability that the model accepts this draft and all drafts before it:
+the product of their conditional acceptance probabilities. A draft head may estimate these
+probabilities itself (confidences). Otherwise they come from counts of accepted drafts.
 """
 
 from collections.abc import Sequence as Items
@@ -10,16 +10,16 @@ from math import exp, log
 
 from finwhale.engine.plan.sequences import Chunk, Sequence
 
-# The counts of each position begin with this many verified drafts and this acceptance. It is high,
-# so that drafting is not given up after a few wrong drafts.
+# Each position begins with this many verified drafts at this acceptance rate. The rate is high, so
+# that a few rejected drafts do not end drafting.
 FIRST_DRAFTS, FIRST_SHARE = 16, 0.7
-# The mean over all sequences has a memory of about DRAFTS drafts, that of one sequence of OWN.
+# The mean over all sequences covers about the last DRAFTS drafts, that of one sequence about OWN.
 DRAFTS, OWN = 256, 64
-# The mean over all sequences counts in a sequence's own estimate as this many of its drafts.
+# Weight of the mean over all sequences in the estimate for one sequence, in drafts.
 PRIOR = 8.0
-# Calibration has a memory of about this many drafts of a position.
+# Calibration covers about this many of a position's last drafts.
 CALIBRATION_DRAFTS = 2048
-# It starts as if it were known to this precision (drafts) that confidences are right.
+# Weight, in drafts, of the prior that confidences need no correction.
 CALIBRATION_PRIOR = 16.0
 LARGEST_LOGIT = 8.0
 
@@ -46,7 +46,7 @@ class Calibration:
         weight, keep = p * (1 - p), 1 - 1 / CALIBRATION_DRAFTS
         a, b, d = self._hessian
         a, b, d = keep * a + weight * x * x, keep * b + weight * x, keep * d + weight
-        # The prior does not fade, so that the matrix stays regular.
+        # These minima keep the matrix invertible.
         a, d = max(a, 1.0), max(d, 1.0)
         self._hessian = (a, b, d)
         error = p - accepted
@@ -93,7 +93,7 @@ class DraftEstimates:
         if sequence.confidences:
             pairs = zip(self._calibrations[floats], sequence.confidences, strict=False)
             chances = [calibration(confidence) for calibration, confidence in pairs]
-            # Fewer drafts were made than could be.
+            # The head may have made fewer drafts than the maximum.
             chances += self._means[len(chances) :]
         else:
             chances = self._chances(self._own.get(sequence.key))

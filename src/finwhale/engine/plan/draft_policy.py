@@ -2,8 +2,8 @@
 
 The rule is that of the DSpark paper (arXiv 2607.05147): verify the drafts with the highest survival
 (plan/draft_estimates.py) as long as the expected number of tokens per second grows. Step times are
-measured while the engine runs. Everything depends on the measured times, the accepted drafts and
-the confidences only.
+measured while the engine runs. The choice depends only on measured times, accepted drafts and
+confidences.
 """
 
 from collections import deque
@@ -28,10 +28,11 @@ CHOOSE_STEPS = 16
 PROBE_STEPS = 256
 # Change to another kind only if its token rate is higher by at least this fraction.
 MARGIN = 0.01
-# Probes may lose this fraction of all time. The first probes of kinds may lose GRANT_SECONDS more.
+# Probes may cost this fraction of all time. Probes of kinds without a measured time may cost
+# GRANT_SECONDS more in total.
 PROBE_SHARE, GRANT_SECONDS = 0.01, 1.0
-# If drafting does not pay, the draft head goes on for HEAD_STEPS steps. It must have computed the
-# last HEAD_STEPS steps before it drafts again: its window is 128 tokens.
+# When drafting stops paying, the draft head still computes HEAD_STEPS steps. After a pause it must
+# compute HEAD_STEPS steps before it drafts, because its window is 128 tokens.
 HEAD_STEPS = 128
 
 
@@ -54,11 +55,11 @@ PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
 
 
 def step_kinds(most: int, *, block: bool) -> tuple[StepKind, ...]:
-    """The kinds of steps among which "auto" chooses, but PLAIN.
+    """The kinds of steps among which "auto" chooses, except PLAIN.
 
     Args:
         most: the largest number of drafts.
-        block: the head's pass makes all drafts at once, so that fewer would cost as much.
+        block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
         return (FILL, *[StepKind(width, most) for width in range(2, most + 2)])
@@ -99,13 +100,13 @@ class DraftChooser(Protocol):
 
         Args:
             limits: the most drafts that each sequence can verify.
-            floats: the result of the step before is not known yet.
+            floats: the result of the previous step is not known yet.
         """
         ...
 
 
 class FixedDrafts:
-    """Always the same number of drafts."""
+    """Chooses the same number of drafts in every step."""
 
     def __init__(self, drafts: int) -> None:
         self.kind = StepKind(1 + drafts, drafts)
@@ -153,7 +154,7 @@ class DraftPolicy:
 
     Args:
         most: the largest number of drafts.
-        block: the head's pass makes all drafts at once.
+        block: one pass of the head makes all drafts.
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
     """
 
@@ -166,8 +167,8 @@ class DraftPolicy:
         self._measured: dict[int, _Size] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
-        # Steps in a row that the head has computed, and steps in a row in which drafting does not
-        # pay.
+        # Numbers of consecutive steps: those that the head has computed, and those in which
+        # drafting does not pay.
         self._filled, self._plain = HEAD_STEPS, 0
         self.kind = FILL
 
@@ -276,7 +277,7 @@ class DraftPolicy:
             if time is not None:
                 rates[kind] = tokens[kind] / time
         if not rates:
-            # Nothing is known about this size: measure the kind that is the best for the nearest.
+            # This size has no measurements yet: first measure the best kind of the nearest size.
             return
         best = max(rates, key=lambda kind: rates[kind])
         if size.best not in rates or rates[best] > (1 + MARGIN) * rates[size.best]:
@@ -290,7 +291,7 @@ class DraftPolicy:
         tokens: Mapping[StepKind, float],
         batch: int,
     ) -> None:
-        """Probe the next kind that could be the best, if what that may lose is not too much."""
+        """Probe the next kind that could be the best, unless the probe may cost too much time."""
         if size.best not in rates:
             return
         rate = rates[size.best]
@@ -301,7 +302,7 @@ class DraftPolicy:
                 continue
             time = self._time_at_most(size, kind)
             fastest = self._time_at_least(size, kind)
-            # Even if all drafts of its rows were accepted.
+            # The kind would be slower even if the model accepted all drafts.
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
             lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
@@ -319,7 +320,7 @@ class DraftPolicy:
             return
 
     def _time_at_most(self, size: _Size, kind: StepKind) -> float:
-        """The measured time, or that of a step with fewer tokens as if all time were theirs."""
+        """The measured time, or an upper bound: a measured time, scaled up by the width."""
         time = size.time(kind)
         if time is not None:
             return time
@@ -327,7 +328,7 @@ class DraftPolicy:
         return max((t * max(1.0, kind.width / width) for width, t in known if t), default=0.0)
 
     def _time_at_least(self, size: _Size, kind: StepKind) -> float:
-        """The measured time, or the longest of steps with fewer tokens and drafts."""
+        """The measured time, or a lower bound: the longest time of kinds that compute no more."""
         time = size.time(kind)
         if time is not None:
             return time
@@ -342,10 +343,10 @@ class DraftPolicy:
 def expected_tokens(
     survivals: Items[Items[float]], rows: Mapping[StepKind, int]
 ) -> dict[StepKind, float]:
-    """The number of tokens that a step of each kind is expected to give in all.
+    """The expected number of tokens of a step of each kind, over all sequences.
 
     Args:
-        survivals: of the drafts of each sequence.
+        survivals: the survival of each draft of each sequence.
         rows: the most drafts that a step of each kind verifies.
     """
     ordered: dict[int, list[float]] = {}
@@ -359,7 +360,7 @@ def expected_tokens(
 
 
 def admit(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
-    """The number of drafts of each sequence if the `rows` drafts of the highest survival get rows.
+    """Choose the `rows` drafts with the highest survival; returns each sequence's number of drafts.
 
     Survivals do not increase along a sequence, so its admitted drafts are its first ones. Of equal
     survivals, earlier drafts and earlier sequences come first.

@@ -1,4 +1,4 @@
-"""Decides how many drafts the chunks of a step verify, and how many they get. No torch.
+"""Decides how many drafts a step's chunks verify, and how many new ones they get. No torch.
 
 Drafts use free pages only: no sequence is preempted for a draft.
 """
@@ -11,7 +11,7 @@ from finwhale.engine.plan.sequences import Chunk, Sequence
 
 
 class DraftRules:
-    """Adds drafts to a step's chunks.
+    """Sets the drafts of a step's chunks.
 
     Args:
         max_model_len: the most tokens of a sequence, drafts included.
@@ -76,7 +76,7 @@ class DraftRules:
             sequence, start = chunk.sequence, chunk.start + 1
             if len(sequence.token_ids) + 1 >= sequence.max_len:
                 continue  # The in-flight step samples this sequence's last token.
-            # If all drafts are accepted, the chunk begins later by their number.
+            # If all drafts are accepted, the chunk begins that many tokens later.
             latest = start + 1 + len(chunk.drafts) + chunk.propose
             if not self._has_room(sequence, start, latest):
                 return []
@@ -87,7 +87,7 @@ class DraftRules:
         accepted = {chunk.sequence.key: len(chunk.drafts) for chunk in chunks}
         self._set_drafts(following, limits, floats=True)
         for chunk in following:
-            # Rows for the next drafts follow the chunk.
+            # The rows of the next drafts follow the chunk.
             end = self._with_drafts(chunk.end + accepted[chunk.sequence.key], self.draft_tokens)
             if not self._has_room(chunk.sequence, chunk.start, end):
                 return []
@@ -109,7 +109,7 @@ class DraftRules:
     def _num_proposals(self, chunk: Chunk) -> int:
         """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""
         sequence = chunk.sequence
-        # A step gives one token more than it accepts drafts. It lies in row `end` at most.
+        # A step adds the accepted drafts and one more token, in row `end` or before.
         most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
         count = min(self.draft_tokens, most)
         end = self._with_drafts(chunk.end, count)

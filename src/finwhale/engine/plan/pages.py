@@ -145,7 +145,7 @@ class PageManager:
         return tables
 
     def renew(self, tables: BlockTables) -> None:
-        """Mark tables that another class has filled as changed."""
+        """Mark tables as changed, after another class has filled them."""
         tables.version = object()
         for table in tables.values():
             table.version = tables.version

@@ -1,4 +1,4 @@
-"""Sequences, and the chunks of sequences that a step computes. Pure Python: no torch."""
+"""Sequences, and the chunks of them that a step computes. Pure Python: no torch."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Sequence:
         prefix_owner: only sequences of the same owner share cached prefixes.
         keys: prefix-cache keys of its complete blocks.
         chain: the cached blocks that it uses.
-        sharing: whether its blocks are added to the prefix cache.
+        sharing: whether the scheduler adds its blocks to the prefix cache.
         diverges_at: number of tokens in common with cached blocks, if it could not resume there.
         newest: the last block of output that it completed.
         prompt_logprobs: number of most likely tokens to return with each prompt token's
@@ -104,7 +104,7 @@ class Chunk:
         floats: the result of the previous step is not known yet. The chunk begins at `start` plus
             the number of drafts that the previous step accepts, and its drafts are on the device.
         confidences: the confidences from which the number of drafts was chosen.
-        old_confidences: they are those of the drafts before the chunk's.
+        old_confidences: `confidences` are those of the previous drafts, not of the chunk's.
     """
 
     sequence: Sequence
@@ -167,5 +167,5 @@ class Chunk:
 
     @property
     def pending(self) -> bool:
-        """Whether the id of the chunk's last token before the drafts is only on the device yet."""
+        """Whether only the device knows the id of the chunk's last token before the drafts."""
         return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING

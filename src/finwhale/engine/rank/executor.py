@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank reports of itself with its heartbeats (RankState describes the fields)."""
+    """The state that a rank sends with its heartbeats (RankState describes the fields)."""
 
     late_compilations: Mapping[str, int] = field(default_factory=dict)
     times: RankTimes = field(default_factory=RankTimes)
@@ -66,7 +66,7 @@ class LocalExecutor:
     Attributes:
         receiver: transfers results to the host.
         loader: loads weights as this rank does; None: the weights cannot be replaced.
-        arenas: the memory of "weights" and "cache", if it can be given back.
+        arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
         update: the new weights that are being staged.
         groups: the process groups over which trainers send weights, by name.
     """
@@ -95,7 +95,7 @@ class LocalExecutor:
         self.runner.tables.apply(plan)
         self.sampler.admit(plan.admitted, plan.freed)
         if plan.sampling is None:
-            # The sampling waits for the host, so the step's time would say nothing.
+            # The sampling waits for the host, so the step's time has no meaning.
             self._open = self._launch(plan)
             return None
         watch = self.runner.times.step
@@ -160,8 +160,8 @@ class LocalExecutor:
         return self.receiver.begin([routed[: plan.num_tokens].clone()])
 
     def _draft(self, step: _OpenStep, ids: Tensor | None) -> list[Tensor] | None:
-        """The next drafts [B,K] of the chunks that get drafts, and the confidences in them if the
-        head gives any; None: no chunk gets drafts.
+        """The next drafts [B,K] of the chunks that get drafts, and their confidences if the head
+        gives any; None: no chunk gets drafts.
         """
         assert step.plan.draft is not None
         if step.forward is None:
@@ -209,7 +209,7 @@ class LocalExecutor:
         return (RankState(about.device, about.memory, self.late_compilations(), times=times),)
 
     def status(self) -> RankStatus:
-        """What changes while the rank runs: for the process of rank 0."""
+        """The state that changes while the rank runs, for the process of rank 0."""
         return RankStatus(dict(self.late_compilations()), self.runner.times.read())
 
 
@@ -218,7 +218,7 @@ class LocalResult:
 
     Args:
         tokens: ids, validity and log-probabilities.
-        proposed: drafts [B,K], and the confidences in them if the head gives any.
+        proposed: drafts [B,K], and their confidences if the head gives any.
         instants: the instants before the forward, after sampling and after drafting.
         scores: log-probabilities of prompt tokens.
         routed: the routed experts of the step's tokens.

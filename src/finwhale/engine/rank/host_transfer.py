@@ -43,10 +43,10 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
 
 
 class Instant:
-    """The present point in a device's stream of work.
+    """The point in a device's work at which this object was made.
 
     Attributes:
-        time: the host's time when it made this object (time.monotonic()).
+        time: the host's time at construction (time.monotonic()).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Instant:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_to(self, later: "Instant") -> float:
-        """Seconds until `later`. Waits until the device reaches it, which it usually has."""
+        """Seconds from this point to `later`. Waits until the device has reached `later`."""
         if self._event is None or later._event is None:
             return later.time - self.time
         later._event.synchronize()
@@ -88,7 +88,7 @@ class NoReceiver:
 
 
 class Arrival:
-    """A transfer of tensors to the host; done at once if the tensors are on the host."""
+    """A transfer of tensors to the host. It is done at once if the tensors are on the host."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         # Keep the device's tensors alive until the transfer is done.

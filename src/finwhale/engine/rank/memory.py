@@ -36,7 +36,7 @@ from finwhale.ops.sampling import (
 from finwhale.request import MAX_LOGPROBS
 
 PAGE = 1  # all tokens of these steps read and write this page; no sequence owns page 0
-# Memory of the driver for one captured graph, beside its tensors: some thousand kernels.
+# The driver's memory for one captured graph of some thousand kernels, without its tensors.
 GRAPH_BYTES = 16 * 2**20
 
 
@@ -118,14 +118,14 @@ class LargestSteps:
         return cls(model, groups, cache)
 
     def workspace_bytes(self, largest: Largest) -> int:
-        """GPU memory of the steps beside weights and cache, captured graphs included.
+        """GPU memory that the steps need besides weights and cache, captured graphs included.
 
         Raises:
             torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
         if largest.graphs:
-            # Graphs have their own pool: the memory of the largest, and what each graph keeps.
+            # Graphs have their own pool: the memory of the largest graph, and what each one keeps.
             workspace += max(
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(largest.graphs), largest)),
@@ -238,7 +238,7 @@ def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
 
 
 def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
-    """Every sampling option on every row, with masks that allow every token."""
+    """A batch with every sampling option on every row, and masks that allow every token."""
     rows = torch.arange(num_rows, device=device)
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
@@ -279,7 +279,7 @@ def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> Sampli
 
 
 def without_filters(batch: SamplingBatch) -> SamplingBatch:
-    """Only the random draws of a batch that has some."""
+    """A batch with only the random draws of another."""
     f = batch.filters
     assert f is not None
     draws = Filters(

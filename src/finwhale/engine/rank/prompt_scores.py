@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed from the residual streams of a step.
 
 Logits of a whole prompt would not fit into memory. So the rank computes them in blocks of at most
-as many rows as a decode has. Startup has measured the memory and built the kernels for that number.
+as many rows as the largest decode, for which startup has measured the memory and built the kernels.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _TENSORS = 5  # of each chunk
 def score(
     plan: StepPlan, streams_NHD: Tensor, model: Model, sampler: Sampler, max_rows: int
 ) -> list[Tensor]:
-    """Compute what the plan's `scored` wants: five tensors for each entry.
+    """Compute the scores of the plan's `scored`: five tensors for each entry.
 
     Args:
         max_rows: number of rows of a block.

@@ -3,8 +3,8 @@
 teams.py says where the worker processes come from.
 
 Every rank opens the same model with its own share of the weights, and executes every plan. Only
-rank 0 brings results to the host. The ranks wait for each other inside the model, so that none can
-go on without the others: if one fails, in whatever way, the engine dies.
+rank 0 transfers results to the host. The ranks wait for each other inside the model, so none can
+continue without the others: if one fails, in whatever way, the engine dies.
 """
 
 import atexit
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 OpenRank = Callable[[Peers], LocalExecutor]
 T = TypeVar("T")
 
-# What follows the first byte of a message to the workers.
+# The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
-CLOSE_S = 2.0  # for the device and NCCL to be closed
-EXIT_S = 5  # for the exit of a process whose device waits for a rank that is gone
+CLOSE_S = 2.0  # time limit for closing the device and NCCL
+EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
 
 def open_executor(
@@ -65,7 +65,7 @@ def open_executor(
     """Open the ranks of a model: the one of this process, and worker processes for others.
 
     Args:
-        place: of this process, which has rank 0; None: no launcher has placed ranks.
+        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
@@ -88,10 +88,10 @@ def open_executor(
 
 
 def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int) -> int:
-    """The fewest GPUs that hold the model, with a tenth of the allowed memory left for the rest.
+    """The fewest GPUs that hold the model and leave a tenth of the allowed memory for the rest.
 
-    The first GPUs of the machine count, all as large as the first one. If all of them are too
-    small, the result is the most that can divide the model.
+    All GPUs are taken to be as large as the first one. If all of them together are too small, the
+    result is the largest number that can divide the model.
     """
     if num_gpus == 1:
         return 1
@@ -142,7 +142,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Rank
         local = open_first(Peers(Rank(0, workers.size), team.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
-        # Without a rank, its connections break.
+        # When a rank is gone, its connections break.
         failure = workers.cause(1.0 if isinstance(error, RuntimeError) else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
@@ -152,7 +152,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Rank
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
-    """The rank of this process: for measurements. What it runs alone must not communicate."""
+    """The rank of this process: for measurements, which must not call collectives on it alone."""
     return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 
@@ -209,12 +209,12 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def _died(self, error: BaseException) -> BaseException:
-        """What to raise for an error of rank 0; the ranks cannot go on after it."""
+        """The exception to raise for an error of rank 0, after which the ranks cannot continue."""
         failure: FinwhaleError | None = None
         if isinstance(error, EngineDeadError):
             failure = error
         elif isinstance(error, RuntimeError):
-            failure = self.workers.cause()  # without a rank, its connections break
+            failure = self.workers.cause()  # when a rank is gone, its connections break
         if failure is None:
             reason = str(error).strip().partition("\n")[0]
             device = self.description.device
@@ -274,7 +274,7 @@ class Ranks:
 
 
 def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T | FinwhaleError:
-    """What `work` returns or raises: an error of one rank must not end the others."""
+    """The result of `work`, or its error: an error of one rank must not end the others."""
     try:
         return work(executor)
     except EngineDeadError:
@@ -294,8 +294,8 @@ class RanksResult:
 
 
 def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
-    """End the workers, and close the rank of this process, unless that takes long: its device may
-    wait for a rank that is gone.
+    """End the workers, and close the rank of this process within CLOSE_S: its device may wait for a
+    rank that is gone.
     """
     if os.getpid() != owner:  # a forked process ends nobody
         return

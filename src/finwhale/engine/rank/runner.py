@@ -23,7 +23,7 @@ from finwhale.platform import Platform
 
 @dataclass(kw_only=True, eq=False)
 class ModelRunner:
-    """Runs forwards on one device. startup.py makes it.
+    """Runs forwards on one device. startup.py creates it.
 
     Attributes:
         tables: the page tables of the plans' slots.
@@ -68,7 +68,7 @@ class ModelRunner:
         self.batches = BatchBuilder(self.groups, self.tables, self.device, sampled)
 
     def use_device(self) -> None:
-        """Make the device the current one of this thread, on which kernels are launched."""
+        """Make the device this thread's current device, on which it launches kernels."""
         if self.device.index:
             torch.cuda.set_device(self.device)
 

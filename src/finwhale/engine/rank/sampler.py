@@ -28,7 +28,7 @@ from finwhale.ops.sampling import (
     SamplingBatch,
 )
 
-# A bias that makes its token the most likely one, whatever the (finite) logits are.
+# A bias that makes its token the most likely one for any finite logits.
 CERTAIN = 1e30
 
 
@@ -56,7 +56,7 @@ class Sampler:
 
     Args:
         sample: samples from the model's logits (Model.sample).
-        vocab_size: of the whole model.
+        vocab_size: size of the whole vocabulary.
 
     Attributes:
         settings: the settings of each slot.
@@ -183,7 +183,7 @@ class Sampler:
 def _positions(
     drawing: Sequence[int], plan: SamplingPlan, further_S: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The positions of the rows that draw: the plan's, or as many later as the device says."""
+    """The positions of the rows that draw: the plan's, plus the numbers in further_S."""
     planned = np.array(plan.positions, np.int64)
     if further_S is None:
         return send(device, planned)[0]
@@ -194,7 +194,7 @@ def _positions(
 def draw_arrays(
     rows: Sequence[SamplingSettings],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """The temperature, seed and index of rows that draw, as `Filters` has them."""
+    """The temperature, seed and index of rows that draw, as `Filters` expects them."""
     return (
         np.array([s.temperature for s in rows], np.float32),
         # The 64 lowest bits of any integer.

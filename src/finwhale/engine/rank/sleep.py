@@ -1,4 +1,4 @@
-"""Gives a rank's memory back to the system, and takes it again."""
+"""Frees a rank's memory while the engine sleeps, and allocates it again."""
 
 import gc
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Sleep:
-    """Give memory back.
+    """Free memory.
 
     Attributes:
         tags: "weights", "cache" or both.
@@ -37,7 +37,7 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Take memory again."""
+    """Allocate the memory again."""
 
     tags: tuple[str, ...]
 

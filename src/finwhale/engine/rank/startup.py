@@ -52,7 +52,7 @@ def open_rank(
     """Open the rank of this process.
 
     Args:
-        config: with the device of this rank.
+        config: names the device of this rank.
         peers: all ranks of the model. They open at the same time.
 
     Raises:
@@ -190,7 +190,7 @@ class _Start:
         )
 
     def _loader(self) -> Loader | None:
-        """How this rank loads weights; None: the compiled mode keeps copies of some."""
+        """How this rank loads weights; None: the compiled mode cannot replace its copies."""
         if self.compiled_mode is not None:
             return None
         return Loader(
@@ -220,7 +220,7 @@ class _Start:
 
     def _load(self) -> Any:
         if self.device.type == "cpu":
-            # The ranks of a CPU share its memory, and hold at least this together.
+            # Ranks on a CPU share its memory. Together they hold at least all weights.
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
@@ -244,7 +244,7 @@ class _Start:
             max_positions=max_positions,
             collectives=self.collectives,
         )
-        # All ranks choose the same experts, and only rank 0 brings results to the host.
+        # All ranks choose the same experts, and only rank 0 transfers results to the host.
         if self.config.enable_return_routed_experts and not self.peers.rank.index:
             largest = self._largest(max_positions)
             most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
@@ -293,9 +293,9 @@ class _Start:
             del steps
             budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
         elif budget is None:
-            # The reference operators serve comparisons; nothing bounds their temporaries.
+            # The reference operators are for comparisons, and nothing bounds their workspace.
             budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
-        budget = self.peers.least(budget)  # from it, every rank plans the same pages
+        budget = self.peers.least(budget)  # so that every rank plans the same pages
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)
@@ -331,9 +331,9 @@ class _Start:
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
         if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
-            # "auto" leaves out the MTP layer where drafting does not pay. A later draft then reads
-            # rows that were perhaps never written, which must be finite. (The model's own forward
-            # writes the window of a head that drafts in blocks.)
+            # "auto" skips the MTP layer where drafting does not pay. A later draft may then read
+            # rows that were never written, so these must be finite. (The model's own forward writes
+            # the window of a head that drafts in blocks.)
             cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
@@ -436,7 +436,7 @@ class _Start:
 def new_verifications(
     runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
 ) -> Verifications:
-    """Make the decodes of a drafting engine: captured, or launched by the host without `memory`."""
+    """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
     model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
     largest = largest_steps(config, model_config, can_capture, runner.max_model_len)
     return Verifications(
@@ -472,7 +472,7 @@ def largest_steps(
     kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
         if any(width == 1 for width, _ in kinds):
-            # Where drafting does not pay, a step is padded as in an engine that does not draft.
+            # "auto" pads steps without drafts as an engine that does not draft.
             decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
         if config.draft_tokens:
             verifications = config.graph_sizes or verification_sizes(config.max_num_seqs)
@@ -492,7 +492,7 @@ def largest_steps(
 def launches(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
 ) -> object:
-    """Everything that determines launch signatures. Equal values need the same kernels."""
+    """The values that determine launch signatures. Equal values need the same kernels."""
     return {
         "model": asdict(model_config),  # type: ignore[call-overload]
         "steps": asdict(largest_steps(config, model_config, can_capture, max_len)),
@@ -552,7 +552,9 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _check_fits_machine(num_bytes: int) -> None:
-    """Raises ResourceError. The allocation itself may succeed, and its use end the process."""
+    """Raise ResourceError if the cache exceeds the machine's memory. The allocation might succeed,
+    but its use would end the process.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > memory:
         raise ResourceError(

@@ -1,7 +1,7 @@
 """The inputs of captured steps at fixed addresses.
 
 One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
-buffer. The host writes into one of two pinned copies, by turns: while the device still reads one
+buffer. The host has two pinned copies and alternates between them: while the device still reads one
 step's copy, the host writes the next step into the other. Page tables stay on the device; the host
 sends changes as pairs of index and page.
 """
@@ -21,7 +21,7 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, StepCache, Tokens
 
-MAX_UPDATES = 8192  # page updates of a step that the buffers hold; a step may have more
+MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have more
 # The device's copy of one sequence's table: version, table, `first` and number of pages.
 Held = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: alignment of page tables and their rows, for wide loads
@@ -92,7 +92,7 @@ class StaticInputs:
         )
 
     def gather_ids(self, num_tokens: int) -> None:
-        """Gather the tokens' ids; a graph does this first."""
+        """Gather the tokens' ids. This is the first operation of a graph."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
     def fill(self, plan: StepPlan, *, decode: bool) -> None:
@@ -109,7 +109,7 @@ class StaticInputs:
         try:
             self._fill_pages(twin, plan.slots)
         except BaseException:
-            # After an interruption it is unknown which pages arrived.
+            # After an interruption, the host does not know which pages have arrived.
             self._forget_pages()
             raise
         twin.sent()
@@ -213,7 +213,7 @@ class _Twin:
             self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
-        """The words that `_cut_updates` splits."""
+        """Write page updates; returns the words, which `_cut_updates` splits."""
         words = self._updates[: 3 * len(places)]
         where, what = _cut_updates(words)
         where.numpy()[:] = places
@@ -286,7 +286,7 @@ def _cut_step(block: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def _pages_a_sequence(group: CacheGroup, max_len: int, num_tokens: int) -> int:
-    """The most pages that one sequence holds at a time, in steps of at most num_tokens tokens."""
+    """The most pages that one sequence holds at once, in steps of at most num_tokens tokens."""
     whole = -(-max_len // group.tokens_per_page)
     if group.keep is None:
         return whole

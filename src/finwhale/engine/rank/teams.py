@@ -1,4 +1,4 @@
-"""Brings the ranks together: spawned here, placed by torchrun, or started as actors of Ray."""
+"""Gets the processes of all ranks: spawned here, placed by torchrun, or started as Ray actors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class Team:
     """The processes of all ranks, of which this one has rank 0.
 
     Attributes:
-        devices: of each rank.
+        devices: the device of each rank.
         crew: the other ranks' processes.
-        store: what this process tells the other ranks.
+        store: the key-value store that this process serves.
         address: where the other ranks reach the store.
     """
 
@@ -32,12 +32,12 @@ class Team:
 
 
 def spawn(devices: Sequence[str]) -> Team:
-    """A process on this host for each device but the first."""
+    """Start a process on this host for each device but the first."""
     return Team(tuple(devices), Spawned(devices[1:]), *serve_store())
 
 
 def at_place(config: EngineConfig, place: Place) -> Team:
-    """The processes that a launcher such as torchrun has placed.
+    """Connect to the processes that a launcher such as torchrun has placed.
 
     Raises:
         FinwhaleError: the options contradict the launcher, or a process does not connect.
@@ -57,7 +57,7 @@ def at_place(config: EngineConfig, place: Place) -> Team:
 
 
 def on_ray(config: EngineConfig) -> Team:
-    """One actor of Ray for each GPU.
+    """Start one Ray actor for each GPU.
 
     Raises:
         FinwhaleError: ray is not installed, has too few GPUs, or an actor does not connect.
@@ -90,7 +90,7 @@ def on_ray(config: EngineConfig) -> Team:
 
 
 def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
-    """The device of each rank. `local_index`: of rank 0."""
+    """The device of each rank. `local_index` is the device index of rank 0."""
     if kind == "cpu":
         return ("cpu",) * (1 + len(workers))
     indices = [local_index, *(worker.introduction.local_index for worker in workers)]

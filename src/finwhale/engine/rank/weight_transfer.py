@@ -1,7 +1,7 @@
-"""Brings new weights to one rank from a trainer: over a process group or over CUDA IPC.
+"""Receives new weights on one rank from a trainer: over a process group or over CUDA IPC.
 
-Only names, dtypes and shapes travel with the work that the engine sends to its ranks. Each rank
-receives the tensors itself, and stages its part of them (weight_update.py).
+The engine sends only names, dtypes and shapes to its ranks. Each rank receives the tensors itself,
+and stages its part of them (weight_update.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class Join:
     """Become a member of a group, together with the trainer and all other ranks.
 
     Attributes:
-        rank_offset: the member that rank 0 of this engine is.
+        rank_offset: the number of this engine's rank 0 in the group.
     """
 
     address: GroupAddress
@@ -55,7 +55,7 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Check tensors before they come (WeightUpdate.announce)."""
+    """Check tensors before they arrive (WeightUpdate.announce)."""
 
     tensors: Sequence[Announced]
     last: bool
@@ -81,8 +81,8 @@ class Open:
     """Read tensors from a buffer of another process on this rank's GPU, and stage them.
 
     Attributes:
-        handles: handles by the UUID of their GPU. The buffers have the same bytes.
-        tensors: lie one after the other in the buffer.
+        handles: a handle for each GPU, by its UUID. All buffers have the same contents.
+        tensors: the tensors in the buffer, one after the other.
     """
 
     handles: Mapping[str, IpcHandle]
@@ -102,10 +102,10 @@ class Open:
             update.add([(one.name, _tensor(buffer[start:end], one))])
             start = end
         if device.type == "cuda":
-            # The owner may fill the buffer again once it has an answer.
+            # The owner may overwrite the buffer once it has an answer.
             torch.cuda.synchronize(device)
 
 
 def _tensor(data: Tensor, announced: Announced) -> Tensor:
-    """The tensor in some bytes of a buffer. A copy, because they may not be aligned."""
+    """A copy of the tensor in some bytes of a buffer, which may not be aligned."""
     return data.clone().view(announced.dtype).view(announced.shape)

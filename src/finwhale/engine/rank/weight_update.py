@@ -1,8 +1,8 @@
 """Replaces the weights of one rank in place: entirely, or not at all.
 
 The code that loads a checkpoint first fills a second copy of the rank's weights, in host memory.
-Nothing is written to the old ones before the copy is complete on every rank. Writing it is then a
-plain copy of each tensor into its present memory, so captured graphs remain valid.
+Only when this copy is complete on every rank, each tensor is copied into the memory of the old one,
+so captured graphs remain valid.
 """
 
 import logging
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-# Bounds of what a sender may announce. No tensor of a model is near them.
+# Limits for announced tensors. No tensor of a model is near them.
 MAX_DIM, MAX_TENSOR_BYTES = 2**20, 2**40
 
 
@@ -40,8 +40,8 @@ class Loader:
     """The arguments with which this rank's weights are loaded.
 
     Attributes:
-        model_config: the whole model's.
-        storages: the stored format of each weight that was loaded first.
+        model_config: the configuration of the whole model.
+        storages: the stored format of each weight of the loaded checkpoint.
     """
 
     architecture: Architecture
@@ -73,7 +73,7 @@ class WeightUpdate:
 
     Args:
         weights: the weights that the model runs with.
-        partial: leave weights that do not come as they are.
+        partial: weights that do not arrive keep their values.
     """
 
     def __init__(self, loader: Loader, weights: Any, *, partial: bool) -> None:
@@ -97,10 +97,10 @@ class WeightUpdate:
         self._staged: list[tuple[Tensor, Tensor]] = []
 
     def announce(self, tensors: Iterable[Announced], *, last: bool) -> None:
-        """Check the names, dtypes and shapes of tensors before they come. Raises CheckpointError.
+        """Check the names, dtypes and shapes of tensors before they arrive. Raises CheckpointError.
 
         Args:
-            last: no other tensors will come.
+            last: no other tensors will follow.
         """
         for one in tensors:
             if any(not 0 < size < MAX_DIM for size in one.shape) or one.nbytes > MAX_TENSOR_BYTES:
@@ -151,7 +151,7 @@ class WeightUpdate:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """Write the staged weights into the memory of the present ones."""
+        """Write the staged weights into the memory of the current ones."""
         for old, new in self._staged:
             old.copy_(new)
             # Operators keep derived forms of a weight as attributes of its tensor.
@@ -172,7 +172,7 @@ def tensors_of(value: object) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# --- What the engine sends to its ranks -----------------------------------------------------------
+# --- Work that the engine sends to its ranks ------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +217,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Write the staged weights: after every rank has prepared its own."""
+    """Write the staged weights, after every rank has prepared its own."""
 
     def __call__(self, executor: "LocalExecutor") -> None:
         update_of(executor).commit()
@@ -226,7 +226,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Drop what is staged."""
+    """Drop the staged weights."""
 
     def __call__(self, executor: "LocalExecutor") -> None:
         executor.update = None
