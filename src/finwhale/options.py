@@ -159,12 +159,12 @@ def _word_or_number(words: Sequence[str], text: str) -> str | int:
     if text in words or text.isdecimal():
         return text if text in words else int(text)
     listed = " or ".join(f'"{word}"' for word in words)
-    raise argparse.ArgumentTypeError(f"a number or {listed} is wanted, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        message = f"integers separated by commas are wanted, got {text!r}"
+        message = f"expected integers separated by commas, got {text!r}"
         raise argparse.ArgumentTypeError(message) from None

@@ -129,7 +129,7 @@ def test_a_missing_rank_is_named_and_the_results_are_nan() -> None:
         y, *_, streams = found
         assert y.isnan().all()
         assert streams.isnan().all()
-        with pytest.raises(EngineDeadError, match=f"rank {index} waited in vain for rank 2$"):
+        with pytest.raises(EngineDeadError, match=f"rank {index} timed out waiting for rank 2$"):
             pushes[index].check()
         assert pushes[index]._limit.item() == 0
     pushes[2].check()

@@ -73,7 +73,7 @@ def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[
 
 def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_path: Path) -> None:
     engine.sleep(drop_weights=True)
-    with pytest.raises(RequestError, match="the weights sleep"):
+    with pytest.raises(RequestError, match="the weights are asleep"):
         engine.update_weights(tiny_path)
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):

@@ -148,12 +148,12 @@ def broken(tensors: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]
         ("missing", f"lacks 1 of .*{LAST}"),
         ("raises", "the sender is gone"),
         ("unknown", "no tensor layers.99"),
-        ("twice", "head.weight came twice"),
+        ("twice", "head.weight arrived twice"),
         ("shape", "norm.weight is F32"),
         ("dtype", "norm.weight is I64"),
         ("complex", "complex64"),
         ("nan", "not finite"),
-        ("scale", "came without scales"),
+        ("scale", "arrived without scales"),
     ],
 )
 def test_a_failed_update_changes_nothing(

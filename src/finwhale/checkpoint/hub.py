@@ -55,7 +55,7 @@ def download(repository: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if hub.is_offline_mode() else _reason(error.__cause__)
         raise ResourceError(
-            f"the cache {constants.HF_HUB_CACHE} has not all of {name}, which cannot be "
+            f"the cache {constants.HF_HUB_CACHE} lacks files of {name}, which cannot be "
             f"downloaded: {reason}"
         ) from error
     except Exception as error:  # The package's HTTP and storage errors have no common base class.

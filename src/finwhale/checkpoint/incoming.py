@@ -84,12 +84,12 @@ class Incoming:
         if weight is None:
             raise CheckpointError(f"the model has no tensor {name}")
         if name in self._came:
-            raise CheckpointError(f"tensor {name} came twice")
+            raise CheckpointError(f"tensor {name} arrived twice")
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which is not supported")
         spec = self._specs[weight]
         if name != weight and weight in self._came and weight not in self._waiting:
-            raise CheckpointError(f"{weight} came without scales, so {name} has no use")
+            raise CheckpointError(f"{weight} arrived without scales, so {name} cannot be used")
         self._came.add(name)
         data = tensor if name == weight else self._waiting.pop(weight, None)
         if data is None:

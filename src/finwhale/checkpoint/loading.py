@@ -391,7 +391,7 @@ def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -
     for prefix, reason in ignored.items():
         count = sum(name.startswith(prefix) for name in found.ignored)
         if count:
-            logger.warning("%d tensors %s* are left out: %s", count, prefix, reason)
+            logger.warning("ignoring %d tensors %s*: %s", count, prefix, reason)
     counts = ", ".join(f"{n} {kind}" for kind, n in found.storage_counts().items())
     logger.info("%s: weights stored as %s", checkpoint.path, counts)
 
@@ -412,7 +412,7 @@ def _require_complete(
             "belongs to these files"
         )
     if found.missing:
-        hint = "the files are incomplete or config.json is of another model"
+        hint = "the files are incomplete or config.json describes another model"
         if all(name.startswith("mtp.") for name in found.missing):
             hint = "num_nextn_predict_layers 0 in config.json runs the model without drafting"
         raise CheckpointError(
@@ -421,8 +421,8 @@ def _require_complete(
         )
     raise CheckpointError(
         f"{checkpoint.path} holds {len(found.unexpected)} tensors that config.json does not imply: "
-        f"{_first(found.unexpected)}; config.json is of another model, or the checkpoint is newer "
-        "than this version of Finwhale"
+        f"{_first(found.unexpected)}; config.json describes another model, or the checkpoint is "
+        "newer than this version of Finwhale"
     )
 
 

@@ -427,7 +427,7 @@ def _fill(target: Bytes, reads: Sequence[Read], files: _Files, offset: int) -> N
         if not count:
             info = _at(reads, done)
             raise CheckpointError(
-                f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
+                f"cannot read {info.name} from {info.file}: the file is too short; was it changed?"
             )
         done += count
         left = left[count:]

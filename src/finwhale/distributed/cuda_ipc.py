@@ -142,4 +142,4 @@ def handle_of(handles: Mapping[str, IpcHandle], uuid: str) -> IpcHandle:
         if name.removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
             return handle
     known = ", ".join(sorted(handles)) or "none"
-    raise FinwhaleError(f"no IPC handle is of this rank's GPU {uuid}; the handles are of: {known}")
+    raise FinwhaleError(f"there is no IPC handle for this rank's GPU {uuid}, only for: {known}")

@@ -199,7 +199,7 @@ class Push:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]
         if lost:
             names = ", ".join(map(str, lost))
-            raise EngineDeadError(f"rank {self.rank.index} waited in vain for rank {names}")
+            raise EngineDeadError(f"rank {self.rank.index} timed out waiting for rank {names}")
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate:

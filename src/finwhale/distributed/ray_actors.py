@@ -57,8 +57,8 @@ class Actors:
         except GetTimeoutError as error:
             self.close()
             raise FinwhaleError(
-                f"Ray has had no room for {CONNECT_S:.0f} s: {size} {resource}s are wanted, one of "
-                "them on this host"
+                f"Ray has not placed the ranks within {CONNECT_S:.0f} s: they need {size} "
+                f"{resource}s, one of them on this host"
             ) from error
         self._working: list[ray.ObjectRef[None]] = []
 

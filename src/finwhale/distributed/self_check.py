@@ -66,5 +66,5 @@ def _compare(collectives: Collectives, found: Tensor, wanted: Tensor, sender: st
         differ = int((found != wanted).sum())
         raise FinwhaleError(
             f"self-check of the ranks' communication: rank {collectives.rank.index} received "
-            f"{differ} of {found.numel()} values of {sender} wrong"
+            f"{differ} of {found.numel()} wrong values from {sender}"
         )

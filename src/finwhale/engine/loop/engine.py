@@ -215,7 +215,7 @@ class Engine:
     ) -> RequestOutput:
         self._check_usable()
         if self.is_sleeping:
-            raise RequestError("the engine sleeps and accepts no requests: wake it first")
+            raise RequestError("the engine is asleep and accepts no requests: wake it first")
         assert request_id not in self._requests, f"request {request_id} is running already"
         prompt_token_ids = checked_prompt(
             prompt_token_ids,
@@ -385,7 +385,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             if both := self._asleep & set(chosen):
-                raise RequestError(f"{min(both)} sleeps already")
+                raise RequestError(f"{min(both)} is already asleep")
             self._settle(requests)
             self.scheduler.reset_prefix_cache()
             self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
@@ -432,9 +432,11 @@ class Engine:
     def check_weights_can_change(self, partial: bool) -> None:
         """Raise RequestError if weights cannot be written now."""
         if "weights" in self._asleep:
-            raise RequestError('the weights sleep: call wake(["weights"]) before update_weights')
+            raise RequestError(
+                'the weights are asleep: call wake(["weights"]) before update_weights'
+            )
         if partial and self._lacks_weights:
-            raise RequestError("the weights were dropped, so an update must bring all of them")
+            raise RequestError("the weights were dropped, so an update must have all of them")
 
     def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
         """Call `work`, which replaces the weights, on every rank.

@@ -104,7 +104,9 @@ class WeightUpdates:
                 f"world_size {world_size}, in which the trainer is rank 0"
             )
         if not 0 < timeout_seconds <= 86_400:
-            raise RequestError(f"timeout_seconds must be above 0, to 86400, got {timeout_seconds}")
+            raise RequestError(
+                f"timeout_seconds must be above 0 and at most 86400, got {timeout_seconds}"
+            )
         address = GroupAddress(
             master_address=master_address,
             master_port=master_port,

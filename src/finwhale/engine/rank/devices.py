@@ -32,7 +32,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in indices:
         if index >= count:
-            raise ResourceError(f"device {given!r} asked for, but torch sees {count} GPUs")
+            raise ResourceError(f"device {given!r} is not available: torch sees {count} GPUs")
     if indices:
         if size not in (None, len(indices)):
             raise FinwhaleError(
@@ -46,7 +46,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
             )
         return tuple(f"cuda:{index}" for index in indices)
     if not count:
-        raise ResourceError(f"device {given!r} asked for, but torch sees 0 GPUs")
+        raise ResourceError(f"device {given!r} is not available: torch sees 0 GPUs")
     size = size or fewest(count)
     if size > count:
         raise ResourceError(f"tensor_parallel_size is {size}, but torch sees {_gpus(count)}")
@@ -106,7 +106,7 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     """
     kind, indices = parse_device(name)
     if len(indices) > 1:
-        raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs, and one is wanted")
+        raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs instead of one")
     if kind is None:
         platform = Platform.detect()
         return platform, torch.device(platform.device_type)
@@ -115,7 +115,7 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     index = indices[0] if indices else 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
+        raise ResourceError(f"device {name!r} is not available: torch sees {count} GPUs")
     return Platform.detect(index), torch.device(name or kind)
 
 

@@ -127,7 +127,7 @@ class LocalExecutor:
 
     def sample(self, plan: SamplingPlan) -> "LocalResult":
         step = self._open
-        assert step is not None, "no step waits for its choice of tokens"
+        assert step is not None, "no step waits for sampling"
         logits = step.logits if plan.rows is None else self.runner.rows(step.logits, plan.rows)
         further, steps = None, self.runner.verifications
         if step.plan.draft is not None and step.plan.draft.links is not None:

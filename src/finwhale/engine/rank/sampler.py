@@ -90,7 +90,7 @@ class Sampler:
             further_S: int64 on the device: for each row, a number to add to the position in the
                 plan.
         """
-        assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
+        assert len(logits_SX) == len(plan.slots), "one row of logits for each row of the plan"
         return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_S))
 
     def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:

@@ -531,7 +531,7 @@ def _table_serves(
         reasons.append("activations are not as trained")
     reasons += architecture_of(model_config).kernel_obstacles(model_config, stream.storages)
     if reasons:
-        logger.warning("the slow references run, because %s", " and ".join(reasons))
+        logger.warning("running the slow reference operators, because %s", " and ".join(reasons))
     return not reasons
 
 

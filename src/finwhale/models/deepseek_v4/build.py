@@ -315,7 +315,7 @@ class WeightBuilder:
             if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < experts):
                 raise CheckpointError(
                     f"{name} holds expert ids from {int(ids.min())} to {int(ids.max())}, wanted "
-                    f"0 to {experts - 1}; the file is damaged or of another model"
+                    f"0 to {experts - 1}; the file is damaged or belongs to another model"
                 )
             table.copy_(ids)
 
@@ -484,7 +484,7 @@ class WeightLoading:
         """
         setter = self._waiting.pop(spec.name, None)
         if setter is None:
-            raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
+            raise CheckpointError(f"tensor {spec.name} occurs twice or is not in this model")
         assert spec.slice == self._builder.specs[spec.name].slice, "a stream of another rank"
         if stored is not None:
             setter(stored)
@@ -504,7 +504,7 @@ class WeightLoading:
         """The loaded weights. Raises CheckpointError if one is missing."""
         if self._waiting:
             waiting = self._waiting
-            raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
+            raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
         if self._builder.device.type == "cuda":
             # Free the temporary tensors of loading now. Otherwise `_finish` allocates small tensors
             # in their segments, and each such tensor keeps up to a gigabyte reserved.

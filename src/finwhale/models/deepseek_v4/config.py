@@ -462,7 +462,7 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
     known = architectures is None or ARCHITECTURE in str(architectures)
     if model_type != MODEL_TYPE or not known:
         raise CheckpointError(
-            f"config.json is of another model: model_type {model_type!r}, architectures "
+            f"config.json describes another model: model_type {model_type!r}, architectures "
             f"{architectures!r}; Finwhale serves model_type {MODEL_TYPE!r}, architecture "
             f"{ARCHITECTURE!r} only"
         )
