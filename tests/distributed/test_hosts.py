@@ -14,7 +14,7 @@ import pytest
 from finwhale import FinwhaleError
 from finwhale.config import EngineConfig
 from finwhale.distributed import hosts
-from finwhale.distributed.hosts import Introduction, Invitation, Place, Reception, RemoteCrew
+from finwhale.distributed.hosts import Introduction, Invitation, Place, RemoteCrew, WorkerListener
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import device_kind
@@ -89,11 +89,11 @@ class Trap:
 def test_only_workers_with_the_secret_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a wrong secret, nor bytes that are no handshake, nor silence keeps others out."""
     monkeypatch.setattr(hosts, "HANDSHAKE_S", 1)
-    reception = Reception("127.0.0.1")
-    invitation = reception.invitation
+    listener = WorkerListener("127.0.0.1")
+    invitation = listener.invitation
     wrong = Invitation(invitation.host, invitation.port, b"x" * 32)
     with ThreadPoolExecutor() as pool:
-        received = pool.submit(reception.receive, 2)
+        received = pool.submit(listener.receive, 2)
         silent = socket.create_connection(("127.0.0.1", invitation.port))
         stray = socket.create_connection(("127.0.0.1", invitation.port))
         data = pickle.dumps(Trap())
@@ -112,15 +112,15 @@ def test_only_workers_with_the_secret_are_admitted(monkeypatch: pytest.MonkeyPat
 def test_a_missing_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "CONNECT_S", 0.5)
     with pytest.raises(FinwhaleError, match=r"not connected for 0 s: rank 1, rank 2"):
-        Reception("127.0.0.1").receive(3)
+        WorkerListener("127.0.0.1").receive(3)
 
 
 @pytest.fixture
 def connected() -> tuple[RemoteCrew, hosts.RemoteWorker, list]:
-    reception = Reception("127.0.0.1")
+    listener = WorkerListener("127.0.0.1")
     with ThreadPoolExecutor() as pool:
-        received = pool.submit(reception.receive, 2)
-        ends = [hosts._enter(reception.invitation, introduction(1, plans)) for plans in (0, 1)]
+        received = pool.submit(listener.receive, 2)
+        ends = [hosts._enter(listener.invitation, introduction(1, plans)) for plans in (0, 1)]
         (worker,) = received.result(20)
     return RemoteCrew(["cpu"], [worker]), worker, ends
 

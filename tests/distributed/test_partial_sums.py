@@ -159,7 +159,7 @@ def test_the_shape_decides_which_kernel_adds() -> None:
     assert [fused(some, 1, width) for width in (768, 769)] == [True, False]
     assert not fused(links(0, 24), 1)
     assert [fused(links(20, 24, few_tokens=4), n) for n in (4, 5)] == [True, False]
-    with some.cut():
+    with some.without_collectives():
         assert not fused(some, 1)
 
 

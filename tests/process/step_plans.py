@@ -51,9 +51,9 @@ class Noting:
             return forward
 
         runner.read = noting_read
-        if runner.verifications is not None:
-            verify = runner.verifications.verify
-            runner.verifications.verify = lambda *args: self._note(verify(*args))
+        if runner.verification_steps is not None:
+            verify = runner.verification_steps.verify
+            runner.verification_steps.verify = lambda *args: self._note(verify(*args))
 
     def _note(self, logits: Tensor) -> Tensor:
         self.bits.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())

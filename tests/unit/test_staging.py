@@ -188,7 +188,7 @@ def test_nan_in_a_place_is_found_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, code: bytes, number: int
 ) -> None:
     """Of several of a size, which are looked at together, and one of another; one is empty."""
-    monkeypatch.setattr("finwhale.checkpoint.staging.LOOK_BYTES", 3 * 64 * dtype.itemsize)
+    monkeypatch.setattr("finwhale.checkpoint.staging.CHECK_BYTES", 3 * 64 * dtype.itemsize)
     shapes = [*[(64,)] * 7, (96,), (0,)]
     tensors = {f"t{i}": torch.zeros(shape, dtype=dtype) for i, shape in enumerate(shapes)}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -37,7 +37,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
-from finwhale.distributed.launch import Answer, Opened, Seat, Spawned, Workers
+from finwhale.distributed.launch import Answer, Opened, OwnerLink, Spawned, Workers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
@@ -177,13 +177,13 @@ class Loaders:
             self._workers.close()
 
 
-def serve(new_loader: Callable[[Rank], Loader], seat: Seat) -> None:
+def serve(new_loader: Callable[[Rank], Loader], owner: OwnerLink) -> None:
     """Run one rank's loader in its process."""
-    loader = new_loader(seat.rank)
-    seat.report(Opened())
+    loader = new_loader(owner.rank)
+    owner.report(Opened())
     while True:
-        getattr(loader, seat.read().decode())()
-        seat.report(Answer(pickle.dumps(None)))
+        getattr(loader, owner.read().decode())()
+        owner.report(Answer(pickle.dumps(None)))
 
 
 def timed(run: Callable[[], None]) -> float:

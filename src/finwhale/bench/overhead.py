@@ -72,7 +72,7 @@ class StubRunner:
     ) -> None:
         self.device = torch.device("cpu")
         self.model, self.config = self, model_config  # this is the stub of the model too
-        self.verifications = None
+        self.verification_steps = None
         self.times, self.routed = StepTimes(self.device), None
         self.tables = SlotTables([group.name for group in groups])
         most = config.max_num_seqs

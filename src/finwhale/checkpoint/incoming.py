@@ -57,7 +57,7 @@ class Incoming:
         self._specs, self._storages = specs, storages
         self._ignored = tuple(ignored)
         self._of_scale = {spec.scale_name: spec.name for spec in specs.values()}
-        self._came: set[str] = set()
+        self._arrived: set[str] = set()
         # Weights that wait for their scales, and scales that wait for their weights.
         self._waiting: dict[str, Tensor] = {}
 
@@ -83,14 +83,14 @@ class Incoming:
         weight = name if name in self._specs else self._of_scale.get(name)
         if weight is None:
             raise CheckpointError(f"the model has no tensor {name}")
-        if name in self._came:
+        if name in self._arrived:
             raise CheckpointError(f"tensor {name} arrived twice")
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which is not supported")
         spec = self._specs[weight]
-        if name != weight and weight in self._came and weight not in self._waiting:
+        if name != weight and weight in self._arrived and weight not in self._waiting:
             raise CheckpointError(f"{weight} arrived without scales, so {name} cannot be used")
-        self._came.add(name)
+        self._arrived.add(name)
         data = tensor if name == weight else self._waiting.pop(weight, None)
         if data is None:
             self._waiting[name] = tensor.clone()
@@ -125,7 +125,7 @@ class Incoming:
         for name in self._waiting:
             other = self._of_scale.get(name) or self._specs[name].scale_name
             raise CheckpointError(f"the update has {name} without {other}")
-        missing = [] if partial else [name for name in self._specs if name not in self._came]
+        missing = [] if partial else [name for name in self._specs if name not in self._arrived]
         if missing:
             raise CheckpointError(
                 f"the update lacks {len(missing)} of {len(self._specs)} weights, such as "

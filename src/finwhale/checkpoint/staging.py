@@ -44,7 +44,7 @@ PINNED_PIECES = 24
 # The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12
 # Bytes of scales that one check for NaN covers.
-LOOK_BYTES = 2**27
+CHECK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Staging:
                         yield by_name[name], None
                     continue
                 for name, tensor in arrived.tensors(by_name):
-                    faults.look([by_name[name]], not_finite(tensor))
+                    faults.add([by_name[name]], not_finite(tensor))
                     yield by_name[name], tensor
                 arrived.release()
                 self._room.release()
@@ -184,10 +184,10 @@ class Staging:
             if self._stream is not None:
                 # Finish all writes, because the caller may free the destinations after a stop.
                 self._stream.synchronize()
-        self._look_at_places(infos, faults)
-        faults.tell()
+        self._check_placed(infos, faults)
+        faults.raise_first()
 
-    def _look_at_places(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
+    def _check_placed(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
         """Check the tensors with destinations for NaN.
 
         Scales are thousands of small tensors, so one check covers many of the same size.
@@ -200,12 +200,12 @@ class Staging:
             if info.dtype == torch.float8_e8m0fnu:
                 alike.setdefault(info.num_bytes, []).append(info)
             else:
-                faults.look([info], not_finite(self._places[info.name].view(info.dtype)))
+                faults.add([info], not_finite(self._places[info.name].view(info.dtype)))
         for size, some in alike.items():
-            count = max(1, LOOK_BYTES // size)
+            count = max(1, CHECK_BYTES // size)
             for part in (some[i : i + count] for i in range(0, len(some), count)):
                 places = torch.stack([self._places[info.name] for info in part])
-                faults.look(part, places.amax(1) == E8M0_NAN)
+                faults.add(part, places.amax(1) == E8M0_NAN)
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
         """The function of the sending thread. The iterating thread raises its errors."""
@@ -321,12 +321,12 @@ class _Faults:
         self._infos: list[TensorInfo] = []
         self._flags: list[Tensor] = []
 
-    def look(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
+    def add(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
         """Add a check. flags: a bool for each tensor, true if it has a value that is not finite."""
         self._infos += infos
         self._flags.append(flags.reshape(-1))
 
-    def tell(self) -> None:
+    def raise_first(self) -> None:
         """Raise CheckpointError for the first tensor with a value that is not finite."""
         flags = torch.cat(self._flags).tolist() if self._flags else []
         for info in compress(self._infos, flags):

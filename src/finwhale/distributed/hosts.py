@@ -22,7 +22,7 @@ from typing import NoReturn, Self
 
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.launch import CONNECT_S, TICK_S, Process, Seat, run_seat
+from finwhale.distributed.launch import CONNECT_S, TICK_S, OwnerLink, Process, run_task
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
@@ -185,7 +185,7 @@ class _Admitted:
     socket: socket.socket
 
 
-class Reception:
+class WorkerListener:
     """The listening socket on which rank 0 waits for its workers.
 
     Args:
@@ -296,10 +296,10 @@ def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
     # Rank 0 decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    run_seat(Seat(rank, control, _Line(plans)), control, level)
+    run_task(OwnerLink(rank, control, _PlanInbox(plans)), control, level)
 
 
-class _Line:
+class _PlanInbox:
     """A connection for plans (launch.Inbox)."""
 
     def __init__(self, connection: Connection) -> None:

@@ -257,7 +257,7 @@ class WorkerState:
 
     Attributes:
         about: Opened.about; None: the worker is not open.
-        status: its latest status (`Seat.status`); None: it has reported none.
+        status: its latest status (`OwnerLink.status`); None: it has reported none.
         silent_s: seconds without a heartbeat.
     """
 
@@ -274,7 +274,7 @@ class Workers:
     without the others.
 
     Args:
-        work: called in every worker with its Seat; picklable.
+        work: called in every worker with its OwnerLink; picklable.
         crew: the processes.
 
     Attributes:
@@ -283,7 +283,7 @@ class Workers:
             later, for example because its GPU waits for a rank that is gone. Ends the process.
     """
 
-    def __init__(self, work: Callable[["Seat"], None], crew: Crew) -> None:
+    def __init__(self, work: Callable[["OwnerLink"], None], crew: Crew) -> None:
         self.size = 1 + len(crew.labels)
         self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
@@ -521,7 +521,7 @@ class _RingInbox:
         self._ring.beat(self._reader)
 
 
-class Seat:
+class OwnerLink:
     """A worker's connection to its owner.
 
     Attributes:
@@ -563,17 +563,17 @@ class Seat:
 class _Forwarding(logging.Handler):
     """Sends log records to the owner, which formats and writes them."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, owner: OwnerLink) -> None:
         super().__init__()
-        self._seat = seat
+        self._link = owner
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.msg += "\n" + logging.Formatter().formatException(record.exc_info)
             record.exc_info = record.exc_text = None
-        vars(record).update(rank=self._seat.rank.index)
-        self._seat.report(record)
+        vars(record).update(rank=self._link.rank.index)
+        self._link.report(record)
 
 
 def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
@@ -584,29 +584,29 @@ def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
     if os.getppid() != owner:
         os._exit(1)  # the owner ended before prctl took effect
     inbox = _RingInbox(Ring(ring, size - 1), index - 1)
-    run_seat(Seat(Rank(index, size), connection, inbox), connection, level)
+    run_task(OwnerLink(Rank(index, size), connection, inbox), connection, level)
 
 
-def run_seat(seat: Seat, control: Connection, level: int) -> NoReturn:
+def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
     """Receive a worker's task, and run it until the owner ends this process.
 
     Args:
         level: the lowest level of the log records to forward.
     """
     faulthandler.enable()
-    seat.report(Phase("importing"))
+    owner.report(Phase("importing"))
     payload = control.recv_bytes()
-    for target in (seat._beat, seat._end_with_owner):
+    for target in (owner._beat, owner._end_with_owner):
         threading.Thread(target=target, name=target.__name__, daemon=True).start()
     root = logging.getLogger()
-    root.handlers[:] = [_Forwarding(seat)]
+    root.handlers[:] = [_Forwarding(owner)]
     root.setLevel(level)
     try:
-        pickle.loads(payload)(seat)
+        pickle.loads(payload)(owner)
     except FinwhaleError as error:
-        seat.report(Failed(type(error), str(error)))
+        owner.report(Failed(type(error), str(error)))
     except BaseException as error:
         logger.exception("the rank has failed")
         reason = str(error).strip().partition("\n")[0]
-        seat.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
+        owner.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
     os._exit(1)

@@ -140,7 +140,7 @@ class CacheGroup:
         align, before = self.keep
         return max(0, num_tokens // align * align - before)
 
-    def forgets_at(self, first_page: int) -> int:
+    def unneeded_at(self, first_page: int) -> int:
         """The smallest number of tokens after which no token needs page number first_page."""
         assert self.keep is not None
         align, before = self.keep
@@ -440,7 +440,7 @@ class Model(Protocol):
         """Run only one layer of each kind, which launches every kernel of the forward."""
         ...
 
-    def apart(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning.
 
         The ranks build their kernels one after the other, so building must not communicate.

@@ -20,13 +20,13 @@ class AcceptanceWatch:
     The comparison by position makes the number of drafts irrelevant, which "auto" changes.
 
     Args:
-        most: the largest number of drafts of a verification.
+        max_drafts: the largest number of drafts of a verification.
     """
 
-    def __init__(self, most: int) -> None:
-        self._means = [0.0] * most
-        self._weights = [0] * most
-        self._proposed, self._accepted = [0] * most, [0] * most
+    def __init__(self, max_drafts: int) -> None:
+        self._means = [0.0] * max_drafts
+        self._weights = [0] * max_drafts
+        self._proposed, self._accepted = [0] * max_drafts, [0] * max_drafts
         self._logged: float | None = None
 
     def verified(self, num_proposed: int, num_accepted: int, now: float) -> None:

@@ -88,7 +88,7 @@ class DraftLoop:
         draft = DraftPlan(
             drafts=tuple([c.drafts for c in chunks]),
             propose=tuple([c.propose for c in chunks]),
-            next_ids=tuple([0 if c.floats or c.completes else c.next_id for c in chunks]),
+            next_ids=tuple([0 if c.unresolved or c.completes else c.next_id for c in chunks]),
             on_device=on_device,
             links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
             # The draft head always computes prompts, so that drafting can begin at any time.
@@ -130,7 +130,7 @@ class DraftLoop:
         if step.began:
             self._time(step, result)
         now = self._last_collected = time.monotonic()
-        floating = {c.sequence.key: c for flight in later for c in flight.chunks}
+        unresolved = {c.sequence.key: c for flight in later for c in flight.chunks}
         next_drafts = iter(result.drafts or ())
         confidences = iter(result.confidences or [[]] * len(result.drafts or ()))
         self._meter.steps += 1
@@ -146,8 +146,8 @@ class DraftLoop:
             num_accepted = min(len(ids), len(run) - 1)
             sequence.token_ids[place:] = ids
             sequence.drafts, sequence.confidences = drafts_after, given
-            if sequence.key in floating:
-                floating[sequence.key].resolve(num_accepted, drafts_after)
+            if sequence.key in unresolved:
+                unresolved[sequence.key].resolve(num_accepted, drafts_after)
             self._launcher.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
             num_drafts = len(chunk.drafts)

@@ -121,8 +121,8 @@ class Engine:
         self._paused = False
         self._asleep: set[str] = set()
         self._lacks_weights = False
-        self._goes_on = threading.Event()
-        self._goes_on.set()
+        self._can_step = threading.Event()
+        self._can_step.set()
         # Requests that changed outside of a step; the next step returns them.
         self._touched: list[RequestOutput] = []
         self._lock = threading.RLock()
@@ -321,7 +321,7 @@ class Engine:
             EngineDeadError: the device failed, or computed results were lost. Every request has
                 ended with this error, and the engine accepts no more.
         """
-        self._goes_on.wait(PAUSED_WAIT_S)
+        self._can_step.wait(PAUSED_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
             if self.is_paused:
@@ -355,15 +355,15 @@ class Engine:
             raise RequestError(f'mode must be "keep" or "abort", got {mode!r}')
         with self._lock:
             self._check_usable()
-            self._settle(mode)
+            self._drain(mode)
             self._paused = True
-            self._set_going()
+            self._update_can_step()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         with self._lock:
             self._paused = False
-            self._set_going()
+            self._update_can_step()
 
     def sleep(
         self,
@@ -386,12 +386,12 @@ class Engine:
             self._check_usable()
             if both := self._asleep & set(chosen):
                 raise RequestError(f"{min(both)} is already asleep")
-            self._settle(requests)
+            self._drain(requests)
             self.scheduler.reset_prefix_cache()
             self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen
-            self._set_going()
+            self._update_can_step()
 
     def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
         """Allocate memory again. The engine continues once all memory and all weights are there.
@@ -405,13 +405,13 @@ class Engine:
             chosen = tuple(tag for tag in chosen if tag in self._asleep)
             self._on_ranks_or_die(Wake(chosen))
             self._asleep -= set(chosen)
-            self._set_going()
+            self._update_can_step()
 
-    def _set_going(self) -> None:
+    def _update_can_step(self) -> None:
         if self.is_paused:
-            self._goes_on.clear()
+            self._can_step.clear()
         else:
-            self._goes_on.set()
+            self._can_step.set()
 
     def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
         """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
@@ -449,13 +449,13 @@ class Engine:
         with self._lock:
             self._check_usable()
             self.check_weights_can_change(False)
-            self._settle(requests)
+            self._drain(requests)
             self._on_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()
             self._lacks_weights = False
-            self._set_going()
+            self._update_can_step()
 
-    def _settle(self, requests: Requests) -> None:
+    def _drain(self, requests: Requests) -> None:
         """Collect the steps in flight, and preempt or end the running requests if asked."""
         try:
             while self._in_flight:

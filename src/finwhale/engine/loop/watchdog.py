@@ -55,20 +55,20 @@ class Watchdog:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _look(self, told: float | None, file: int) -> float | None:
+    def _check(self, reported: float | None, file: int) -> float | None:
         """Write the stacks if the current step takes too long, but only once for each step.
 
         Args:
-            told: start time of the last step whose stacks were written.
+            reported: start time of the last step whose stacks were written.
 
         Returns:
-            The value of `told` for the next call.
+            The value of `reported` for the next call.
         """
         began = self._began
         assert self.seconds is not None
         faulthandler.dump_traceback_later(2 * self.seconds, file=file)
-        if began is None or began == told or time.monotonic() - began < self.seconds:
-            return told
+        if began is None or began == reported or time.monotonic() - began < self.seconds:
+            return reported
         with contextlib.suppress(BlockingIOError):  # nobody reads the server's log
             text = f"finwhale: a step has taken {self.seconds:g} seconds; stacks:\n"
             os.write(file, text.encode())
@@ -77,14 +77,14 @@ class Watchdog:
 
 
 def _watch(watchdog: "weakref.ref[Watchdog]", seconds: float, file: int) -> None:
-    told: float | None = None
+    reported: float | None = None
     while True:
         strong = watchdog()
         if strong is None:
             faulthandler.cancel_dump_traceback_later()
             os.close(file)
             return
-        told = strong._look(told, file)
+        reported = strong._check(reported, file)
         del strong
         time.sleep(seconds / CHECKS)
 

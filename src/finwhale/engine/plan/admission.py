@@ -86,7 +86,9 @@ class Admission:
             found = known[:resumable]
             needed = self._blocks(len(sequence.token_ids)) - sum(b.users > 0 for b in found)
             if self._running and self._pages.full_groups:
-                needed += self._num_blocks // WATERMARK + sum(map(self._promised, self._running))
+                needed += self._num_blocks // WATERMARK + sum(
+                    map(self._unallocated_blocks, self._running)
+                )
             if needed > self._pages.free_blocks:
                 assert self._running
                 return None
@@ -158,7 +160,7 @@ class Admission:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
 
-    def _promised(self, sequence: Sequence) -> int:
+    def _unallocated_blocks(self, sequence: Sequence) -> int:
         """Number of blocks that a running sequence must still allocate for its tokens so far."""
         group = self._pages.full_groups[0]
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens

@@ -54,20 +54,20 @@ class StepKind(NamedTuple):
 PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
 
 
-def step_kinds(most: int, *, block: bool) -> tuple[StepKind, ...]:
+def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
     """The kinds of steps among which "auto" chooses, except PLAIN.
 
     Args:
-        most: the largest number of drafts.
+        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
-        return (FILL, *[StepKind(width, most) for width in range(2, most + 2)])
+        return (FILL, *[StepKind(width, max_drafts) for width in range(2, max_drafts + 2)])
     return (
         FILL,
         *[
             StepKind(width, drafts)
-            for drafts in range(1, most + 1)
+            for drafts in range(1, max_drafts + 1)
             for width in (drafts, drafts + 1)
             if width > 1
         ],
@@ -94,13 +94,13 @@ class DraftChooser(Protocol):
         ...
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         """Choose the drafts of a step.
 
         Args:
             limits: the most drafts that each sequence can verify.
-            floats: the result of the previous step is not known yet.
+            unresolved: the result of the previous step is not known yet.
         """
         ...
 
@@ -112,13 +112,13 @@ class FixedDrafts:
         self.kind = StepKind(1 + drafts, drafts)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
 
 
 @dataclass(slots=True)
-class _Size:
+class _SizeMeasurements:
     """Measurements for batches of about one size.
 
     Attributes:
@@ -153,18 +153,18 @@ class DraftPolicy:
     """Chooses the drafts that give the most tokens per second.
 
     Args:
-        most: the largest number of drafts.
+        max_drafts: the largest number of drafts.
         block: one pass of the head makes all drafts.
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
     """
 
-    def __init__(self, most: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
-        self.estimates = DraftEstimates(most)
-        self.kinds = step_kinds(most, block=block)
+    def __init__(self, max_drafts: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
+        self.estimates = DraftEstimates(max_drafts)
+        self.kinds = step_kinds(max_drafts, block=block)
         # A block head writes its window during the model's forward.
         self._can_skip_head = not block
         self._sizes = tuple(sizes)
-        self._measured: dict[int, _Size] = {}
+        self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
         # Numbers of consecutive steps: those that the head has computed, and those in which
@@ -177,7 +177,7 @@ class DraftPolicy:
         self.estimates.verified(chunk, num_accepted)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         """See DraftChooser."""
         self.estimates.keep(sequences)
@@ -186,12 +186,12 @@ class DraftPolicy:
         survivals: list[list[float]] | None = None
         size.steps += 1
         size.unprobed += 1
-        if self._probe is not None and not self._goes_on(self._probe):
+        if self._probe is not None and not self._continues(self._probe):
             self._probe = None
             size.steps, size.unprobed = CHOOSE_STEPS, 0
         if self._probe is None and size.steps >= CHOOSE_STEPS:
             size.steps = 0
-            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
+            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
             self._choose_kind(size, survivals)
         wanted = size.best if self._probe is None else self._probe.kind
         self._plain = 0 if size.best.drafts else self._plain + 1
@@ -203,8 +203,8 @@ class DraftPolicy:
         if sum(most) <= rows:
             return DraftChoice(kind, most)
         if survivals is None:
-            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
-        return DraftChoice(kind, admit(survivals, most, rows))
+            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
+        return DraftChoice(kind, select_drafts(survivals, most, rows))
 
     def record_time(self, batch: int, num_drafts: int, proposed: StepKind, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.
@@ -233,11 +233,11 @@ class DraftPolicy:
         # Padding sequences need a padding token.
         return padded * kind.width - (batch < padded)
 
-    def _size_of(self, batch: int) -> _Size:
+    def _size_of(self, batch: int) -> _SizeMeasurements:
         key = self.padded(batch) if self._sizes else batch.bit_length()
         size = self._measured.get(key)
         if size is None:
-            size = self._measured[key] = _Size()
+            size = self._measured[key] = _SizeMeasurements()
             nearest = min(
                 (other for other in self._measured if other != key),
                 key=lambda other: abs(other - key),
@@ -259,12 +259,12 @@ class DraftPolicy:
             return PLAIN
         return FILL
 
-    def _goes_on(self, probe: _Probe) -> bool:
+    def _continues(self, probe: _Probe) -> bool:
         if self.kind == probe.kind:
             probe.steps += 1
         return probe.timed < SAMPLES and probe.steps < PATIENCE
 
-    def _choose_kind(self, size: _Size, survivals: Items[Items[float]]) -> None:
+    def _choose_kind(self, size: _SizeMeasurements, survivals: Items[Items[float]]) -> None:
         batch = len(survivals)
         tokens = expected_tokens(
             survivals, {kind: self._tokens(batch, kind) - batch for kind in self.kinds}
@@ -286,7 +286,7 @@ class DraftPolicy:
 
     def _begin_probe(
         self,
-        size: _Size,
+        size: _SizeMeasurements,
         rates: Mapping[StepKind, float],
         tokens: Mapping[StepKind, float],
         batch: int,
@@ -319,7 +319,7 @@ class DraftPolicy:
             self._probe = _Probe(kind)
             return
 
-    def _time_at_most(self, size: _Size, kind: StepKind) -> float:
+    def _time_at_most(self, size: _SizeMeasurements, kind: StepKind) -> float:
         """The measured time, or an upper bound: a measured time, scaled up by the width."""
         time = size.time(kind)
         if time is not None:
@@ -327,7 +327,7 @@ class DraftPolicy:
         known = [(other.width, size.time(other)) for other in self.kinds if size.time(other)]
         return max((t * max(1.0, kind.width / width) for width, t in known if t), default=0.0)
 
-    def _time_at_least(self, size: _Size, kind: StepKind) -> float:
+    def _time_at_least(self, size: _SizeMeasurements, kind: StepKind) -> float:
         """The measured time, or a lower bound: the longest time of kinds that compute no more."""
         time = size.time(kind)
         if time is not None:
@@ -359,7 +359,7 @@ def expected_tokens(
     return found
 
 
-def admit(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
+def select_drafts(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
     """Choose the `rows` drafts with the highest survival; returns each sequence's number of drafts.
 
     Survivals do not increase along a sequence, so its admitted drafts are its first ones. Of equal

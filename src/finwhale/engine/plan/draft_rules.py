@@ -45,7 +45,7 @@ class DraftRules:
                 most = 0
             limits.append(max(0, most))
             budget -= limits[-1]
-        self._set_drafts(chunks, limits, floats=False)
+        self._set_drafts(chunks, limits, unresolved=False)
 
     def add_proposals(self, chunks: Items[Chunk]) -> None:
         """Let chunks that complete their sequences get drafts after the step."""
@@ -80,12 +80,12 @@ class DraftRules:
             latest = start + 1 + len(chunk.drafts) + chunk.propose
             if not self._has_room(sequence, start, latest):
                 return []
-            following.append(Chunk(sequence, start, start + 1, floats=True))
+            following.append(Chunk(sequence, start, start + 1, unresolved=True))
             limits.append(chunk.propose)
         if not following:
             return []
         accepted = {chunk.sequence.key: len(chunk.drafts) for chunk in chunks}
-        self._set_drafts(following, limits, floats=True)
+        self._set_drafts(following, limits, unresolved=True)
         for chunk in following:
             # The rows of the next drafts follow the chunk.
             end = self._with_drafts(chunk.end + accepted[chunk.sequence.key], self.draft_tokens)
@@ -94,17 +94,17 @@ class DraftRules:
             chunk.propose = self.draft_tokens
         return following
 
-    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, floats: bool) -> None:
+    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, unresolved: bool) -> None:
         assert self.chooser is not None
         sequences = [chunk.sequence for chunk in chunks]
-        counts = self.chooser.choose(sequences, limits, floats=floats).counts
+        counts = self.chooser.choose(sequences, limits, unresolved=unresolved).counts
         for chunk, count in zip(chunks, counts, strict=True):
             if count:
-                drafts = (0,) * count if floats else tuple(chunk.sequence.drafts[:count])
+                drafts = (0,) * count if unresolved else tuple(chunk.sequence.drafts[:count])
                 chunk.drafts = drafts
                 chunk.end += count
                 chunk.confidences = chunk.sequence.confidences
-                chunk.old_confidences = floats
+                chunk.stale_confidences = unresolved
 
     def _num_proposals(self, chunk: Chunk) -> int:
         """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""

@@ -86,8 +86,8 @@ class StepDrafts(NamedTuple):
 Estimate = Callable[[Tensor], Tensor]
 
 
-class Verifications:
-    """Runs steps in which every sequence verifies its drafts and gets K new ones.
+class VerificationSteps:
+    """The steps in which every sequence verifies its drafts and gets K new ones, captured or not.
 
     Args:
         kinds: pairs of a width and a K.
@@ -143,12 +143,12 @@ class Verifications:
         self._estimate: Estimate | None = None
         # For each token, the index in _carried of its id; the last row of _carried stands for ids
         # from the host. For each sequence, the index of its first token, and the indices of the
-        # tokens that have a draft after them; a missing draft has the index in _right that is never
-        # set.
+        # tokens that have a draft after them; a missing draft has the index in _matches that is
+        # never set.
         self._sources = integers(tokens).fill_(rows * longest)
         self._first = integers(rows)
         self._places = integers(rows, longest - 1).fill_(tokens)
-        self._right = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
+        self._matches = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
@@ -224,7 +224,7 @@ class Verifications:
         return self._step.logits[: sum(plan.lengths)]
 
     @torch.inference_mode()
-    def further(self) -> Tensor:
+    def tokens_ahead(self) -> Tensor:
         """Number of tokens by which each row of the logits is ahead of its chunk: int64."""
         return self._advanced.view(-1).index_select(0, self._sources[: sum(self._lengths)])
 
@@ -270,7 +270,7 @@ class Verifications:
         places = first[:, None] + np.arange(most - 1)
         missing = np.ones(places.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
-        places[missing] = len(self._right) - 1
+        places[missing] = len(self._matches) - 1
         if draft.links is not None:
             rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -321,10 +321,10 @@ class Verifications:
         if inputs.tokens.max_query == 1:
             self._advanced[:size].zero_()
         else:
-            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._right[: num_tokens - 1])
+            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._matches[: num_tokens - 1])
             places = self._places[:size]
-            right = self._right.index_select(0, places.view(-1)).view(places.shape)
-            accepted = right.cumprod(1).sum(1)
+            matches = self._matches.index_select(0, places.view(-1)).view(places.shape)
+            accepted = matches.cumprod(1).sum(1)
             last = last + accepted
             self._advanced[:size].copy_(accepted[:, None])
         self._carried[:size, 0].copy_(chosen.index_select(0, last))

@@ -20,10 +20,10 @@ from finwhale.engine.plan.executor import (
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
-from finwhale.engine.rank.prompt_scores import ArrivingScores, score
+from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Transfer
+from finwhale.engine.rank.prompt_scores import PendingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.engine.rank.weight_update import Loader, WeightUpdate
@@ -112,7 +112,7 @@ class LocalExecutor:
                 read = runner.read(plan)
                 return _OpenStep(plan, read.logits, scores=self._score(plan, read.streams))
             return _OpenStep(plan, runner.logits(plan))
-        began, steps = Instant(runner.device), runner.verifications
+        began, steps = Instant(runner.device), runner.verification_steps
         if plan.draft.on_device:
             assert steps is not None
             return _OpenStep(plan, steps.verify(plan, self.sampler.settings), None, began)
@@ -129,29 +129,29 @@ class LocalExecutor:
         step = self._open
         assert step is not None, "no step waits for sampling"
         logits = step.logits if plan.rows is None else self.runner.rows(step.logits, plan.rows)
-        further, steps = None, self.runner.verifications
+        ahead, steps = None, self.runner.verification_steps
         if step.plan.draft is not None and step.plan.draft.links is not None:
             assert steps is not None
-            further = steps.further()
-        sampled = self.sampler.sample(plan, logits, further) if plan.slots else None
-        arrival, routed = bring(self.receiver, sampled), self._routed(step.plan)
+            ahead = steps.tokens_ahead()
+        sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
+        transfer, routed = begin_transfer(self.receiver, sampled), self._routed(step.plan)
         scores = None
         if step.scores:
-            scores = ArrivingScores.begin(step.plan, self.receiver, step.scores)
+            scores = PendingScores.begin(step.plan, self.receiver, step.scores)
         if step.plan.draft is None:
             if sampled is not None:
                 self.runner.feed(sampled.ids_S)
             self._open = None
-            return LocalResult(arrival, scores=scores, routed=routed)
+            return LocalResult(transfer, scores=scores, routed=routed)
         chosen = Instant(self.runner.device)
         drafts = self._draft(step, None if sampled is None else sampled.ids_S)
         assert step.began is not None
         instants = (step.began, chosen, Instant(self.runner.device))
         proposed = None if drafts is None else self.receiver.begin(drafts)
         self._open = None
-        return LocalResult(arrival, proposed, instants, scores, routed)
+        return LocalResult(transfer, proposed, instants, scores, routed)
 
-    def _routed(self, plan: StepPlan) -> Arrival | None:
+    def _routed(self, plan: StepPlan) -> Transfer | None:
         """Begin the transfer of a step's routed experts; None: the plan does not want them."""
         routed = self.runner.routed
         if not plan.routed or routed is None:
@@ -165,7 +165,7 @@ class LocalExecutor:
         """
         assert step.plan.draft is not None
         if step.forward is None:
-            steps = self.runner.verifications
+            steps = self.runner.verification_steps
             assert steps is not None and ids is not None
             drafts = steps.draft(ids, step.plan.draft)
             if not drafts.shape[1]:
@@ -193,7 +193,7 @@ class LocalExecutor:
         for group in self.groups.values():
             group.close()
         runner = self.runner
-        runner.graphs = runner.prefill_graphs = runner.verifications = None
+        runner.graphs = runner.prefill_graphs = runner.verification_steps = None
         disconnect(self.collectives)
 
     def ready(self) -> None:
@@ -226,22 +226,22 @@ class LocalResult:
 
     def __init__(
         self,
-        tokens: Arrival,
-        proposed: Arrival | None = None,
+        tokens: Transfer,
+        proposed: Transfer | None = None,
         instants: Sequence[Instant] = (),
-        scores: ArrivingScores | None = None,
-        routed: Arrival | None = None,
+        scores: PendingScores | None = None,
+        routed: Transfer | None = None,
     ) -> None:
         self._tokens, self._proposed, self._instants = tokens, proposed, instants
         self._scores, self._routed = scores, routed
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        arrivals = (
+        transfers = (
             *(self._tokens, self._proposed, self._scores, self._routed),
             *self._instants[-1:],
         )
-        return all(arrival is None or arrival.done() for arrival in arrivals)
+        return all(transfer is None or transfer.done() for transfer in transfers)
 
     def wait(self) -> StepResult:
         parts = self._tokens.wait()
@@ -272,7 +272,7 @@ class LocalResult:
         )
 
 
-def bring(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Arrival:
+def begin_transfer(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Transfer:
     """Begin the transfer of a step's sampled tokens; None: the step sampled none."""
     if sampled is None:
         return receiver.begin(())
@@ -283,7 +283,7 @@ def bring(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Arr
     return receiver.begin(parts)
 
 
-def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
+def device_drafts(steps: VerificationSteps | None) -> DeviceDrafts | None:
     """Describe the drafting decodes that the rank runs on the device; None: it runs none."""
     if steps is None:
         return None

@@ -75,19 +75,19 @@ class Receiver:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
+    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
         """Begin the transfer of tensors that the current CUDA stream has computed so far."""
-        return Arrival(tensors, self._stream)
+        return Transfer(tensors, self._stream)
 
 
 class NoReceiver:
     """Transfers nothing: for a rank whose results nobody reads."""
 
-    def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
-        return Arrival((), None)
+    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
+        return Transfer((), None)
 
 
-class Arrival:
+class Transfer:
     """A transfer of tensors to the host. It is done at once if the tensors are on the host."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from finwhale.engine.rank.memory import (
     PAGE,
-    Largest,
+    StepLimits,
+    all_sampling_options,
     draft_after,
-    every_choice,
     without_filters,
 )
 from finwhale.engine.rank.static_inputs import aligned
@@ -61,7 +61,7 @@ class SignatureRun:
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,
-        largest: Largest,
+        largest: StepLimits,
         *,
         eager: bool,
     ) -> None:
@@ -73,7 +73,7 @@ class SignatureRun:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        with self.model.apart():
+        with self.model.without_collectives():
             self._call_all()
 
     def _call_all(self) -> None:
@@ -87,7 +87,7 @@ class SignatureRun:
         # Sampling kernels have one signature with filters and one without. Log-probabilities use
         # none of these kernels, and would look up a token that was not drawn.
         whole, part = self.model.config.vocab_size, len(self.model.vocab_part)
-        every = replace(every_choice(1, whole, self.device), logprobs=())
+        every = replace(all_sampling_options(1, whole, self.device), logprobs=())
         logits = torch.zeros((1, whole), device=self.device)
         self.ops.sample(logits, every)
         self.ops.sample(logits, without_filters(every))

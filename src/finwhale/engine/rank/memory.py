@@ -41,8 +41,8 @@ GRAPH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """The sizes of the largest steps.
+class StepLimits:
+    """The sizes of the largest steps, and of captured steps.
 
     Attributes:
         num_tokens: tokens of a step with prefill.
@@ -117,7 +117,7 @@ class LargestSteps:
         cache = allocate_cache(groups, pages, model.dtype, model.device, packed)
         return cls(model, groups, cache)
 
-    def workspace_bytes(self, largest: Largest) -> int:
+    def workspace_bytes(self, largest: StepLimits) -> int:
         """GPU memory that the steps need besides weights and cache, captured graphs included.
 
         Raises:
@@ -150,19 +150,19 @@ class LargestSteps:
         return torch.cuda.max_memory_reserved(self.device) - before
 
     @torch.inference_mode()
-    def run(self, largest: Largest) -> None:
+    def run(self, largest: StepLimits) -> None:
         """Run all of the largest steps, one after the other."""
         self.prefill(largest.num_tokens, largest)
         self.decode(largest)
 
     @torch.inference_mode()
-    def prefill(self, num_tokens: int, largest: Largest) -> None:
+    def prefill(self, num_tokens: int, largest: StepLimits) -> None:
         """Run the last num_tokens tokens of one sequence, or of as many sequences as needed."""
         full, rest = divmod(num_tokens, largest.max_len)
         self._run([largest.max_len] * full + [rest] * bool(rest), largest)
 
     @torch.inference_mode()
-    def decode(self, largest: Largest) -> None:
+    def decode(self, largest: StepLimits) -> None:
         self._run([1] * largest.num_seqs, largest)
         if largest.draft_tokens:
             # A context shorter than 1 + K tokens limits the number of drafts.
@@ -172,13 +172,13 @@ class LargestSteps:
             count = max(count, *largest.verify_graphs, 1)
             self._run([verified] * count, largest)
 
-    def _run(self, lengths: Sequence[int], largest: Largest) -> None:
+    def _run(self, lengths: Sequence[int], largest: StepLimits) -> None:
         inputs = self._inputs(lengths, largest.max_len)
         streams = self.model(inputs, self.cache, Inline())
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
         self.model.sample(
-            logits, every_choice(len(logits), self.model.config.vocab_size, self.device)
+            logits, all_sampling_options(len(logits), self.model.config.vocab_size, self.device)
         )
         if largest.draft_tokens:
             assert self.model.draft_head is not None
@@ -237,7 +237,7 @@ def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
     model.draft_head.draft(start, most, cache, Inline(), lambda logits, k: ids)
 
 
-def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
+def all_sampling_options(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
     """A batch with every sampling option on every row, and masks that allow every token."""
     rows = torch.arange(num_rows, device=device)
 
@@ -291,7 +291,7 @@ def without_filters(batch: SamplingBatch) -> SamplingBatch:
     return SamplingBatch(filters=draws, positions_R=batch.positions_R)
 
 
-def left_bytes(device: torch.device, utilization: float) -> int:
+def remaining_bytes(device: torch.device, utilization: float) -> int:
     """Bytes of GPU memory left, if at most the fraction `utilization` of it may be used."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

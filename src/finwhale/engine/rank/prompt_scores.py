@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.executor import PromptScores, RowLogprobs
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.host_transfer import Arrival, NoReceiver, Receiver
+from finwhale.engine.rank.host_transfer import NoReceiver, Receiver, Transfer
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.models.protocol import Model
 from finwhale.ops.sampling import SampledTokens
@@ -50,7 +50,7 @@ def score(
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivingScores:
+class PendingScores:
     """The scores of a step while they are transferred to the host.
 
     Attributes:
@@ -58,19 +58,19 @@ class ArrivingScores:
     """
 
     chunks: Sequence[int]
-    arrival: Arrival
+    transfer: Transfer
 
     @staticmethod
     def begin(
         plan: StepPlan, receiver: Receiver | NoReceiver, tensors: Sequence[Tensor]
-    ) -> "ArrivingScores":
-        return ArrivingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
+    ) -> "PendingScores":
+        return PendingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
 
     def done(self) -> bool:
-        return self.arrival.done()
+        return self.transfer.done()
 
     def wait(self) -> tuple[PromptScores, ...]:
-        parts = [tensor.tolist() for tensor in self.arrival.wait()]
+        parts = [tensor.tolist() for tensor in self.transfer.wait()]
         found = []
         for index, chunk in enumerate(self.chunks):
             valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.distributed.hosts import Place
-from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, Seat, Workers
+from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, OwnerLink, Workers
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
@@ -317,17 +317,17 @@ def _limit_exit() -> None:
     signal.alarm(EXIT_S)
 
 
-def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
+def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
-    seat.report(CONNECTING)
+    owner.report(CONNECTING)
     store = address.join()
-    seat.report(OPENING)
-    executor = open_worker(Peers(seat.rank, store))
+    owner.report(OPENING)
+    executor = open_worker(Peers(owner.rank, store))
     executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
-    seat.report(Opened(executor.description.memory))
+    owner.report(Opened(executor.description.memory))
     while True:
-        message = seat.read()
+        message = owner.read()
         executor.check()
         kind, content = message[:1], memoryview(message)[1:]
         if kind == _EXECUTE:
@@ -335,9 +335,9 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None
         elif kind == _SAMPLE:
             executor.sample(pickle.loads(content))
         elif kind == _CALL:
-            seat.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
+            owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
             assert kind == _READY, kind
             executor.ready()
             freeze_heap()
-            seat.status = executor.status
+            owner.status = executor.status

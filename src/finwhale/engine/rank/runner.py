@@ -9,7 +9,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.batch import Batch, BatchBuilder
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Drafter, Forward
 from finwhale.engine.rank.graphs import Graphs
 from finwhale.engine.rank.host_transfer import send
@@ -30,7 +30,7 @@ class ModelRunner:
         sampled: [max_num_seqs] int64 on the device: the ids sampled in the last step, row by row
             (StepPlan.pending_rows).
         drafter: makes drafts; None: the engine does not draft.
-        verifications: runs drafting decodes that continue on the device; None: the host plans
+        verification_steps: runs drafting decodes that continue on the device; None: the host plans
             every step, as on a CPU.
         graphs: captured decodes; None: nothing is captured.
         prefill_graphs: captured steps of few tokens; None: nothing is captured.
@@ -50,7 +50,7 @@ class ModelRunner:
     max_model_len: int
     tables: SlotTables
     drafter: Drafter | None = None
-    verifications: Verifications | None = None
+    verification_steps: VerificationSteps | None = None
     graphs: Graphs | None = None
     prefill_graphs: Graphs | None = None
     routed: Tensor | None = None

@@ -20,13 +20,13 @@ from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import check_host_memory, choose_device
-from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
 from finwhale.engine.rank.executor import LocalExecutor, device_drafts
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import Largest, LargestSteps, left_bytes, tensor_bytes
+from finwhale.engine.rank.memory import LargestSteps, StepLimits, remaining_bytes, tensor_bytes
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
@@ -159,7 +159,7 @@ class _Start:
         if config.draft_tokens and head is not None:
             runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
             if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verifications = new_verifications(runner, config, None)
+                runner.verification_steps = new_verification_steps(runner, config, None)
         runner.keep_sampled_in(self._capture(runner))
         self.phases.end("graphs")
         memory = self._hold(runner, weight_bytes, reserved)
@@ -176,7 +176,7 @@ class _Start:
                 num_pages=cache_plan.num_pages,
                 max_model_len=max_model_len,
                 can_draft=runner.drafter is not None,
-                device_drafts=device_drafts(runner.verifications),
+                device_drafts=device_drafts(runner.verification_steps),
                 memory=memory,
                 kernels=built.kernels,
                 compiled_kernels=built.compiled,
@@ -251,8 +251,8 @@ class _Start:
             self.routed = model.record_routed_experts(most)
         return model
 
-    def _largest(self, max_len: int) -> Largest:
-        return largest_steps(
+    def _largest(self, max_len: int) -> StepLimits:
+        return step_limits(
             self.config, self.model_config, self.capabilities.captures_steps, max_len
         )
 
@@ -291,10 +291,10 @@ class _Start:
             steps = LargestSteps.alone(model, self.groups, self.ops)
             workspace = steps.workspace_bytes(self._largest(self.longest))
             del steps
-            budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
+            budget = max(0, remaining_bytes(self.device, config.gpu_memory_utilization) - workspace)
         elif budget is None:
             # The reference operators are for comparisons, and nothing bounds their workspace.
-            budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
+            budget = remaining_bytes(self.device, config.gpu_memory_utilization) // 2
         budget = self.peers.least(budget)  # so that every rank plans the same pages
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
@@ -396,7 +396,7 @@ class _Start:
                 memory=memory,
             )
         if runner.drafter is not None:
-            runner.verifications = new_verifications(runner, config, memory)
+            runner.verification_steps = new_verification_steps(runner, config, memory)
             return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
         runner.graphs = Graphs(
             logits,
@@ -433,13 +433,13 @@ class _Start:
         return MemoryUse(weights=weights, workspace=max(0, held - elsewhere), cache=cache)
 
 
-def new_verifications(
+def new_verification_steps(
     runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
-) -> Verifications:
+) -> VerificationSteps:
     """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
     model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
-    largest = largest_steps(config, model_config, can_capture, runner.max_model_len)
-    return Verifications(
+    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
+    return VerificationSteps(
         runner.model,
         runner.cache,
         runner.groups,
@@ -453,20 +453,20 @@ def new_verifications(
     )
 
 
-def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verifications:
+def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
     """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
     runner = executor.runner
-    steps = runner.verifications = new_verifications(runner, config, None)
+    steps = runner.verification_steps = new_verification_steps(runner, config, None)
     executor.description = replace(executor.description, device_drafts=device_drafts(steps))
     return steps
 
 
-def largest_steps(
+def step_limits(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> Largest:
+) -> StepLimits:
     """The sizes of the largest steps and of the graphs to capture."""
     decodes: Iterable[int] = ()
-    verifications: Iterable[int] = ()
+    verifies: Iterable[int] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
     kinds = draft_kinds(config, model_config)
@@ -475,15 +475,15 @@ def largest_steps(
             # "auto" pads steps without drafts as an engine that does not draft.
             decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
         if config.draft_tokens:
-            verifications = config.graph_sizes or verification_sizes(config.max_num_seqs)
+            verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
         if config.graph_sizes is None:
             prefills = tuple(prefill_sizes(most))
-    return Largest(
+    return StepLimits(
         num_tokens=most,
         num_seqs=config.max_num_seqs,
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
-        verify_graphs=tuple(sorted(set(verifications))),
+        verify_graphs=tuple(sorted(set(verifies))),
         prefill_graphs=prefills,
         draft_kinds=kinds,
     )
@@ -495,7 +495,7 @@ def launches(
     """The values that determine launch signatures. Equal values need the same kernels."""
     return {
         "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(largest_steps(config, model_config, can_capture, max_len)),
+        "steps": asdict(step_limits(config, model_config, can_capture, max_len)),
         "batch_invariant": config.batch_invariant,
         "wo_a_input": config.wo_a_input,
         "eager": config.enforce_eager,

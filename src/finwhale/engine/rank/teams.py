@@ -7,7 +7,7 @@ from importlib import import_module
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place, Reception, RemoteCrew, RemoteWorker
+from finwhale.distributed.hosts import Place, RemoteCrew, RemoteWorker, WorkerListener
 from finwhale.distributed.launch import Crew, Spawned
 from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.engine.rank.devices import device_kind
@@ -49,9 +49,9 @@ def at_place(config: EngineConfig, place: Place) -> Team:
         )
     kind = device_kind(config, place.rank.size)
     store = place.open_store()
-    reception = Reception(place.store.host)
-    reception.publish(store)
-    workers = reception.receive(place.rank.size)
+    listener = WorkerListener(place.store.host)
+    listener.publish(store)
+    workers = listener.receive(place.rank.size)
     devices = _devices(kind, place.local_index, workers)
     return Team(devices, RemoteCrew(_labels(devices, workers), workers), store, place.store)
 
@@ -78,9 +78,9 @@ def on_ray(config: EngineConfig) -> Team:
     actors = ray_actors.Actors(size, kind)
     try:
         store, address = serve_store(actors.host)
-        reception = Reception(actors.host)
-        actors.work_for(reception.invitation)
-        workers = reception.receive(size, actors.check)
+        listener = WorkerListener(actors.host)
+        actors.work_for(listener.invitation)
+        workers = listener.receive(size, actors.check)
     except BaseException:
         actors.close()
         raise

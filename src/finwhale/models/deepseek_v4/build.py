@@ -527,9 +527,9 @@ class WeightLoading:
             CheckpointError: a tensor has only some of its weights.
         """
         targets = self._builder.targets
-        came = {_memory(t) for name in targets.keys() - self._waiting for t in targets[name]}
+        arrived = {_memory(t) for name in targets.keys() - self._waiting for t in targets[name]}
         for name in sorted(self._waiting):
-            if any(_memory(target) in came for target in targets[name]):
+            if any(_memory(target) in arrived for target in targets[name]):
                 raise CheckpointError(
                     f"the update lacks {name}, which shares a packed tensor with weights that it "
                     "has: send them together"
@@ -537,8 +537,8 @@ class WeightLoading:
         complete: set[int] = set()
 
         def convert(experts: ExpertWeight) -> ExpertWeight:
-            if _memory(experts.w13) not in came or _memory(experts.w2) not in came:
-                if _memory(experts.w13) in came or _memory(experts.w2) in came:
+            if _memory(experts.w13) not in arrived or _memory(experts.w2) not in arrived:
+                if _memory(experts.w13) in arrived or _memory(experts.w2) in arrived:
                     raise CheckpointError("the update has only some matrices of a layer's experts")
                 return experts
             home = experts.w13.device
@@ -548,7 +548,7 @@ class WeightLoading:
             return done
 
         weights = _finish(self._builder.weights, convert)
-        complete.update(id(t) for t in _tensors(weights) if _memory(t) in came)
+        complete.update(id(t) for t in _tensors(weights) if _memory(t) in arrived)
         return weights, frozenset(complete)
 
 

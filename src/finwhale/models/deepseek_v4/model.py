@@ -192,9 +192,9 @@ class DeepseekV4:
             self.draft_context.write(features, inputs, cache)
         return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
 
-    def apart(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning."""
-        return self.links.cut()
+        return self.links.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         """Let the layers write the experts that they choose to the returned tensor."""

@@ -92,10 +92,10 @@ class RankLinks:
         return self._collectives.all_gather(part_MX, 1)
 
     @contextmanager
-    def cut(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         """Within it, results have the right shapes but do not depend on other ranks."""
         kept = self._collectives
-        self._collectives = _Apart(self.rank)
+        self._collectives = _NoCollectives(self.rank)
         try:
             yield
         finally:
@@ -124,7 +124,7 @@ class SampleFromParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Apart:
+class _NoCollectives:
     """Collectives that wait for nobody: the other ranks' tensors are taken to equal this one's."""
 
     rank: Rank
