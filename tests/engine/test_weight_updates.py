@@ -21,7 +21,7 @@ from finwhale import (
     SamplingParams,
 )
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.weight_update import tensors_of
+from finwhale.models.protocol import tensors_of
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint
 
 from .weights import bits_of, in_one_buffer, weights_of

@@ -42,15 +42,15 @@ class Noting:
         self.plans: list[bytes] = []
         self.bits: list[Any] = []
         runner: Any = executor.runner
-        logits, read = runner.logits, runner.read
+        logits, forward_with_logits = runner.logits, runner.forward_with_logits
         runner.logits = lambda plan: self._note(logits(plan))
 
-        def noting_read(plan: StepPlan) -> Any:
-            forward = read(plan)
+        def noting(plan: StepPlan) -> Any:
+            forward = forward_with_logits(plan)
             self._note(forward.logits)
             return forward
 
-        runner.read = noting_read
+        runner.forward_with_logits = noting
         if runner.verification_steps is not None:
             verify = runner.verification_steps.verify
             runner.verification_steps.verify = lambda *args: self._note(verify(*args))

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from finwhale.compiled.graph_store import GraphStore
-from finwhale.compiled.layer_tracer import LayerTracer, tensors_of
+from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.deepseek_v4.compressor import C4Entries
 from finwhale.models.deepseek_v4.layer import LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.protocol import PagedCache, Segments, StepInputs
+from finwhale.models.protocol import PagedCache, Segments, StepInputs, tensors_of
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.ranks import PartialSum

@@ -20,7 +20,7 @@ from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, StepInputs
+from finwhale.models.protocol import PagedCache, StepInputs, tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.attention import Selected
 from finwhale.ops.moe import ExpertWeight
@@ -42,11 +42,6 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(getattr(value, field.name))
     else:
         yield value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:

@@ -250,6 +250,10 @@ class _Worker:
     status: Any = None
     answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
 
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank.index} ({self.label})"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
@@ -411,13 +415,13 @@ class Workers:
                 report: Report = worker.control.recv()
             except (EOFError, OSError):
                 if not self._closing:
-                    self._fail(None, f"{name(worker)} {worker.process.ending()}")
+                    self._fail(None, f"{worker.name} {worker.process.ending()}")
                 return
             if isinstance(report, logging.LogRecord):
-                report.msg = f"{name(worker)}: {report.msg}"
+                report.msg = f"{worker.name}: {report.msg}"
                 logging.getLogger(report.name).handle(report)
             elif isinstance(report, Failed):
-                self._fail(report.kind, f"{name(worker)}: {report.message}")
+                self._fail(report.kind, f"{worker.name}: {report.message}")
             elif isinstance(report, Status):
                 worker.status = report.status
             elif isinstance(report, Answer):
@@ -433,12 +437,12 @@ class Workers:
         worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0
         worker.beats = beats
         if worker.silent_s >= STOPPED_S and worker.process.is_stopped():
-            self._fail(None, f"{name(worker)} was stopped by a signal")
+            self._fail(None, f"{worker.name} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
-            self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
+            self._fail(None, f"{worker.name} has not answered for {worker.silent_s:.0f} s")
         elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
             cause = "rank 0 does not answer" if worker.phase else "its process does not begin"
-            self._fail(None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: {cause}")
+            self._fail(None, f"{worker.name} has not connected for {CONNECT_S:.0f} s: {cause}")
 
     def _fail(self, kind: type[FinwhaleError] | None, message: str) -> None:
         """Record a failure. `kind` is its class during the start; None: FinwhaleError."""
@@ -470,10 +474,6 @@ class Workers:
                 self.on_stuck(str(self._failure))
                 return
             time.sleep(TICK_S)
-
-
-def name(worker: _Worker) -> str:
-    return f"rank {worker.rank.index} ({worker.label})"
 
 
 def end_process(cause: str) -> None:

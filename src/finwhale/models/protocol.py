@@ -8,7 +8,7 @@ residual streams; D hidden; X tokens of the vocabulary whose logits this rank co
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol
@@ -373,12 +373,8 @@ class DraftHead(Protocol):
         """
         ...
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """This rank's logits [M,X] float32 of rows that the head returned.
-
-        Args:
-            draft_step: index of the draft that the logits are for.
-        """
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of rows that the head returned."""
         ...
 
 
@@ -462,6 +458,18 @@ class Model(Protocol):
     def limit_positions(self, max_positions: int) -> None:
         """Shrink the rotary tables to the first `max_positions` positions."""
         ...
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors in nested data classes, tuples and lists, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Sequence[object] = ()
+    if is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, tuple | list):
+        parts = value
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 class WeightStream(Protocol):

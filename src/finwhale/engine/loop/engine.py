@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -40,7 +41,7 @@ from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.engine.rank.sleep import Sleep, Wake
+from finwhale.engine.rank.sleep import allocate_memory, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
@@ -388,7 +389,8 @@ class Engine:
                 raise RequestError(f"{min(both)} is already asleep")
             self._drain(requests)
             self.scheduler.reset_prefix_cache()
-            self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
+            saves = not (drop_weights or self._lacks_weights)
+            self._on_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen
             self._update_can_step()
@@ -403,7 +405,7 @@ class Engine:
         with self._lock:
             self._check_usable()
             chosen = tuple(tag for tag in chosen if tag in self._asleep)
-            self._on_ranks_or_die(Wake(chosen))
+            self._on_ranks_or_die(partial(allocate_memory, tags=chosen))
             self._asleep -= set(chosen)
             self._update_can_step()
 

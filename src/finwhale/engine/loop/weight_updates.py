@@ -1,5 +1,6 @@
 """Updates an engine's weights: from tensors, a directory, a process group or CUDA IPC."""
 
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,21 @@ from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.rank.weight_transfer import Announce, Join, Leave, Open, Receive
-from finwhale.engine.rank.weight_update import Add, Begin, Commit, Discard, Prepare, Read
+from finwhale.engine.rank.weight_transfer import (
+    announce,
+    join_group,
+    leave_group,
+    read_buffer,
+    receive,
+)
+from finwhale.engine.rank.weight_update import (
+    begin_update,
+    commit_update,
+    discard_update,
+    prepare_update,
+    stage_checkpoint,
+    stage_tensors,
+)
 from finwhale.errors import EngineDeadError, RequestError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -116,11 +130,13 @@ class WeightUpdates:
             timeout_seconds=timeout_seconds,
         )
         try:
-            self._engine.on_ranks(Join(address, rank_offset))
+            self._engine.on_ranks(
+                functools.partial(join_group, address=address, rank_offset=rank_offset)
+            )
         except EngineDeadError:
             raise
         except BaseException:
-            self._engine.on_ranks(Leave(group_name))
+            self._leave(group_name)
             raise
         self._groups.add(group_name)
 
@@ -129,7 +145,10 @@ class WeightUpdates:
         if group_name not in self._groups:
             raise RequestError(f"the engine is in no group {group_name!r}")
         self._groups.remove(group_name)
-        self._engine.on_ranks(Leave(group_name))
+        self._leave(group_name)
+
+    def _leave(self, group_name: str) -> None:
+        self._engine.on_ranks(functools.partial(leave_group, group_name=group_name))
 
     # --- Updates ----------------------------------------------------------------------------------
 
@@ -162,7 +181,7 @@ class WeightUpdates:
             self.begun = True
             self._next_version = None
         try:
-            self._engine.on_ranks(Begin(partial))
+            self._engine.on_ranks(functools.partial(begin_update, partial=partial))
         except BaseException as error:
             self._discard(error)
             raise
@@ -180,8 +199,8 @@ class WeightUpdates:
         """Write the staged weights. If this fails, the old ones stay, and the update ends."""
         self._check_begun()
         try:
-            self._engine.on_ranks(Prepare())
-            self._engine.change_weights(Commit(), requests)
+            self._engine.on_ranks(prepare_update)
+            self._engine.change_weights(commit_update, requests)
         except BaseException as error:
             self._discard(error)
             raise
@@ -204,16 +223,16 @@ class WeightUpdates:
         engine = self._engine
         try:
             if isinstance(source, str | Path):
-                engine.on_ranks(Read(Path(source)))
+                engine.on_ranks(functools.partial(stage_checkpoint, path=Path(source)))
             elif isinstance(source, BroadcastTensors):
                 self._receive(source, last)
             elif isinstance(source, SharedTensors):
-                announced = _announced(source)
-                engine.on_ranks(Announce(announced, last))
-                engine.on_ranks(Open(dict(source.handles), announced))
+                tensors = self._announce(source, last)
+                work = functools.partial(read_buffer, handles=dict(source.handles), tensors=tensors)
+                engine.on_ranks(work)
             else:
                 for bucket in _buckets(source, alone=engine.executor.description.num_ranks == 1):
-                    engine.on_ranks(Add(bucket))
+                    engine.on_ranks(functools.partial(stage_tensors, tensors=bucket))
         except BaseException as error:
             self._discard(error)
             raise
@@ -225,10 +244,8 @@ class WeightUpdates:
                 f"the engine is in no group {name!r}: a failed update closes the group"
             )
         try:
-            announced = _announced(source)
-            self._engine.on_ranks(Announce(announced, last))
-            for piece in _pieces(announced):
-                self._engine.on_ranks(Receive(name, piece))
+            for piece in _pieces(self._announce(source, last)):
+                self._engine.on_ranks(functools.partial(receive, group_name=name, tensors=piece))
         except EngineDeadError:
             raise
         except BaseException:
@@ -236,10 +253,16 @@ class WeightUpdates:
             self.leave(name)
             raise
 
+    def _announce(self, source: BroadcastTensors | SharedTensors, last: bool) -> list[Announced]:
+        """Let all ranks check the tensors of a source before they arrive; returns them."""
+        tensors = _announced(source)
+        self._engine.on_ranks(functools.partial(announce, tensors=tensors, last=last))
+        return tensors
+
     def _discard(self, error: BaseException | None) -> None:
         self.begun = False
         if not isinstance(error, EngineDeadError):
-            self._engine.on_ranks(Discard())
+            self._engine.on_ranks(discard_update)
 
 
 def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:

@@ -27,6 +27,4 @@ def call_ranks(executor: Executor, work: Callable[[LocalExecutor], T]) -> list[T
     """
     if isinstance(executor, Ranks):
         return executor.call(work)
-    local = local_executor(executor)
-    local.runner.use_device()
-    return [work(local)]
+    return local_executor(executor).on_ranks(work)

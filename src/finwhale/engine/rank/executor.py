@@ -10,7 +10,6 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
 from finwhale.distributed.weight_group import WeightGroup
 from finwhale.engine.plan.executor import (
-    DeviceDrafts,
     Executor,
     RankDescription,
     RankState,
@@ -20,7 +19,6 @@ from finwhale.engine.plan.executor import (
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Transfer
 from finwhale.engine.rank.prompt_scores import PendingScores, score
@@ -109,8 +107,8 @@ class LocalExecutor:
         runner = self.runner
         if plan.draft is None:
             if plan.scored:
-                read = runner.read(plan)
-                return _OpenStep(plan, read.logits, scores=self._score(plan, read.streams))
+                forward = runner.forward_with_logits(plan)
+                return _OpenStep(plan, forward.logits, scores=self._score(plan, forward.streams))
             return _OpenStep(plan, runner.logits(plan))
         began, steps = Instant(runner.device), runner.verification_steps
         if plan.draft.on_device:
@@ -118,7 +116,7 @@ class LocalExecutor:
             return _OpenStep(plan, steps.verify(plan, self.sampler.settings), None, began)
         if steps is not None:
             steps.forget()
-        forward = runner.read(plan)
+        forward = runner.forward_with_logits(plan)
         scores = self._score(plan, forward.streams) if plan.scored else ()
         return _OpenStep(plan, forward.logits, forward, began, scores)
 
@@ -281,13 +279,6 @@ def begin_transfer(receiver: Receiver | NoReceiver, sampled: SampledTokens | Non
         found = sampled.logprobs
         parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
     return receiver.begin(parts)
-
-
-def device_drafts(steps: VerificationSteps | None) -> DeviceDrafts | None:
-    """Describe the drafting decodes that the rank runs on the device; None: it runs none."""
-    if steps is None:
-        return None
-    return steps.description
 
 
 def local_executor(executor: Executor) -> LocalExecutor:

@@ -177,7 +177,7 @@ class SignatureRun:
             joined = torch.empty((rows, self.model.config.vocab_size), device=self.device)
             self.ops.sample(joined, SamplingBatch())
         if self.drafts and self.model.draft_head is not None:
-            self.model.draft_head.compute_logits(streams, 0)
+            self.model.draft_head.compute_logits(streams)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
         """A step with the layout of the engine's steps. Positions and pages have no meaning."""

@@ -91,8 +91,8 @@ class ModelRunner:
         return self._logits_of(streams, rows)
 
     @torch.inference_mode()
-    def read(self, plan: StepPlan) -> Forward:
-        """Launch the step from the host; returns the drafter's input."""
+    def forward_with_logits(self, plan: StepPlan) -> Forward:
+        """Compute the plan's logits, and keep the batch and the residual streams."""
         batch = self.batches.build(plan)
         if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
             streams = self.prefill_graphs.run(plan)

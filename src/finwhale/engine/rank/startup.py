@@ -22,7 +22,7 @@ from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import check_host_memory, choose_device
 from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
-from finwhale.engine.rank.executor import LocalExecutor, device_drafts
+from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.rank.launch_signatures import SignatureRun
@@ -31,9 +31,16 @@ from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.engine.rank.weight_update import Loader, tensors_of
+from finwhale.engine.rank.weight_update import Loader
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
+from finwhale.models.protocol import (
+    Model,
+    ModelConfig,
+    Segments,
+    StepInputs,
+    WeightStream,
+    tensors_of,
+)
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
@@ -105,6 +112,17 @@ class _Start:
             self.compiled_mode = CompiledMode(self.ops)
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
+        self.loader = Loader(
+            architecture=self.architecture,
+            model_config=model_config,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            rank=peers.rank,
+            round_activations=self.round_activations,
+            round_wo_a=config.wo_a_input == "fp8",
+            storages=dict(self.stream.storages),
+        )
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         self.longest = _longest(config, model_config)
@@ -164,6 +182,7 @@ class _Start:
         self.phases.end("graphs")
         memory = self._hold(runner, weight_bytes, reserved)
         self.phases.end("memory")
+        steps = runner.verification_steps
         return LocalExecutor(
             runner,
             self.builds,
@@ -176,7 +195,7 @@ class _Start:
                 num_pages=cache_plan.num_pages,
                 max_model_len=max_model_len,
                 can_draft=runner.drafter is not None,
-                device_drafts=device_drafts(runner.verification_steps),
+                device_drafts=None if steps is None else steps.description,
                 memory=memory,
                 kernels=built.kernels,
                 compiled_kernels=built.compiled,
@@ -185,24 +204,9 @@ class _Start:
                 routed_experts=_form(self.routed),
             ),
             self.collectives,
-            self._loader(),
+            # The compiled mode keeps copies of some weights, which an update could not replace.
+            self.loader if self.compiled_mode is None else None,
             self.arenas,
-        )
-
-    def _loader(self) -> Loader | None:
-        """How this rank loads weights; None: the compiled mode cannot replace its copies."""
-        if self.compiled_mode is not None:
-            return None
-        return Loader(
-            architecture=self.architecture,
-            model_config=self.model_config,
-            ops=self.ops,
-            dtype=self.dtype,
-            device=self.device,
-            rank=self.peers.rank,
-            round_activations=self.round_activations,
-            round_wo_a=self.config.wo_a_input == "fp8",
-            storages=dict(self.stream.storages),
         )
 
     def _connect(self) -> Collectives:
@@ -224,16 +228,7 @@ class _Start:
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
-        return self.architecture.begin_loading(
-            self.model_config,
-            storages=self.stream.storages,
-            dtype=self.dtype,
-            device=self.device,
-            round_activations=self.round_activations,
-            round_wo_a=self.config.wo_a_input == "fp8",
-            ops=self.ops,
-            rank=self.peers.rank,
-        ).fill(self.stream)
+        return self.loader.begin(self.device).fill(self.stream)
 
     def _build(self, weights: Any, max_positions: int) -> Model:
         model = self.architecture.build(
@@ -457,7 +452,7 @@ def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verificati
     """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
     runner = executor.runner
     steps = runner.verification_steps = new_verification_steps(runner, config, None)
-    executor.description = replace(executor.description, device_drafts=device_drafts(steps))
+    executor.description = replace(executor.description, device_drafts=steps.description)
     return steps
 
 

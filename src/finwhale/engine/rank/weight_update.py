@@ -7,7 +7,7 @@ so captured graphs remain valid.
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
-from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading
+from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading, tensors_of
 from finwhale.models.registry import parse_config
 from finwhale.ops import Ops
 
@@ -54,13 +54,13 @@ class Loader:
     round_wo_a: bool
     storages: Mapping[str, Storage]
 
-    def begin(self) -> WeightLoading:
-        """Begin to load a copy of the weights in host memory."""
+    def begin(self, device: torch.device) -> WeightLoading:
+        """Begin to load the weights, or a copy of them, on a device."""
         return self.architecture.begin_loading(
             self.model_config,
             storages=self.storages,
             dtype=self.dtype,
-            device=CPU,
+            device=device,
             round_activations=self.round_activations,
             round_wo_a=self.round_wo_a,
             ops=self.ops,
@@ -84,7 +84,7 @@ class WeightUpdate:
                 "new weights, which are staged in host memory,",
                 "end other programs, or start the engine again with the new weights",
             )
-        self._loading: WeightLoading | None = loader.begin()
+        self._loading: WeightLoading | None = loader.begin(CPU)
         architecture, config = loader.architecture, loader.model_config
         self._specs = architecture.weight_specs(config, loader.rank)
         self._ignored = architecture.ignored_prefixes(config)
@@ -160,76 +160,38 @@ class WeightUpdate:
             torch.cuda.synchronize(self._loader.device)
 
 
-def tensors_of(value: object) -> list[Tensor]:
-    """The tensors in a structure of data classes, tuples and lists, in a fixed order."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts: Sequence[object] = ()
-    if is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    elif isinstance(value, tuple | list):
-        parts = value
-    return [tensor for part in parts for tensor in tensors_of(part)]
-
-
 # --- Work that the engine sends to its ranks ------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Begin to stage an update."""
-
-    partial: bool
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        loader = loader_of(executor)
-        executor.update = None
-        executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=self.partial)
+def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
+    """Begin to stage an update (WeightUpdate)."""
+    loader = loader_of(executor)
+    executor.update = None
+    executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=partial)
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Stage tensors."""
-
-    tensors: Sequence[tuple[str, Tensor]]
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).add(self.tensors)
+def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    update_of(executor).add(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Stage a checkpoint's weights."""
-
-    path: Path
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).read(self.path)
+def stage_checkpoint(executor: "LocalExecutor", *, path: Path) -> None:
+    update_of(executor).read(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+def prepare_update(executor: "LocalExecutor") -> None:
     """Complete the staged weights."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).prepare()
+    update_of(executor).prepare()
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
+def commit_update(executor: "LocalExecutor") -> None:
     """Write the staged weights, after every rank has prepared its own."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).commit()
-        executor.update = None
+    update_of(executor).commit()
+    executor.update = None
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
+def discard_update(executor: "LocalExecutor") -> None:
     """Drop the staged weights."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        executor.update = None
+    executor.update = None
 
 
 def loader_of(executor: "LocalExecutor") -> Loader:

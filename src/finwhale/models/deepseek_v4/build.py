@@ -7,15 +7,21 @@ get the dequantised values.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
+from finwhale.checkpoint.formats import (
+    FP4_BLOCK,
+    FP8_BLOCK,
+    e8m0_bytes,
+    fp8_scale_shape,
+    scale_to_float32,
+)
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
@@ -30,7 +36,7 @@ from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import WeightStream
+from finwhale.models.protocol import WeightStream, tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
@@ -38,7 +44,6 @@ from finwhale.ops.mhc import HcHeadWeight, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
-FP8_BLOCK = 128
 
 
 class WeightBuilder:
@@ -544,11 +549,11 @@ class WeightLoading:
             home = experts.w13.device
             done = self._ops.finish_experts(_moved(experts, device))
             done = _moved(done, home)
-            complete.update(map(id, _tensors(done)))
+            complete.update(map(id, tensors_of(done)))
             return done
 
         weights = _finish(self._builder.weights, convert)
-        complete.update(id(t) for t in _tensors(weights) if _memory(t) in arrived)
+        complete.update(id(t) for t in tensors_of(weights) if _memory(t) in arrived)
         return weights, frozenset(complete)
 
 
@@ -563,16 +568,6 @@ def _moved(experts: ExpertWeight, device: torch.device) -> ExpertWeight:
         if isinstance(getattr(experts, field.name), Tensor)
     }
     return replace(experts, **tensors)
-
-
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if is_dataclass(value):
-        parts: Sequence[object] = [getattr(value, field.name) for field in fields(value)]
-    else:
-        parts = value if isinstance(value, tuple) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 @contextmanager

@@ -273,11 +273,6 @@ class ModelConfig:
         """The configuration of a layer. The draft head's layers follow the model's."""
         return self if layer < self.num_hidden_layers else self.of_stage()
 
-    @property
-    def eos_token_id(self) -> int:
-        """The first end-of-sequence token."""
-        return self.eos_token_ids[0]
-
     def is_hash_layer(self, layer: int) -> bool:
         """Whether a layer picks its experts by token id."""
         return layer < self.num_hash_layers

@@ -193,7 +193,7 @@ class DsparkHead:
         """
         return streams_NHD
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the stages' residual streams, without Markov head."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
@@ -211,7 +211,7 @@ class DsparkHead:
         streams_BGHD = self.run_block(start, cache, segments)
         first = self.config.num_rows - self.config.block_size
         streams = streams_BGHD[:, first : first + num_drafts]
-        logits = self.compute_logits(streams.flatten(0, 1), 0).unflatten(0, streams.shape[:2])
+        logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
         markov: list[Tensor] = []
         for k in range(num_drafts):

@@ -326,11 +326,8 @@ class MtpLayer:
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
         return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """This rank's logits [M,X] float32 of this layer's residual streams, the same for every
-        draft step.
-        """
-        assert draft_step >= 0
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of this layer's residual streams."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
 
@@ -347,7 +344,7 @@ class MtpLayer:
         The inputs for each further draft are the previous draft and this layer's residual streams.
         """
         streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
-        drafts = [choose(self.compute_logits(streams, 0), 0)]
+        drafts = [choose(self.compute_logits(streams), 0)]
         for step in range(1, num_drafts):
             read = Tokens(
                 positions=torch.where(positions < 0, positions, positions + step),
@@ -358,7 +355,7 @@ class MtpLayer:
             )
             inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
             streams = self(inputs, streams, drafts[-1], cache, segments)
-            drafts.append(choose(self.compute_logits(streams, step), step))
+            drafts.append(choose(self.compute_logits(streams), step))
         return Drafts(ids=tuple(drafts))
 
 
