@@ -45,7 +45,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
 
 def is_demo(path: str | Path | None) -> bool:
-    """Whether a path stands for a form of the embedded demo model."""
+    """Whether a path names a form of the embedded demo model."""
     return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
 
 

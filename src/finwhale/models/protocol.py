@@ -107,9 +107,9 @@ class CacheGroup:
             tokens have been computed.
         keep: None: the group keeps every row. (align, before): after n tokens, it keeps the rows of
             the tokens from floor(n / align) * align - before on.
-        tail_only: a step writes only the rows that later steps need: those at the ends of blocks
-            within the step, and, if the step has at most max_verify_tokens tokens, those after
-            every number of tokens that may be accepted.
+        tail_only: a step writes only the rows that later steps need: to resume at the ends of
+            blocks within the step, and to continue after it, or after any number of its tokens that
+            may be accepted if it has at most max_verify_tokens.
         max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
             first token is certain to be accepted.
     """

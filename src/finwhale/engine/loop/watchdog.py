@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import TextIO
 
 CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS of the limit late.
@@ -41,12 +40,7 @@ class Watchdog:
     def __enter__(self) -> None:
         self._began = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._began = None
 
     @property

@@ -109,7 +109,7 @@ class RankDescription:
     Attributes:
         device: torch's name of the device, such as "cuda:0".
         num_ranks: number of ranks of the model.
-        asynchronous: the host can go on while the device computes, so the engine runs a step ahead.
+        asynchronous: the host need not wait for the device, so the engine runs a step ahead.
         needs_warm_up: some initialisation is lazy, and warm-up requests must trigger it.
         groups: the model's cache groups.
         num_pages: number of pages of each group, including page 0.

@@ -142,7 +142,7 @@ class RequestSampling:
     Args:
         index: index among the params.n continuations. Each continuation has its own random draws.
         matcher: the matcher of the sequence's grammar; None: the request has no grammar.
-        ends: tokens that end the sequence; none of them comes before params.min_tokens others.
+        ends: tokens that end the sequence. The first params.min_tokens tokens are none of them.
 
     Raises:
         RequestError: a prompt token under a repetition penalty is outside the vocabulary.

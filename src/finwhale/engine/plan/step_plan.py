@@ -172,7 +172,7 @@ class StepPlan(NamedTuple):
         sampling: the sampling of the step. None: a separate sampling plan follows once the previous
             step's tokens are known, because penalties or grammars need them.
         draft: the drafts; None: the engine does not draft.
-        scored: prompt tokens whose log-probabilities are wanted. Such a plan is no decode.
+        scored: prompt tokens whose log-probabilities are wanted. Then the plan is not a decode.
         routed: return the routed experts of the step's tokens.
     """
 

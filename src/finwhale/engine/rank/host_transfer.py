@@ -81,7 +81,7 @@ class Receiver:
 
 
 class NoReceiver:
-    """Transfers nothing: for a rank whose results nobody reads."""
+    """Transfers nothing: for all ranks except rank 0, whose results the engine reads."""
 
     def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
         return Transfer((), None)

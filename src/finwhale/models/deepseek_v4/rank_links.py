@@ -125,7 +125,7 @@ class SampleFromParts:
 
 @dataclass(frozen=True, slots=True)
 class _NoCollectives:
-    """Collectives that wait for nobody: the other ranks' tensors are taken to equal this one's."""
+    """Collectives without communication. They return tensors of the right shape."""
 
     rank: Rank
 
