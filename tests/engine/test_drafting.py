@@ -434,7 +434,7 @@ class Machine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
         engine, groups = self.engine, local_executor(self.engine.executor).runner.groups
         # A test that failed may have left something behind.
-        for left in (engine._requests, engine._streams, engine._in_flight):
+        for left in (engine._requests, engine._text_streams, engine._in_flight):
             left.clear()  # type: ignore[attr-defined]
         num_pages = {}
         for group in groups:

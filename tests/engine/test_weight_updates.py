@@ -76,7 +76,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     shared.engine.resume()
     shared.update_weights(old_path, requests="abort")
     shared.engine.check_integrity()
-    assert not shared.engine._streams
+    assert not shared.engine._text_streams
     assert local_executor(shared.engine.executor).update is None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
-from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
 from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.sampled_tokens import TokenReader
 from finwhale.engine.loop.step_loop import Launcher, NewToken
@@ -55,7 +55,7 @@ class DraftLoop:
         pass
 
     def launch(
-        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         device_drafts = self._launcher.executor.description.device_drafts

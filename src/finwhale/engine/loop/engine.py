@@ -21,7 +21,7 @@ from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.drafting_loop import DraftLoop
-from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
@@ -113,7 +113,7 @@ class Engine:
         self.start_seconds = dict(rank.start_seconds)
         self.steps_ahead = int(rank.asynchronous)
         self._requests: dict[str, Request] = {}
-        self._streams: dict[str, Stream] = {}
+        self._text_streams: dict[str, TextStream] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._meter = Meter(self.model_config.max_draft_tokens)
         self._loop = self._new_loop()
@@ -272,7 +272,7 @@ class Engine:
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
-            self._streams[sequence.key] = Stream(
+            self._text_streams[sequence.key] = TextStream(
                 sequence,
                 running,
                 output,
@@ -467,7 +467,7 @@ class Engine:
         if requests == "recompute":
             self.scheduler.preempt_all()
         elif requests == "abort":
-            for stream in list(self._streams.values()):
+            for stream in list(self._text_streams.values()):
                 self._touched.append(stream.request.output)
                 self._finish(stream, "abort", None)
             self._discard_if_idle()
@@ -478,14 +478,14 @@ class Engine:
         if not isinstance(error, EngineDeadError):
             reason = f"{type(error).__name__}: {reason}"
         self._dead = f"the engine died ({reason}): start a new one"
-        for stream in self._streams.values():
+        for stream in self._text_streams.values():
             stream.ended = True
             stream.output.finish_reason = "error"
             self._meter.endings["error"] += 1
         for request in self._requests.values():
             request.output.error = self._dead
             request.output.finished = True
-        self._streams.clear()
+        self._text_streams.clear()
         self._requests.clear()
         # Freeing the in-flight steps of a device that failed would end the process.
         _ABANDONED.extend(self._in_flight)
@@ -494,7 +494,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and launch it; returns whether a step was launched."""
-        step = self._loop.launch(self._streams, self._in_flight)
+        step = self._loop.launch(self._text_streams, self._in_flight)
         if step is not None:
             self._in_flight.append(step)
         return step is not None
@@ -522,7 +522,7 @@ class Engine:
         for found in step.scores:
             chunk = step.planned[found.chunk]
             sequence = chunk.sequence
-            stream = self._streams.get(sequence.key)
+            stream = self._text_streams.get(sequence.key)
             if stream is None or stream.sequence is not sequence:
                 continue  # the request has ended
             output = stream.request.output
@@ -546,7 +546,7 @@ class Engine:
         begin = 0
         for chunk in chunks:
             end = begin + chunk.end - chunk.start
-            stream = self._streams.get(chunk.sequence.key)
+            stream = self._text_streams.get(chunk.sequence.key)
             if (
                 stream is not None
                 and stream.routed is not None
@@ -558,7 +558,7 @@ class Engine:
 
     def _discard_if_idle(self) -> None:
         """If no sequence remains, discard the steps still in flight."""
-        if not self._streams:
+        if not self._text_streams:
             self._in_flight.clear()
             self._loop.drop_rows()
 
@@ -567,12 +567,12 @@ class Engine:
         with self._lock:
             if self._requests.pop(request_id, None) is None:
                 return
-            for stream in list(self._streams.values()):
+            for stream in list(self._text_streams.values()):
                 if stream.sequence.request_id == request_id:
                     self._retire(stream, "abort")
             self._discard_if_idle()
 
-    def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
+    def _append(self, stream: TextStream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
             clock, request = stream.clock, stream.request.output
@@ -614,7 +614,7 @@ class Engine:
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
-    def _finish(self, stream: Stream, reason: FinishReason, stop: str | int | None) -> None:
+    def _finish(self, stream: TextStream, reason: FinishReason, stop: str | int | None) -> None:
         stream.close()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
@@ -628,7 +628,7 @@ class Engine:
             del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
-    def _retire(self, stream: Stream, how: FinishReason) -> None:
+    def _retire(self, stream: TextStream, how: FinishReason) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         times = stream.request.output.times
@@ -637,7 +637,7 @@ class Engine:
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
-        del self._streams[stream.sequence.key]
+        del self._text_streams[stream.sequence.key]
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached prefixes, so that no later request reuses them."""
@@ -661,8 +661,8 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that no page, block or request is lost."""
         self.scheduler.check_integrity()
-        assert self._streams or not self._in_flight
-        assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+        assert self._text_streams or not self._in_flight
+        assert len(self._text_streams) == len(self.scheduler.running) + self.scheduler.num_waiting
 
 
 def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 
 @dataclass(slots=True)
-class Stream:
+class TextStream:
     """One running sequence and its text output.
 
     Attributes:
@@ -80,7 +80,7 @@ class Rows:
 
     __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[TextStream]) -> None:
         self.streams = streams
         self.sequences = [stream.sequence for stream in streams]
         self.drawing: list[int] = []
@@ -136,7 +136,7 @@ class InFlightStep:
     followed: bool = False
 
     def drop_ended(self) -> list[int] | None:
-        """Remove the streams that have ended; returns the rows that are left, None for all."""
+        """Remove the sequences that have ended; returns the remaining rows, None: all of them."""
         streams = self.rows.streams
         left = [row for row, stream in enumerate(streams) if not stream.ended]
         if len(left) == len(streams):

@@ -356,7 +356,7 @@ class VerificationSteps:
             with torch.cuda.stream(memory.stream):
                 self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
-        # Other streams cannot use the memory that the warm-ups cached on the capture stream.
+        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()

@@ -190,7 +190,7 @@ class Graphs:
             self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
             del out
         torch.cuda.synchronize(device)
-        # Other streams cannot use the memory that the warm-ups cached on the capture stream either.
+        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
 
     def fits(self, plan: StepPlan) -> bool:
