@@ -14,7 +14,13 @@ import pytest
 from finwhale import FinwhaleError
 from finwhale.config import EngineConfig
 from finwhale.distributed import hosts
-from finwhale.distributed.hosts import Introduction, Invitation, Place, RemoteCrew, WorkerListener
+from finwhale.distributed.hosts import (
+    Introduction,
+    Invitation,
+    Place,
+    RemoteProcesses,
+    WorkerListener,
+)
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import device_kind
@@ -116,20 +122,20 @@ def test_a_missing_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def connected() -> tuple[RemoteCrew, hosts.RemoteWorker, list]:
+def connected() -> tuple[RemoteProcesses, hosts.RemoteWorker, list]:
     listener = WorkerListener("127.0.0.1")
     with ThreadPoolExecutor() as pool:
         received = pool.submit(listener.receive, 2)
         ends = [hosts._enter(listener.invitation, introduction(1, plans)) for plans in (0, 1)]
         (worker,) = received.result(20)
-    return RemoteCrew(["cpu"], [worker]), worker, ends
+    return RemoteProcesses(["cpu"], [worker]), worker, ends
 
 
 def test_plans_and_heartbeats_arrive(connected: tuple) -> None:
-    crew, worker, (_, plans) = connected
+    processes, worker, (_, plans) = connected
     messages = [b"", b"x", b"y" * 300_000]
     line = hosts._Line(plans)
-    writer = threading.Thread(target=lambda: [crew.write(m, pytest.fail) for m in messages])
+    writer = threading.Thread(target=lambda: [processes.write(m, pytest.fail) for m in messages])
     writer.start()
     assert [line.read() for _ in messages] == messages
     writer.join(10)
@@ -153,12 +159,12 @@ def test_a_worker_that_reads_nothing_holds_up_the_writer_until_it_is_killed(
     def give_up() -> None:
         raise GivenUpError
 
-    crew, worker, (control, _) = connected
+    processes, worker, (control, _) = connected
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
     with pytest.raises(GivenUpError):
         while True:
-            crew.write(b"x" * 2**20, give_up)
+            processes.write(b"x" * 2**20, give_up)
     assert killer.finished.is_set()
     assert worker.wait(None)
     with pytest.raises((EOFError, OSError)):

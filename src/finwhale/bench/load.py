@@ -37,7 +37,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
-from finwhale.distributed.launch import Answer, Opened, OwnerLink, Spawned, Workers
+from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
@@ -158,7 +158,7 @@ class Loaders:
     def __init__(self, new_loader: Callable[[Rank], Loader], devices: Sequence[str]) -> None:
         self._workers: Workers | None = None
         if len(devices) > 1:
-            self._workers = Workers(partial(serve, new_loader), Spawned(devices[1:]))
+            self._workers = Workers(partial(serve, new_loader), SpawnedProcesses(devices[1:]))
         self.own = new_loader(Rank(0, len(devices)))
         if self._workers is not None:
             self._workers.wait_opened()

@@ -30,12 +30,12 @@ from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.rank.rank_processes import spawn
 from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.stopwatch import StepTimes
-from finwhale.engine.rank.teams import spawn
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup

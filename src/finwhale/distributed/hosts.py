@@ -107,8 +107,8 @@ class Introduction:
 # --- Rank 0 ---------------------------------------------------------------------------------------
 
 
-class RemoteCrew:
-    """The workers that have connected (launch.Crew).
+class RemoteProcesses:
+    """The workers that have connected (launch.WorkerProcesses).
 
     Args:
         close: called after the workers have ended.

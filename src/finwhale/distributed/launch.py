@@ -3,8 +3,8 @@
 Rank 0 runs in the owner's process; rank i in worker i - 1. Each worker has a socket to its owner
 for rare messages (errors, log records, counts), and an inbox for the owner's messages.
 
-`Spawned` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects workers
-that torchrun or Ray has started on one or several hosts.
+`SpawnedProcesses` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects
+workers that torchrun or Ray has started on one or several hosts.
 
 A worker ends when its owner ends for any reason: a thread of the worker sees the socket close. The
 kernel also kills the workers of this host (PR_SET_PDEATHSIG).
@@ -144,7 +144,7 @@ class Process(Protocol):
         ...
 
 
-class Crew(Protocol):
+class WorkerProcesses(Protocol):
     """The processes of ranks 1 to `len(labels)`.
 
     Attributes:
@@ -170,7 +170,7 @@ class Crew(Protocol):
         ...
 
 
-class Spawned:
+class SpawnedProcesses:
     """Processes that this process starts on its host."""
 
     def __init__(self, labels: Sequence[str], capacity: int = CAPACITY) -> None:
@@ -279,7 +279,7 @@ class Workers:
 
     Args:
         work: called in every worker with its OwnerLink; picklable.
-        crew: the processes.
+        processes: the workers' processes.
 
     Attributes:
         steady: startup and compilation are over, so heartbeats must arrive regularly.
@@ -287,12 +287,12 @@ class Workers:
             later, for example because its GPU waits for a rank that is gone. Ends the process.
     """
 
-    def __init__(self, work: Callable[["OwnerLink"], None], crew: Crew) -> None:
-        self.size = 1 + len(crew.labels)
+    def __init__(self, work: Callable[["OwnerLink"], None], processes: WorkerProcesses) -> None:
+        self.size = 1 + len(processes.labels)
         self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
         self._payload = pickle.dumps(work)
-        self._crew = crew
+        self._processes = processes
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
         self._failure: FinwhaleError | None = None
@@ -318,7 +318,7 @@ class Workers:
     def send(self, message: bytes) -> None:
         """Write a message for all workers. Raises if one has failed."""
         self.check()
-        self._crew.write(message, self._wait_for_room)
+        self._processes.write(message, self._wait_for_room)
 
     def _wait_for_room(self) -> None:
         self.check()
@@ -400,8 +400,8 @@ class Workers:
             self._end()
 
     def _start(self) -> None:
-        for index, (control, process) in enumerate(self._crew.start(), 1):
-            rank, label = Rank(index, self.size), self._crew.labels[index - 1]
+        for index, (control, process) in enumerate(self._processes.start(), 1):
+            rank, label = Rank(index, self.size), self._processes.labels[index - 1]
             self._workers.append(_Worker(rank, label, control, process))
         level = logging.getLogger("finwhale").getEffectiveLevel()
         for worker in self._workers:
@@ -468,7 +468,7 @@ class Workers:
                 worker.process.wait(None)
         for worker in self._workers:
             worker.control.close()
-        self._crew.close()
+        self._processes.close()
         while self._failure is not None and self._inside and not self._closing:
             if time.monotonic() - began > STUCK_S:
                 self.on_stuck(str(self._failure))
@@ -577,7 +577,7 @@ class _Forwarding(logging.Handler):
 
 
 def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
-    """Run a worker until its owner ends it (Spawned.start has the arguments)."""
+    """Run a worker until its owner ends it (SpawnedProcesses.start has the arguments)."""
     connection = Connection(control)
     owner, level = connection.recv()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

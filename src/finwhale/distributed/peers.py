@@ -53,11 +53,11 @@ class Peers:
             found.append(int(self.store.get(key)))
         return found
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest value of all ranks."""
         return min(self.gather(value))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until every rank has called this."""
         self.gather(0)
 

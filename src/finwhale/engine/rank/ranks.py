@@ -1,6 +1,6 @@
 """The executor of several ranks: one in this process, the others in worker processes.
 
-teams.py says where the worker processes come from.
+rank_processes.py says where the worker processes come from.
 
 Every rank opens the same model with its own share of the weights, and executes every plan. Only
 rank 0 transfers results to the host. The ranks wait for each other inside the model, so none can
@@ -39,9 +39,9 @@ from finwhale.engine.rank.executor import (
     local_executor,
 )
 from finwhale.engine.rank.host_transfer import NoReceiver
+from finwhale.engine.rank.rank_processes import RankProcesses, at_place, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
-from finwhale.engine.rank.teams import Team, at_place, on_ray, spawn
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
@@ -72,18 +72,18 @@ def open_executor(
         CheckpointError: the weights do not match the configuration.
     """
     if place is not None:
-        team = at_place(config, place)
+        processes = at_place(config, place)
     elif config.distributed_executor == "ray":
-        team = on_ray(config)
+        processes = on_ray(config)
     else:
         devices = choose_devices(config, partial(fewest_ranks, config, model_config))
         if len(devices) == 1:
             return open_one(config, model_config, weights, devices, Peers())
-        team = spawn(devices)
+        processes = spawn(devices)
     return open_ranks(
-        partial(open_one, config, model_config, weights, team.devices),
-        partial(open_one, config, model_config, weights.without_progress(), team.devices),
-        team,
+        partial(open_one, config, model_config, weights, processes.devices),
+        partial(open_one, config, model_config, weights.without_progress(), processes.devices),
+        processes,
     )
 
 
@@ -127,7 +127,7 @@ def open_one(
     return open_rank(mine, model_config, weights, peers)
 
 
-def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Ranks":
+def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProcesses) -> "Ranks":
     """Open all ranks: the first in this process, the others in a process each.
 
     Args:
@@ -137,9 +137,9 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Rank
     Raises:
         FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
     """
-    workers = Workers(partial(run_worker, open_worker, team.address), team.crew)
+    workers = Workers(partial(run_worker, open_worker, processes.address), processes.workers)
     try:
-        local = open_first(Peers(Rank(0, workers.size), team.store, workers.check))
+        local = open_first(Peers(Rank(0, workers.size), processes.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
         # When a rank is gone, its connections break.
@@ -148,7 +148,7 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Rank
         if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
-    return Ranks(local, workers, team.store)
+    return Ranks(local, workers, processes.store)
 
 
 def first_rank(executor: Executor) -> LocalExecutor:

@@ -145,7 +145,7 @@ class _Start:
             torch.cuda.empty_cache()
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
-        self.peers.meet()  # here every rank has checked its options
+        self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
         weights = self._load()
         if self.arenas:
@@ -257,10 +257,10 @@ class _Start:
     def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
         if self.peers.rank.index:
-            self.peers.meet()
+            self.peers.barrier()
         built = self._prepare(model, max_len)
         if not self.peers.rank.index:
-            self.peers.meet()
+            self.peers.barrier()
         return built
 
     def _prepare(self, model: Model, max_len: int) -> Built:
@@ -290,7 +290,7 @@ class _Start:
         elif budget is None:
             # The reference operators are for comparisons, and nothing bounds their workspace.
             budget = remaining_bytes(self.device, config.gpu_memory_utilization) // 2
-        budget = self.peers.least(budget)  # so that every rank plans the same pages
+        budget = self.peers.minimum(budget)  # so that every rank plans the same pages
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)

@@ -7,36 +7,36 @@ from importlib import import_module
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place, RemoteCrew, RemoteWorker, WorkerListener
-from finwhale.distributed.launch import Crew, Spawned
+from finwhale.distributed.hosts import Place, RemoteProcesses, RemoteWorker, WorkerListener
+from finwhale.distributed.launch import SpawnedProcesses, WorkerProcesses
 from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.engine.rank.devices import device_kind
 from finwhale.errors import FinwhaleError
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class RankProcesses:
     """The processes of all ranks, of which this one has rank 0.
 
     Attributes:
         devices: the device of each rank.
-        crew: the other ranks' processes.
+        workers: the other ranks' processes.
         store: the key-value store that this process serves.
         address: where the other ranks reach the store.
     """
 
     devices: tuple[str, ...]
-    crew: Crew
+    workers: WorkerProcesses
     store: Store
     address: StoreAddress
 
 
-def spawn(devices: Sequence[str]) -> Team:
+def spawn(devices: Sequence[str]) -> RankProcesses:
     """Start a process on this host for each device but the first."""
-    return Team(tuple(devices), Spawned(devices[1:]), *serve_store())
+    return RankProcesses(tuple(devices), SpawnedProcesses(devices[1:]), *serve_store())
 
 
-def at_place(config: EngineConfig, place: Place) -> Team:
+def at_place(config: EngineConfig, place: Place) -> RankProcesses:
     """Connect to the processes that a launcher such as torchrun has placed.
 
     Raises:
@@ -53,10 +53,12 @@ def at_place(config: EngineConfig, place: Place) -> Team:
     listener.publish(store)
     workers = listener.receive(place.rank.size)
     devices = _devices(kind, place.local_index, workers)
-    return Team(devices, RemoteCrew(_labels(devices, workers), workers), store, place.store)
+    return RankProcesses(
+        devices, RemoteProcesses(_labels(devices, workers), workers), store, place.store
+    )
 
 
-def on_ray(config: EngineConfig) -> Team:
+def on_ray(config: EngineConfig) -> RankProcesses:
     """Start one Ray actor for each GPU.
 
     Raises:
@@ -85,8 +87,8 @@ def on_ray(config: EngineConfig) -> Team:
         actors.close()
         raise
     devices = _devices(kind, actors.local_index, workers)
-    crew = RemoteCrew(_labels(devices, workers), workers, actors.close)
-    return Team(devices, crew, store, address)
+    processes = RemoteProcesses(_labels(devices, workers), workers, actors.close)
+    return RankProcesses(devices, processes, store, address)
 
 
 def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
