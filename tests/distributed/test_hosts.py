@@ -134,7 +134,7 @@ def connected() -> tuple[RemoteProcesses, hosts.RemoteWorker, list]:
 def test_plans_and_heartbeats_arrive(connected: tuple) -> None:
     processes, worker, (_, plans) = connected
     messages = [b"", b"x", b"y" * 300_000]
-    line = hosts._Line(plans)
+    line = hosts._PlanInbox(plans)
     writer = threading.Thread(target=lambda: [processes.write(m, pytest.fail) for m in messages])
     writer.start()
     assert [line.read() for _ in messages] == messages

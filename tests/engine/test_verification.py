@@ -262,8 +262,8 @@ def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple
     steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
-    steps._right[:count] = True
-    accepted = steps._right[steps._places[:4]].cumprod(1).sum(1)
+    steps._matches[:count] = True
+    accepted = steps._matches[steps._places[:4]].cumprod(1).sum(1)
     assert accepted.tolist() == [*[length - 1 for length in lengths], 0]
     assert steps._first[3] == 4 * width - 1
     sources = [

@@ -75,7 +75,7 @@ def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
 
 
 def verifications(engine: Engine) -> VerificationSteps:
-    steps = local_executor(engine.executor).runner.verifications
+    steps = local_executor(engine.executor).runner.verification_steps
     assert steps is not None
     return steps
 
