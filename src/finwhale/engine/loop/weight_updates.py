@@ -2,9 +2,10 @@
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from finwhale.engine.rank.weight_update import (
     commit_update,
     discard_update,
     prepare_update,
+    stage_bytes,
     stage_checkpoint,
     stage_tensors,
 )
@@ -231,8 +233,9 @@ class WeightUpdates:
                 work = functools.partial(read_buffer, handles=dict(source.handles), tensors=tensors)
                 engine.on_ranks(work)
             else:
-                for bucket in _buckets(source, alone=engine.executor.description.num_ranks == 1):
-                    engine.on_ranks(functools.partial(stage_tensors, tensors=bucket))
+                alone = engine.executor.description.num_ranks == 1
+                for stage in _staging(source, alone=alone):
+                    engine.on_ranks(stage)
         except BaseException as error:
             self._discard(error)
             raise
@@ -295,13 +298,13 @@ def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
         yield piece
 
 
-def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, Tensor]]]:
-    """Split tensors into messages to the ranks of at most BUCKET_BYTES or one tensor.
+def _staging(tensors: NamedTensors, *, alone: bool) -> Iterator[Callable[[Any], None]]:
+    """The work that stages tensors, in messages of at most BUCKET_BYTES or one tensor.
 
     Args:
         alone: the only rank is this process. It gets each tensor at once, without a copy.
     """
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: list[tuple[Announced, Tensor]] = []
     size = 0
     for item in tensors:
         if not (
@@ -313,15 +316,17 @@ def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, 
             raise RequestError("the weights must be pairs of a name and a tensor")
         name, tensor = item[0], item[1].detach()
         if alone:
-            yield [(name, tensor)]
+            yield functools.partial(stage_tensors, tensors=[(name, tensor)])
             continue
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
+            yield functools.partial(stage_bytes, tensors=bucket)
             bucket, size = [], 0
         # Copy the tensor: a message contains the whole memory of which a tensor may be a part, and
-        # the sender may reuse that memory for the next tensor.
+        # the sender may reuse that memory for the next tensor. Send bytes: torch cannot unpickle
+        # FP8.
         copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        bucket.append((name, copied))
+        form = Announced(name, tensor.dtype, tuple(tensor.shape))
+        bucket.append((form, copied.reshape(-1).view(torch.uint8)))
         size += tensor.nbytes
     if bucket:
-        yield bucket
+        yield functools.partial(stage_bytes, tensors=bucket)

@@ -174,6 +174,12 @@ def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Ten
     update_of(executor).add(tensors)
 
 
+def stage_bytes(executor: "LocalExecutor", *, tensors: Sequence[tuple[Announced, Tensor]]) -> None:
+    """Stage tensors that are given as their bytes."""
+    parts = ((form.name, data.view(form.dtype).view(form.shape)) for form, data in tensors)
+    update_of(executor).add(parts)
+
+
 def stage_checkpoint(executor: "LocalExecutor", *, path: Path) -> None:
     update_of(executor).read(path)
 
