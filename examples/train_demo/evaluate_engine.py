@@ -39,7 +39,7 @@ def sums(stepper: Stepper, text: list[int]) -> np.ndarray:
     stepper.release(sequence)
     logits = stepper.logits(streams)
     likelihood = logits.double().log_softmax(-1).gather(1, following[:, None]).sum()
-    agreeing = layer.compute_logits(drafted, 0)[:-1].argmax(1) == logits[1:].argmax(1)
+    agreeing = layer.compute_logits(drafted)[:-1].argmax(1) == logits[1:].argmax(1)
     return np.array([-likelihood.item(), len(following), agreeing.sum().item(), len(agreeing)])
 
 

@@ -1,7 +1,7 @@
 """The directory of compiled artefacts, with checksums, a lock and marks of complete configurations.
 
 It has one folder for each combination of device and versions (`platform_key`). The compilers store
-their artefacts there under their own file names, with keys from source and constants. This module
+their artefacts there under their own file names, which depend on source and constants. This module
 adds checksums of finished artefacts, a lock for the process that fills the folder, and a mark for
 each configuration whose artefacts are complete.
 """
@@ -44,7 +44,7 @@ def digest(value: object) -> str:
 
 @cache
 def source_digest() -> str:
-    """Digest of this package's source; another version has other kernels and shapes."""
+    """Digest of this package's source, on which kernels and shapes depend."""
     root = Path(__file__).parent
     found = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -55,7 +55,7 @@ def source_digest() -> str:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes. A killed process releases it."""
+    """Hold a lock between processes. The system releases it if the process is killed."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,14 +80,14 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def open_private(root: Path, *folders: str) -> None:
-    """Creates folders of code below `root`, for this user alone, unless they exist.
+    """Create folders for code below `root` that only this user can use, unless they exist.
 
-    Folders inside them may have any mode, because no other user can reach those.
+    Folders inside them may have any mode, because no other user can reach them.
 
     Raises:
         OSError: a folder cannot be created.
-        ResourceError: another user (other than root) owns one of them, or its group or everybody
-            can write to it.
+        ResourceError: another user (other than root) owns a folder, or its group or everybody can
+            write to it.
     """
     paths = [root]
     for folder in folders:
@@ -118,7 +118,7 @@ class Artefacts:
         writable: whether this process may write to it.
 
     Args:
-        directory: the parent directory of all folders; created, for this user alone, if missing.
+        directory: the parent directory of all folders; created if missing, for this user only.
         platform: device and versions as plain data; they also form the folder's name.
 
     Raises:
@@ -151,10 +151,10 @@ class Artefacts:
         return self._mark(configuration).exists()
 
     def mark_complete(self, configuration: object, built: Iterable[str] = ()) -> None:
-        """Mark a configuration as complete, and store checksums of the present artefacts.
+        """Mark a configuration as complete, and store checksums of the existing artefacts.
 
         Args:
-            built: names of the artefacts of this configuration, for `known`.
+            built: names of the artefacts of this configuration; `known` returns them.
         """
         if not self.writable:
             return
@@ -178,7 +178,7 @@ class Artefacts:
     def filling(self) -> Iterator[None]:
         """Hold the lock for filling the folder.
 
-        Other processes wait, and then find the artefacts. A killed process releases the lock.
+        Other processes wait, and then find the artefacts.
         """
         if not self.writable:
             yield

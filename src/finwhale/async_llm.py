@@ -16,12 +16,12 @@ from finwhale.errors import FinwhaleError, RequestError
 from finwhale.llm import Job, LoadedModel, Messages, Prompt, add_job
 from finwhale.request import CompletionOutput, RequestOutput, SamplingParams
 
-# Ending the thread waits for its current step, but not for a device that never finishes.
+# Time limit for the thread's current step when the thread ends: a device may never finish.
 STOP_S = 30.0
 
 
 class AsyncLLM(LoadedModel):
-    """A model and an engine in this process, for coroutines; a thread of its own steps the engine.
+    """A model and an engine in this process, for coroutines. A separate thread steps the engine.
 
     The arguments and results are those of `LLM`. Loading blocks the caller. Any number of
     coroutines may call the methods at once, also from several event loops. Cancelling a coroutine
@@ -29,7 +29,7 @@ class AsyncLLM(LoadedModel):
     every coroutine that waits for it raises EngineDeadError.
 
     Use it with `async with`, or call `aclose` at the end. As with `LLM`, the memory is freed when
-    the object is collected.
+    the object is garbage-collected.
     """
 
     def on_open(self) -> None:
@@ -60,8 +60,9 @@ class AsyncLLM(LoadedModel):
     ) -> AsyncIterator[RequestOutput]:
         """Continues one prompt. Yields its result, always the same object, after new tokens.
 
-        The object changes only when the next value is asked for. The engine does not wait for a
-        slow reader, who gets several tokens at once. Closing the iterator aborts the request.
+        The object changes only when the caller asks for the next value. The engine does not wait
+        for a slow caller, who then gets several tokens at once. Closing the iterator aborts the
+        request.
 
         Raises:
             RequestError: the prompt cannot be served.
@@ -86,7 +87,7 @@ class AsyncLLM(LoadedModel):
         partial: bool = False,
         requests: Requests = "recompute",
     ) -> None:
-        """Replaces the weights, as `LLM.update_weights` does. An iterable runs on a thread."""
+        """Replaces the weights, as `LLM.update_weights` does. A thread consumes an iterable."""
         update = partial_of(self.updates.update, source, partial=partial, requests=requests)
         await asyncio.to_thread(update)
 
@@ -135,16 +136,16 @@ class AsyncLLM(LoadedModel):
         drop_weights: bool = False,
         requests: Literal["recompute", "abort"] = "recompute",
     ) -> None:
-        """Gives memory back to the system until `wake`, as `LLM.sleep` does."""
+        """Frees memory until `wake`, as `LLM.sleep` does."""
         sleep = partial_of(self.engine.sleep, drop_weights=drop_weights, requests=requests)
         await asyncio.to_thread(sleep, tags)
 
     async def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
-        """Takes memory again after `sleep`."""
+        """Allocates memory again after `sleep`."""
         await asyncio.to_thread(self.engine.wake, tags)
 
     async def aclose(self) -> None:
-        """Ends the thread. Requests that still run, and later ones, raise FinwhaleError."""
+        """Ends the thread. Running requests and later ones raise FinwhaleError."""
         await asyncio.to_thread(self._stop)
 
     async def __aenter__(self) -> "AsyncLLM":
@@ -154,7 +155,7 @@ class AsyncLLM(LoadedModel):
         await self.aclose()
 
     async def _run(self, jobs: Iterator[Job | RequestOutput]) -> list[RequestOutput]:
-        """Runs the requests to their ends. An exception, or cancelling, aborts all of them."""
+        """Runs the requests to their ends. An exception or a cancellation aborts all of them."""
         # Tokenising and compiling grammars take time, which other coroutines can use.
         begun = [
             job if isinstance(job, RequestOutput) else _Request(self.new_id(), job, streams=False)
@@ -182,12 +183,12 @@ class AsyncLLM(LoadedModel):
 
 
 class _Request:
-    """One request, as its coroutine sees it. Every method runs on the coroutine's event loop.
+    """The coroutine's side of a request. Every method runs on the coroutine's event loop.
 
     Attributes:
-        streams: each update has what is new since the last one; otherwise the only update is the
+        streams: each update has the new tokens since the last one; otherwise the only update is the
             finished result.
-        done: whether the last update has come.
+        done: whether the last update has arrived.
     """
 
     def __init__(self, request_id: str, job: Job, *, streams: bool) -> None:
@@ -218,7 +219,7 @@ class _Request:
 
 
 class _Running:
-    """One request, as the stepping thread sees it."""
+    """The stepping thread's side of a request."""
 
     def __init__(self, request: _Request, result: RequestOutput) -> None:
         self.request = request
@@ -226,9 +227,9 @@ class _Running:
         self._sent = [(0, 0)] * len(result.outputs)  # tokens and characters of each continuation
 
     def update(self) -> RequestOutput | None:
-        """Make the message that tells the coroutine about a step; None if nothing is new.
+        """Make the update for the coroutine after a step; None: nothing is new.
 
-        The engine changes a result while it runs, so nothing of one that runs is shared.
+        The engine changes the result of a running request, so an update shares nothing with it.
         """
         result = self._result
         if not self.request.streams:
@@ -249,7 +250,7 @@ def _tail(output: CompletionOutput, sent: tuple[int, int]) -> CompletionOutput:
 
 
 def _extended(result: RequestOutput, part: RequestOutput) -> RequestOutput:
-    """Adds an update to the coroutine's result, which it returns."""
+    """Adds an update to the coroutine's result; returns the result."""
     for output, more in zip(result.outputs, part.outputs, strict=True):
         output.text += more.text
         output.token_ids += more.token_ids
@@ -266,22 +267,22 @@ def _extended(result: RequestOutput, part: RequestOutput) -> RequestOutput:
 class _Stepper:
     """Steps an engine in a thread while it has requests.
 
-    The engine's lock is held during a step, so only this thread calls the engine. Others put
-    commands into a queue, which the thread empties before each step.
+    A step holds the engine's lock, so only this thread calls the engine. Other threads put commands
+    into a queue, which this thread empties before each step.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._commands: queue.SimpleQueue[tuple[_Request, bool] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._stopped = False
-        # Only the thread has the engine: a finaliser refers to this object and must not keep it.
+        # Do not store the engine: a finaliser refers to this object and must not keep it alive.
         self._thread = threading.Thread(
             target=self._run, args=(engine,), name="finwhale-steps", daemon=True
         )
         self._thread.start()
 
     def begin(self, request: _Request) -> None:
-        """Adds a request. Raises FinwhaleError if nobody would run it."""
+        """Adds a request. Raises FinwhaleError if the thread does not run."""
         with self._lock:
             if self._stopped:
                 raise FinwhaleError("this AsyncLLM is closed: make a new one")
@@ -332,9 +333,10 @@ class _Stepper:
         _fail(engine, running, FinwhaleError("this AsyncLLM was closed"))
 
     def _take_commands(self, engine: Engine, running: dict[str, _Running]) -> bool:
-        """Carries out the commands that have come; waits for one if no request runs.
+        """Carries out the commands in the queue; waits for one if no request runs.
 
-        Returns whether to go on.
+        Returns:
+            Whether the thread continues.
         """
         while not running or not self._commands.empty():
             command = self._commands.get()
@@ -366,10 +368,10 @@ def _fail(engine: Engine, running: dict[str, _Running], error: Exception) -> Non
 
 
 def _send(updates: Sequence[_Update]) -> list[_Request]:
-    """Gives updates to their event loops, each of which wakes once.
+    """Sends updates to their event loops. Each event loop wakes once.
 
     Returns:
-        The requests whose event loops are closed: no coroutine waits for them any more.
+        The requests whose event loops are closed, for which no coroutine waits any more.
     """
     by_loop: dict[asyncio.AbstractEventLoop, list[_Update]] = {}
     for update in updates:

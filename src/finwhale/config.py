@@ -62,8 +62,8 @@ class EngineConfig:
     )
     load_format: LoadFormat = option(
         "auto",
-        "auto reads the checkpoint; dummy reads config.json alone and makes random weights on the "
-        "device: the speed and memory of the model, not its text",
+        "auto reads the checkpoint; dummy reads only config.json and generates random weights on "
+        "the device, to measure speed and memory",
     )
     reference: bool = option(
         False, "run the plain torch definitions of the operators instead of the platform's kernels"
@@ -71,8 +71,8 @@ class EngineConfig:
     batch_invariant: bool = option(
         False,
         "give a request the same output bits whatever else is in the batch and however its prompt "
-        "is chunked; slower on a GPU. On a CPU, float32 always does, and other dtypes and "
-        "--reference are refused",
+        "is chunked; slower on a GPU. On a CPU, float32 is always batch-invariant; other dtypes "
+        "and --reference are refused",
     )
     enforce_eager: bool = option(
         False, "launch every kernel from the host instead of replaying captured CUDA graphs"
@@ -80,13 +80,13 @@ class EngineConfig:
     graph_sizes: tuple[int, ...] | None = option(
         None,
         "batch sizes for which a decode step is captured as a CUDA graph",
-        unset="a ladder of sizes up to --max-num-seqs",
+        unset="increasing sizes up to --max-num-seqs",
         metavar="N,N,...",
     )
     max_model_len: int | None = option(
         None,
         "maximum number of tokens of one sequence, prompt and output together",
-        unset="what the checkpoint allows and the memory holds",
+        unset="the checkpoint's limit, or less if the cache is too small",
         metavar="N",
     )
     max_num_seqs: int = option(64, "maximum number of sequences that run at once", metavar="N")
@@ -109,7 +109,7 @@ class EngineConfig:
     )
     enable_prefix_caching: bool = option(
         True,
-        "do not reuse cached prefixes between requests; reuse changes no token",
+        "do not reuse cached prefixes between requests; reuse does not change the output",
         flag="--no-prefix-caching",
     )
     prefix_salt: str | None = option(
@@ -144,7 +144,7 @@ class EngineConfig:
         0,
         "number of tokens that the draft head drafts in each step, at most 3 with MTP and the "
         "block size, usually 5, with DSpark; auto chooses it from the acceptance rate and the "
-        "step times. Drafts change no token",
+        "step times. Drafts do not change the output",
         metavar="N|auto",
     )
     watchdog_seconds: float | None = option(

@@ -59,9 +59,9 @@ class Job:
 
     Attributes:
         text: the prompt's text; None if the caller gave token ids.
-        matcher: the compiled guide; None: any text.
-        stop_after: look for stop strings only after this token, the end of the reasoning.
-        answer_to: the conversation's prompt, if the output is the answer of a chat.
+        matcher: the compiled guide; None: no guide.
+        stop_after: look for stop strings only after this token, which ends the reasoning.
+        answer_to: the rendered conversation, if this is a chat.
     """
 
     token_ids: Sequence[int]
@@ -154,8 +154,8 @@ class LoadedModel:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> Iterator[Job | RequestOutput]:
-        """Prepare the prompts of `generate`, each when it is asked for; a prompt that cannot be
-        served gives its finished result.
+        """Prepare the prompts of `generate` lazily. A prompt that cannot be served gives its
+        finished result.
         """
         listed = _as_prompts(prompts)
         params = _as_params(sampling_params, len(listed))
@@ -210,14 +210,14 @@ class LoadedModel:
         return Job(prompt.token_ids, params, prompt.text, matcher, stop_after, prompt)
 
     def parse_answer(self, job: Job, result: RequestOutput) -> None:
-        """Fill `message` of the outputs, if the job is of a chat."""
+        """Fill `message` of the outputs, if the job is a chat."""
         if job.answer_to is None:
             return
         template = self.chat_template()
         for output in result.outputs:
             if output.finish_reason == "error":
                 continue
-            # A stop token is no part of the answer. The parser finds a stop string itself.
+            # A stop token is not part of the answer. The parser finds a stop string itself.
             stopped = isinstance(output.stop_reason, int)
             stop = tuple(job.params.stop)
             assert self.tokenizer is not None  # the template has it
@@ -253,19 +253,19 @@ def add_job(engine: Engine, request_id: str, job: Job) -> RequestOutput:
 class LLM(LoadedModel):
     """A model and an engine in this process; threads may share it, forked processes may not.
 
-    On a CPU, numpy's BLAS is set to one thread for the whole process (ops/cpu_math.py says why).
+    On a CPU, it sets numpy's BLAS to one thread for the whole process (ops/cpu_math.py says why).
 
     Args:
         path: directory of a checkpoint, or the id of a repository on the Hugging Face Hub, which
             is downloaded unless the cache has it; None: the embedded demo model.
         revision: branch, tag or commit of the repository; None: its main branch.
-        progress: called with (bytes read, bytes in all) while weights load.
+        progress: called with (bytes read, total bytes) while weights load.
 
     The other arguments are the options of the engine; docs/options.md describes them.
 
     Raises:
-        CheckpointError: the checkpoint is missing, broken or of another model.
-        ResourceError: the device is missing or too small.
+        CheckpointError: the checkpoint is missing, broken or not a DeepSeek-V4 model.
+        ResourceError: the device is missing or has too little memory.
         FinwhaleError: an option is out of range.
     """
 
@@ -280,7 +280,7 @@ class LLM(LoadedModel):
 
         Args:
             prompts: texts or lists of token ids; a single prompt needs no list around it. The
-                model's beginning-of-sequence token is put before a text, but not before token ids.
+                engine adds the beginning-of-sequence token before a text, but not before token ids.
             sampling_params: one for all prompts, or a list with one for each.
             show_progress: show a progress bar, if standard error is a terminal.
 
@@ -351,25 +351,25 @@ class LLM(LoadedModel):
         partial: bool = False,
         requests: Requests = "recompute",
     ) -> None:
-        """Replaces the weights: entirely, or not at all if it raises. docs/rollouts.md has more.
+        """Replaces the weights: entirely, or not at all if it raises (see docs/rollouts.md).
 
-        The new weights are staged in host memory while other threads' requests go on. They are
-        written in place between two steps, and the prefix cache is cleared.
+        The engine stages the new weights in host memory while other threads' requests continue.
+        Between two steps, it then writes them in place and clears the prefix cache.
 
         Args:
             source: the directory of a checkpoint of the same model; pairs of an official name and
-                a tensor on any device, in any order, of which a tensor's memory may be reused when
-                the next pair is asked for; BroadcastTensors; or SharedTensors.
+                a tensor on any device, in any order (the iterable may reuse a tensor's memory for
+                the next pair); BroadcastTensors; or SharedTensors.
             partial: accept some of the weights; the others stay. Weights that are packed into one
-                tensor must come together.
-            requests: what becomes of requests that run. "recompute": their tokens so far are
-                computed again. "keep": they continue with what the old weights have cached.
-                "abort": they end with the finish reason "abort".
+                tensor must be in the same update.
+            requests: how to treat running requests. "recompute": the engine computes their tokens
+                so far again. "keep": they continue with the cache of the old weights. "abort": they
+                end with the finish reason "abort".
 
         Raises:
             CheckpointError: a tensor is missing, unknown, or has a wrong shape, dtype or value.
             ResourceError: the host has too little memory to stage the weights.
-            FinwhaleError: a broadcast did not come in time. The engine has left the group.
+            FinwhaleError: a broadcast timed out. The engine has left the group.
         """
         self.updates.update(source, partial=partial, requests=requests)
 
@@ -384,19 +384,19 @@ class LLM(LoadedModel):
         backend: GroupBackend | None = None,
         timeout_seconds: float = TIMEOUT_S,
     ) -> None:
-        """Joins a process group, over which a trainer broadcasts weights. It is rank 0.
+        """Joins a process group over which a trainer, its rank 0, broadcasts weights.
 
-        Blocks until all members have joined. No step runs meanwhile.
+        Blocks until all members have joined. Meanwhile the engine runs no step.
 
         Args:
-            master_address, master_port: where the trainer listens (torch's TCPStore).
+            master_address, master_port: the address of the trainer's TCPStore.
             rank_offset: the first rank of this engine in the group.
             world_size: number of members; None: the trainer and this engine.
             backend: "nccl" or "gloo"; None: "nccl" on GPUs.
             timeout_seconds: time limit for this call, and for each broadcast.
 
         Raises:
-            RequestError: an argument is wrong, or the engine is in a group of this name.
+            RequestError: an argument is wrong, or the engine is already in a group of this name.
             FinwhaleError: the members did not join in time.
         """
         self.updates.join(
@@ -432,22 +432,22 @@ class LLM(LoadedModel):
         drop_weights: bool = False,
         requests: Literal["recompute", "abort"] = "recompute",
     ) -> None:
-        """Gives memory back to the system until `wake`; needs enable_sleep_mode.
+        """Frees memory until `wake`; needs enable_sleep_mode.
 
         A sleeping engine runs no steps and refuses new requests. The prefix cache is lost.
 
         Args:
             tags: "weights", "cache" or both.
-            drop_weights: do not save the weights. After `wake`, the engine continues only when
-                `update_weights` has brought all weights. Otherwise they are saved in the host's
-                memory, or on a CPU in a temporary file.
-            requests: what becomes of requests that run. "recompute": they wait, and their tokens so
-                far are computed again. "abort": they end with the finish reason "abort".
+            drop_weights: do not save the weights. After `wake`, the engine continues only after
+                `update_weights` with all weights. Otherwise the weights are saved in host memory,
+                or on a CPU in a temporary file.
+            requests: how to treat running requests. "recompute": they wait, and the engine computes
+                their tokens so far again. "abort": they end with the finish reason "abort".
         """
         self.engine.sleep(tags, drop_weights=drop_weights, requests=requests)
 
     def wake(self, tags: Sequence[MemoryTag] = ("weights", "cache")) -> None:
-        """Takes memory again after `sleep`. The engine continues when it has all of it."""
+        """Allocates memory again after `sleep`. The engine continues when it has all of it."""
         self.engine.wake(tags)
 
     def _run(self, jobs: Iterable[Job | RequestOutput], show_progress: bool) -> list[RequestOutput]:
@@ -476,7 +476,7 @@ class LLM(LoadedModel):
 
 
 def progress_bar(what: str) -> RichProgress:
-    """A bar on standard error that counts things; its tasks have a field `rate`, in tokens/s."""
+    """A progress bar on standard error. Its tasks have a field `rate`, in tokens/s."""
     return RichProgress(
         BarColumn(),
         MofNCompleteColumn(),
@@ -529,7 +529,7 @@ def open_engine(
     """Open an engine with the weights and the tokenizer of a checkpoint's directory.
 
     Args:
-        place: of this process, which has rank 0; None: no launcher has placed ranks.
+        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         CheckpointError, ResourceError, FinwhaleError: as `LLM` does.

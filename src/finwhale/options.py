@@ -29,7 +29,7 @@ def option(
 
     Args:
         help: what the option does, in one line.
-        unset: what the default stands for, if it is None or empty.
+        unset: what a default of None, or an empty one, means.
         metavar: the name of the value in `--help`; None: argparse chooses it.
         flag: the command-line flag; None: "--" and the name of the field. A flag that begins with
             "--no-" sets a bool to False.
@@ -110,11 +110,11 @@ def add_options(
     names: Collection[str] | None = None,
     **defaults: Any,
 ) -> None:
-    """Adds command-line arguments for the options of a dataclass.
+    """Add command-line arguments for the options of a dataclass.
 
     Args:
-        names: add these only; None: add all of them.
-        defaults: default values that differ for this command.
+        names: the options to add; None: all of them.
+        defaults: default values of this command that differ from the dataclass's.
     """
     for one in options_of(config):
         if names is None or one.name in names:
@@ -125,7 +125,7 @@ def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T
     """Make the dataclass `config` from the arguments that `add_options` has declared.
 
     Args:
-        more: further fields; they replace what `args` holds.
+        more: further fields; they replace values from `args`.
 
     Raises:
         FinwhaleError: a value is out of range.
@@ -136,7 +136,7 @@ def read_options(args: argparse.Namespace, config: type[T], **more: object) -> T
 
 
 def check_types(config: Any) -> None:
-    """Checks the options of a dataclass instance that are a bool, an integer or one of some words.
+    """Check the options of a dataclass instance that are a bool, an integer or one of some words.
 
     Raises:
         FinwhaleError: a value has a wrong type.
@@ -159,12 +159,12 @@ def _word_or_number(words: Sequence[str], text: str) -> str | int:
     if text in words or text.isdecimal():
         return text if text in words else int(text)
     listed = " or ".join(f'"{word}"' for word in words)
-    raise argparse.ArgumentTypeError(f"a number or {listed} is wanted, got {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number or {listed}, got {text!r}")
 
 
 def _integers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        message = f"integers separated by commas are wanted, got {text!r}"
+        message = f"expected integers separated by commas, got {text!r}"
         raise argparse.ArgumentTypeError(message) from None

@@ -44,7 +44,7 @@ class Platform:
 
 
 def available_memory() -> int | None:
-    """Bytes of the host's memory that processes can still take; None: the system does not say."""
+    """Bytes of host memory that processes can still allocate; None: the system does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -54,5 +54,5 @@ def available_memory() -> int | None:
 
 
 def existing_folder(path: Path) -> Path:
-    """The folder itself or its nearest parent that exists: their disk and access rights apply."""
+    """The folder itself or its nearest parent that exists."""
     return next(folder for folder in (path, *path.parents) if folder.exists())

@@ -19,10 +19,10 @@ ExpertIds = NDArray[np.uint8] | NDArray[np.int16]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Guide:
-    """A grammar that an output must match; `chat.grammar` makes them.
+    """A grammar that an output must match; `chat.grammar` creates it.
 
     Attributes:
-        grammar: the grammar as llguidance reads it: Lark, or llguidance's JSON form.
+        grammar: the grammar in a form that llguidance reads: Lark, or llguidance's JSON form.
         after: the token after which the grammar begins, such as the end of the reasoning; every
             token is allowed before it. None: the grammar begins with the first token.
     """
@@ -223,7 +223,7 @@ class CompletionOutput:
     """One continuation of a prompt.
 
     Attributes:
-        index: which of the n continuations it is.
+        index: index among the n continuations.
         text: the generated text; by default without the stop string and without special tokens.
         token_ids: every generated token, including the token that ended the output.
         finish_reason: "stop" (end of sequence, stop string or id), "length" (max_tokens is reached
@@ -233,9 +233,9 @@ class CompletionOutput:
         logprobs: one dict for each generated token, from token id to Logprob; None unless the
             request asked for them.
         message: the parsed answer of a chat: role, content, reasoning_content, tool_calls.
-        routed_experts: ids of the experts of all generated tokens but the last, which the model
-            never computed: [tokens - 1, layers, top-k]. None unless the request asked for them, and
-            while the continuation runs.
+        routed_experts: ids of the experts of all generated tokens except the last, which the model
+            never computes: [tokens - 1, layers, top-k]. None while the continuation runs, and
+            unless the request asked for them.
     """
 
     index: int
@@ -290,13 +290,13 @@ class RequestOutput:
         outputs: n continuations.
         finished: whether the request has ended.
         error: why the request failed, in one line; None if it did not.
-        num_cached_tokens: tokens of the prompt that were found in the prefix cache.
+        num_cached_tokens: number of prompt tokens that the prefix cache had.
         prompt_logprobs: for each prompt token, a dict from token id to Logprob: its own and the
             most likely ones; None for the first token. None unless the request asked for them.
             Complete once the first token is generated.
         times: when the engine worked on the request; None before its first token.
         prompt_routed_experts: ids of the experts of each prompt token: [tokens, layers, top-k].
-            None unless the request asked for them, and before the first token is generated.
+            None before the first token is generated, and unless the request asked for them.
     """
 
     request_id: str

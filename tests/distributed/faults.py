@@ -4,42 +4,42 @@ import random
 import time
 from typing import Any
 
-from finwhale.distributed.launch import CONNECTING, Seat
+from finwhale.distributed.launch import CONNECTING, OwnerLink
 from finwhale.distributed.peers import StoreAddress
 from finwhale.engine.rank import startup
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.ranks import OpenRank, run_worker
 
 
-def wrong_clock(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
+def wrong_clock(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """The clocks jump, forwards and backwards, and the rank is slow."""
     draw = random.Random(0)
     time.time = time.monotonic = time.perf_counter = lambda: draw.uniform(-1e9, 1e9)
-    read = seat.read
+    read = owner.read
 
     def slow() -> bytes:
         message = read()
         time.sleep(draw.uniform(0, 0.01))
         return message
 
-    seat.read = slow  # type: ignore[method-assign]
-    run_worker(open_worker, address, seat)
+    owner.read = slow  # type: ignore[method-assign]
+    run_worker(open_worker, address, owner)
 
 
-def no_memory(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
+def no_memory(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     def load(start: Any) -> None:
         raise RuntimeError("cannot allocate memory: tried to allocate 160 GB")
 
     startup._Start._load = load  # type: ignore[assignment, method-assign]
-    run_worker(open_worker, address, seat)
+    run_worker(open_worker, address, owner)
 
 
-def not_connecting(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
-    seat.report(CONNECTING)
+def not_connecting(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
+    owner.report(CONNECTING)
     time.sleep(1000)
 
 
-def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
+def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     execute, steps = LocalExecutor.execute, []
 
     def failing(executor: LocalExecutor, plan: Any) -> Any:
@@ -49,4 +49,4 @@ def no_memory_in_a_step(open_worker: OpenRank, address: StoreAddress, seat: Seat
         return execute(executor, plan)
 
     LocalExecutor.execute = failing  # type: ignore[assignment, method-assign]
-    run_worker(open_worker, address, seat)
+    run_worker(open_worker, address, owner)

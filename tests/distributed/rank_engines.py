@@ -205,7 +205,7 @@ def mtp(given: Given, length: int, seed: int) -> tuple[Tensor, Tensor]:
     assert head is not None and stepper.inputs is not None
     following = torch.tensor(text[1:])
     found = head(stepper.inputs, streams, following, runner.cache, runner.segments)
-    return found, runner.model.links.join(head.compute_logits(found, 0))
+    return found, runner.model.links.join(head.compute_logits(found))
 
 
 Outputs = list[tuple[list[list[int]], str | None, int]]

@@ -115,7 +115,7 @@ def test_the_self_check_names_a_faulty_rank(sums: bool) -> None:
         return str(raised.value)
 
     for index, message in enumerate(run_ranks(4, work)):
-        assert f"rank {index} received 1 of 32 values of rank 1 wrong" in message
+        assert f"rank {index} received 1 of 32 wrong values from rank 1" in message
 
 
 def test_why_ranks_cannot_push(monkeypatch: pytest.MonkeyPatch) -> None:

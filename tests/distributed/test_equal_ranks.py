@@ -20,7 +20,7 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import Largest
+from finwhale.engine.rank.memory import StepLimits
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.rank_links import RankLinks, SampleFromParts
 from finwhale.ops.launch.sizes import ModelSizes
@@ -291,7 +291,7 @@ def test_building_kernels_waits_for_no_rank(path: Path) -> None:
     """The ranks build one after the other. Nothing else may skip a collective."""
     engine = open_engine(path, Absent(Rank(0, 2)), max_num_seqs=2, draft_tokens=1)
     runner = local_executor(engine.executor).runner
-    largest = Largest(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
+    largest = StepLimits(num_tokens=8, num_seqs=2, max_len=300, draft_kinds=((2, 1),))
     widths: set[int] = set()
     own = replace(runner.ops, sample=lambda logits, batch: widths.add(logits.shape[1]))
     SignatureRun(runner.model, runner.groups, own, runner.cache, largest, eager=True)()
@@ -326,7 +326,7 @@ def test_kernels_are_built_for_whole_rows_and_for_parts(path: Path) -> None:
         assert isinstance(model, DeepseekV4)
         one = collectives.rank.size == 1
         model.sample = sample if one else SampleFromParts(own, model.links, model.vocab_part.start)
-        largest = Largest(num_tokens=8, num_seqs=3, max_len=300)
+        largest = StepLimits(num_tokens=8, num_seqs=3, max_len=300)
         SignatureRun(model, runner.groups, own, runner.cache, largest, eager=True)()
         return whole, parts, merged
 

@@ -14,7 +14,13 @@ import pytest
 from finwhale import FinwhaleError
 from finwhale.config import EngineConfig
 from finwhale.distributed import hosts
-from finwhale.distributed.hosts import Introduction, Invitation, Place, Reception, RemoteCrew
+from finwhale.distributed.hosts import (
+    Introduction,
+    Invitation,
+    Place,
+    RemoteProcesses,
+    WorkerListener,
+)
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import device_kind
@@ -89,11 +95,11 @@ class Trap:
 def test_only_workers_with_the_secret_are_admitted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a wrong secret, nor bytes that are no handshake, nor silence keeps others out."""
     monkeypatch.setattr(hosts, "HANDSHAKE_S", 1)
-    reception = Reception("127.0.0.1")
-    invitation = reception.invitation
+    listener = WorkerListener("127.0.0.1")
+    invitation = listener.invitation
     wrong = Invitation(invitation.host, invitation.port, b"x" * 32)
     with ThreadPoolExecutor() as pool:
-        received = pool.submit(reception.receive, 2)
+        received = pool.submit(listener.receive, 2)
         silent = socket.create_connection(("127.0.0.1", invitation.port))
         stray = socket.create_connection(("127.0.0.1", invitation.port))
         data = pickle.dumps(Trap())
@@ -112,24 +118,24 @@ def test_only_workers_with_the_secret_are_admitted(monkeypatch: pytest.MonkeyPat
 def test_a_missing_worker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "CONNECT_S", 0.5)
     with pytest.raises(FinwhaleError, match=r"not connected for 0 s: rank 1, rank 2"):
-        Reception("127.0.0.1").receive(3)
+        WorkerListener("127.0.0.1").receive(3)
 
 
 @pytest.fixture
-def connected() -> tuple[RemoteCrew, hosts.RemoteWorker, list]:
-    reception = Reception("127.0.0.1")
+def connected() -> tuple[RemoteProcesses, hosts.RemoteWorker, list]:
+    listener = WorkerListener("127.0.0.1")
     with ThreadPoolExecutor() as pool:
-        received = pool.submit(reception.receive, 2)
-        ends = [hosts._enter(reception.invitation, introduction(1, plans)) for plans in (0, 1)]
+        received = pool.submit(listener.receive, 2)
+        ends = [hosts._enter(listener.invitation, introduction(1, plans)) for plans in (0, 1)]
         (worker,) = received.result(20)
-    return RemoteCrew(["cpu"], [worker]), worker, ends
+    return RemoteProcesses(["cpu"], [worker]), worker, ends
 
 
 def test_plans_and_heartbeats_arrive(connected: tuple) -> None:
-    crew, worker, (_, plans) = connected
+    processes, worker, (_, plans) = connected
     messages = [b"", b"x", b"y" * 300_000]
-    line = hosts._Line(plans)
-    writer = threading.Thread(target=lambda: [crew.write(m, pytest.fail) for m in messages])
+    line = hosts._PlanInbox(plans)
+    writer = threading.Thread(target=lambda: [processes.write(m, pytest.fail) for m in messages])
     writer.start()
     assert [line.read() for _ in messages] == messages
     writer.join(10)
@@ -153,12 +159,12 @@ def test_a_worker_that_reads_nothing_holds_up_the_writer_until_it_is_killed(
     def give_up() -> None:
         raise GivenUpError
 
-    crew, worker, (control, _) = connected
+    processes, worker, (control, _) = connected
     killer = threading.Timer(0.5, worker.kill)
     killer.start()
     with pytest.raises(GivenUpError):
         while True:
-            crew.write(b"x" * 2**20, give_up)
+            processes.write(b"x" * 2**20, give_up)
     assert killer.finished.is_set()
     assert worker.wait(None)
     with pytest.raises((EOFError, OSError)):

@@ -192,7 +192,7 @@ def test_a_missing_rank_is_named_and_its_sum_is_nan(shot: str) -> None:
     for index in (0, 1, 3):
         whole = outs[index] if shot == "one" else outs[index][2 * 80 : 240]
         assert whole.isnan().all()
-        with pytest.raises(EngineDeadError, match=f"rank {index} waited in vain for rank 2$"):
+        with pytest.raises(EngineDeadError, match=f"rank {index} timed out waiting for rank 2$"):
             pushes[index].check()
         assert pushes[index]._limit.item() == 0
     pushes[2].check()

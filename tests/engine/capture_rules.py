@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.ops import Ops, load_ops
 
 # A GPU's stream must be waited for, because the host needs values or the size of the result.
@@ -66,7 +66,7 @@ class Guard:
 
         monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", guarded)
 
-    def watch(self, steps: Verifications) -> None:
+    def watch(self, steps: VerificationSteps) -> None:
         steps._verify = self._with_rules(steps._verify)  # type: ignore[method-assign]
         steps._draft = self._with_rules(steps._draft)  # type: ignore[method-assign]
 

@@ -15,7 +15,7 @@ from finwhale.checkpoint.reader import Checkpoint, read_config
 from finwhale.demo import DEMO_PATH
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.plan.step_plan import DraftPlan, SamplingSettings, StepPlan
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -122,7 +122,7 @@ class RunTwice:
         steps: (sequences, width, lengths) of the steps that have run twice.
     """
 
-    def __init__(self, engine: Engine, steps: Verifications) -> None:
+    def __init__(self, engine: Engine, steps: VerificationSteps) -> None:
         self.cache = local_executor(engine.executor).runner.cache
         self.verifications = steps
         self.steps: list[tuple[int, int, tuple[int, ...]]] = []
@@ -207,7 +207,7 @@ class Proposal:
 class Proposals:
     """Notes the drafts of a captured engine. It waits for each step's drafts."""
 
-    def __init__(self, engine: Engine, steps: Verifications) -> None:
+    def __init__(self, engine: Engine, steps: VerificationSteps) -> None:
         self.found: list[Proposal] = []
         self._engine, self._steps = engine, steps
         self._verify, self._draft = steps.verify, steps.draft

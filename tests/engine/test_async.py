@@ -33,7 +33,7 @@ def engines(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> lis
 def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None = None) -> None:
     """What is brought to the host is rubbish until somebody waits for it."""
 
-    class Late(host_transfer.Arrival):
+    class Late(host_transfer.Transfer):
         def __init__(self, tensors: Sequence[Tensor], stream: Any) -> None:
             super().__init__(tensors, stream)
             self.real = [tensor.clone() for tensor in tensors]
@@ -47,7 +47,7 @@ def slow(engine: Engine, monkeypatch: pytest.MonkeyPatch, log: list[str] | None 
             return self._host
 
     class Slow(host_transfer.Receiver):
-        def begin(self, tensors: Sequence[Tensor]) -> host_transfer.Arrival:
+        def begin(self, tensors: Sequence[Tensor]) -> host_transfer.Transfer:
             return Late(tensors, None)
 
     monkeypatch.setattr(engine.executor, "receiver", Slow(torch.device("cpu")))

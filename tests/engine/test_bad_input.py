@@ -225,7 +225,7 @@ def test_a_path_that_is_not_a_directory(path: Path, capsys: Capture) -> None:
         ("device", "nonsense", "device must be"),
         ("device", "meta", "device must be"),
         ("device", "cpu:3", "device must be"),
-        ("device", "cuda:99", "device 'cuda:99' asked for, but torch sees"),
+        ("device", "cuda:99", "device 'cuda:99' is not available: torch sees"),
         ("dtype", "float16", "dtype must be"),
         ("activations", "rounded", "activations must be"),
         ("wo_a_input", "fp16", "wo_a_input must be"),
@@ -300,7 +300,7 @@ def test_a_context_that_the_memory_does_not_hold(tiny_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu(tiny_path: Path, capsys: Capture) -> None:
     line = fails(capsys, "generate", "hi", "--model", tiny_path, "--device", "cuda")
-    assert line == "device 'cuda' asked for, but torch sees 0 GPUs"
+    assert line == "device 'cuda' is not available: torch sees 0 GPUs"
 
 
 @pytest.mark.parametrize(
@@ -448,12 +448,12 @@ def test_dspark_is_shown_and_left_out_without_drafting(
     write_plain_checkpoint(tmp_path, config, weights)
     count = sum(name.startswith("mtp.") for name in weights)
     llm = LLM(tmp_path, device="cpu", activations="exact")
-    assert f"{count} tensors mtp.* are left out: the model runs without its draft" in caplog.text
+    assert f"ignoring {count} tensors mtp.*: the model runs without its draft" in caplog.text
     assert local_executor(llm.engine.executor).runner.model.draft_head is None
     assert len(local_executor(llm.engine.executor).runner.groups[0].fields[0].layers) == 4
     caplog.clear()
     drafting = LLM(tmp_path, device="cpu", activations="exact", draft_tokens=5)
-    assert "left out" not in caplog.text
+    assert "ignoring" not in caplog.text
     wanted = llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids
     assert drafting.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids == wanted
     assert main(["inspect", str(tmp_path)]) == 0

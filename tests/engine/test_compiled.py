@@ -68,7 +68,7 @@ with torch.inference_mode():
     following = torch.tensor(text[1:])
     mtp = runner.model.draft_head
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
-    draft = mtp.compute_logits(draft, 0)
+    draft = mtp.compute_logits(draft)
 kinds = sorted({type(layer).__name__ for layer in [*runner.model.layers, *mtp.layers]})
 count = llm.engine.executor.description.compiled_layers
 print(json.dumps([tokens, draft.argmax(-1).tolist(), draft.tolist(), count, kinds]))

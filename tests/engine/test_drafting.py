@@ -215,7 +215,10 @@ def test_a_step_that_breaks_off_loses_nothing(
     oracle.known = {f"one/{i}": [9, 8, 7, *output.token_ids] for i, output in enumerate(wanted)}
     drafter, count = local_executor(engine.executor).runner.drafter, 0
     assert drafter is not None
-    for owner, name in ((drafter, "propose"), (local_executor(engine.executor).runner, "read")):
+    for owner, name in (
+        (drafter, "propose"),
+        (local_executor(engine.executor).runner, "forward_with_logits"),
+    ):
         run_it = getattr(owner, name)
 
         def breaking(*args: Any, run_it: Any = run_it) -> Any:
@@ -245,7 +248,7 @@ def test_a_row_without_numbers_ends_one_request(
     oracle.learn(plain)
     for place, result in enumerate(plain):
         oracle.known[f"{place}/0"] = [*result.prompt_token_ids, *result.outputs[0].token_ids]
-    read = local_executor(engine.executor).runner.read
+    read = local_executor(engine.executor).runner.forward_with_logits
 
     def spoilt(plan: StepPlan) -> Forward:
         forward, at = read(plan), 0
@@ -258,7 +261,7 @@ def test_a_row_without_numbers_ends_one_request(
                 at += 1
         return replace(forward, logits=logits)
 
-    monkeypatch.setattr(local_executor(engine.executor).runner, "read", spoilt)
+    monkeypatch.setattr(local_executor(engine.executor).runner, "forward_with_logits", spoilt)
     bad, good = (
         engine.add_request(str(i), result.prompt_token_ids, params)
         for i, result in enumerate(plain)
@@ -362,7 +365,7 @@ def test_the_distribution_is_the_model_s(
             out[1, column] = table[int(out[0, column])].argmax()
         return out
 
-    monkeypatch.setattr(runner, "read", tabled)
+    monkeypatch.setattr(runner, "forward_with_logits", tabled)
     monkeypatch.setattr(drafter, "propose", likeliest)
     draws = 10_000
     params = SamplingParams(
@@ -420,7 +423,7 @@ class Machine:
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.engine = LLM(path, **options, draft_tokens=3).engine
         runner = local_executor(self.engine.executor).runner
-        self.read = type(runner).read.__get__(runner)
+        self.forward = type(runner).forward_with_logits.__get__(runner)
         drafter = runner.drafter
         assert drafter is not None
         self.propose = drafter.propose
@@ -431,7 +434,7 @@ class Machine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
         engine, groups = self.engine, local_executor(self.engine.executor).runner.groups
         # A test that failed may have left something behind.
-        for left in (engine._requests, engine._streams, engine._in_flight):
+        for left in (engine._requests, engine._text_streams, engine._in_flight):
             left.clear()  # type: ignore[attr-defined]
         num_pages = {}
         for group in groups:
@@ -446,7 +449,7 @@ class Machine:
         engine._loop = DraftLoop(launcher, engine._meter, drafts, 3)
         self.rows = {}
         runner = local_executor(engine.executor).runner
-        runner.read = self.record  # type: ignore[method-assign]
+        runner.forward_with_logits = self.record  # type: ignore[method-assign]
         drafter = runner.drafter
         assert drafter is not None
         drafter.propose = self.propose  # type: ignore[method-assign]
@@ -455,7 +458,7 @@ class Machine:
     def record(self, plan: StepPlan) -> Forward:
         """Note every row of logits with the text that it came after, drafts included."""
         assert plan.draft is not None
-        forward: Forward = self.read(plan)
+        forward: Forward = self.forward(plan)
         rows = iter(forward.logits)
         for sequence, last, drafts, count in zip(
             planned(self.engine, plan), plan.ends, plan.draft.drafts, plan.num_logits, strict=True

@@ -28,8 +28,8 @@ from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.drafter import Forward
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import Largest, LargestSteps
-from finwhale.engine.rank.startup import draft_kinds, new_verifications
+from finwhale.engine.rank.memory import LargestSteps, StepLimits
+from finwhale.engine.rank.startup import draft_kinds, new_verification_steps
 from finwhale.models.deepseek_v4.dspark import DsparkHead
 from finwhale.models.protocol import Drafts, DraftStart, PagedCache, Segments
 from finwhale.ops.paging import MAX_DECODE_QUERY
@@ -125,8 +125,8 @@ def test_numbers_of_drafts_follow_the_confidences(
 
     steps: list[bool] = []
 
-    def checked(sequences: Any, limits: Any, *, floats: bool) -> DraftChoice:
-        choice = choose(sequences, limits, floats=floats)
+    def checked(sequences: Any, limits: Any, *, unresolved: bool) -> DraftChoice:
+        choice = choose(sequences, limits, unresolved=unresolved)
         if len(sequences) == 3 and min(limits) == 5 and all(one.confidences for one in sequences):
             assert {tuple(one.confidences) for one in sequences} <= made
             survivals = [
@@ -138,7 +138,7 @@ def test_numbers_of_drafts_follow_the_confidences(
             others = [value for one, count in pairs for value in one[count:]]
             assert sum(choice.counts) == 6 and min(verified) > max(others) - 1e-6
             if len(set(choice.counts)) > 1:
-                steps.append(floats)
+                steps.append(unresolved)
         return choice
 
     monkeypatch.setattr(head, "draft", noted)
@@ -170,7 +170,7 @@ def test_forced_acceptance_is_calibrated(
     def noted(chunk: Chunk, num_accepted: int) -> None:
         nonlocal right
         key = chunk.sequence.key
-        if key in made and chunk.old_confidences:
+        if key in made and chunk.stale_confidences:
             decided = min(len(chunk.drafts), num_accepted + 1)
             chances.extend(made[key][:decided])
             right += num_accepted
@@ -323,7 +323,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
     runner = local_executor(engine.executor).runner
     sizes = (1, 2, 4)
     kinds = draft_kinds(engine.config, engine.model_config)
-    largest = Largest(
+    largest = StepLimits(
         num_tokens=40,
         num_seqs=4,
         max_len=300,
@@ -334,7 +334,7 @@ def test_kernels_are_built_for_the_steps_that_verify(
     built = SignatureRun(
         runner.model, runner.groups, runner.ops, runner.cache, largest, eager=False
     )
-    steps = new_verifications(runner, engine.config, None)
+    steps = new_verification_steps(runner, engine.config, None)
     real = [steps._inputs(size, size * width, 300).tokens for size in sizes for width, _ in kinds]
     wanted = {(len(tokens.positions), tokens.max_query) for tokens in real}
     found = {(num_tokens, query) for num_tokens, _, bounds in built.steps() for _, query in bounds}
@@ -356,7 +356,7 @@ def test_warm_up_covers_draft_passes(model: Model, new_llm: Callable[..., LLM]) 
         return run_block(start, cache, segments)
 
     head.run_block = noted  # type: ignore[method-assign]
-    largest = Largest(num_tokens=40, num_seqs=4, max_len=300, draft_kinds=((3, 2),))
+    largest = StepLimits(num_tokens=40, num_seqs=4, max_len=300, draft_kinds=((3, 2),))
     LargestSteps.alone(runner.model, runner.groups, runner.ops).run(largest)
     assert set(blocks) == {(4, 294)}  # its last row is the context's last
     blocks.clear()

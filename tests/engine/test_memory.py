@@ -10,7 +10,7 @@ from finwhale import LLM, FinwhaleError, SamplingParams
 from finwhale.config import EngineConfig
 from finwhale.engine.rank import memory
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, Largest, LargestSteps
+from finwhale.engine.rank.memory import GRAPH_BYTES, PAGE, LargestSteps, StepLimits
 from finwhale.models.deepseek_v4.model import DeepseekV4
 
 
@@ -36,16 +36,16 @@ def test_the_largest_steps_touch_one_page(
             pool.fill_(0.5)
     monkeypatch.setattr(runner.model, "sample", watching)
     steps = LargestSteps(runner.model, runner.groups, runner.cache)
-    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300))
+    steps.run(StepLimits(num_tokens=num_tokens, num_seqs=3, max_len=300))
     assert [len(valid) for valid in chosen] == [min(3, num_tokens), 3]
     chosen.clear()
-    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, draft_kinds=((3, 2),)))
+    steps.run(StepLimits(num_tokens=num_tokens, num_seqs=3, max_len=300, draft_kinds=((3, 2),)))
     verified = 3 * min(3, max(1, num_tokens // 3))
     assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, verified]
     chosen.clear()
     # A captured verification has all its tokens, even if they are more than num_tokens.
     kinds = {"verify_graphs": (1, 3), "draft_kinds": ((3, 2),)}
-    steps.run(Largest(num_tokens=num_tokens, num_seqs=3, max_len=300, **kinds))  # type: ignore[arg-type]
+    steps.run(StepLimits(num_tokens=num_tokens, num_seqs=3, max_len=300, **kinds))  # type: ignore[arg-type]
     assert [len(valid) for valid in chosen] == [min(9, num_tokens), 3, 9]
     assert all(valid.all() for valid in chosen)
     changed = 0
@@ -67,9 +67,9 @@ def test_what_counts_as_workspace(
     steps = LargestSteps.alone(runner.model, runner.groups, runner.ops)
     peaks = iter([1000, 5000, 70, 900, 800, 50, 60])
     monkeypatch.setattr(steps, "_peak", lambda run: next(peaks))
-    plain = Largest(num_tokens=64, num_seqs=4, max_len=300)
+    plain = StepLimits(num_tokens=64, num_seqs=4, max_len=300)
     assert steps.workspace_bytes(plain) == 1000
-    graphs = Largest(
+    graphs = StepLimits(
         num_tokens=64, num_seqs=4, max_len=300, decode_graphs=(1, 4), prefill_graphs=(16,)
     )
     assert steps.workspace_bytes(graphs) == 5000 + 900 + 3 * GRAPH_BYTES
@@ -91,8 +91,8 @@ def test_the_cache_gets_the_rest_of_the_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
     device = torch.device("cuda")
-    assert memory.left_bytes(device, 0.9) == 500
-    assert memory.left_bytes(device, 0.3) == 0
+    assert memory.remaining_bytes(device, 0.9) == 500
+    assert memory.remaining_bytes(device, 0.3) == 0
 
 
 def test_memory_use_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

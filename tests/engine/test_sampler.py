@@ -13,7 +13,7 @@ from finwhale.engine.plan.sampling import RequestSampling
 from finwhale.engine.plan.sequences import Sequence
 from finwhale.engine.plan.step_plan import SlotAdmission
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
-from finwhale.engine.rank.executor import LocalResult, bring
+from finwhale.engine.rank.executor import LocalResult, begin_transfer
 from finwhale.engine.rank.host_transfer import Receiver
 from finwhale.engine.rank.sampler import Sampler as RankSampler
 from finwhale.errors import RequestError
@@ -75,7 +75,7 @@ class Sampler:
         if not plan.slots:
             return []
         sampled = self.rank.sample(plan, logits)
-        result = LocalResult(bring(self.receiver, sampled)).wait()
+        result = LocalResult(begin_transfer(self.receiver, sampled)).wait()
         tokens = self.reader.read(result, sequences, histories)
         for sequence, history, token in zip(sequences, histories, tokens, strict=True):
             if token.error is None:

@@ -64,7 +64,7 @@ def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[
         assert size > 2**17 and resident(engine, tag) < size // 20
     assert "weights" not in tags or not any(hasattr(t, "_host_gemm") for t in weights_of(engine))
     (refused,) = engine.generate([1, 2, 3], PARAMS)
-    assert "sleeps" in str(refused.error)
+    assert "is asleep" in str(refused.error)
     engine.wake(tags)  # type: ignore[arg-type]
     assert [tensor.data_ptr() for tensor in weights_of(engine)] == addresses
     assert engine.generate(LONG, PARAMS)[0].num_cached_tokens == 0
@@ -73,7 +73,7 @@ def test_sleep_changes_nothing(tags: tuple[str, ...], engine: LLM, before: list[
 
 def test_dropped_weights_need_an_update(engine: LLM, before: list[object], tiny_path: Path) -> None:
     engine.sleep(drop_weights=True)
-    with pytest.raises(RequestError, match="the weights sleep"):
+    with pytest.raises(RequestError, match="the weights are asleep"):
         engine.update_weights(tiny_path)
     engine.wake(["weights"])
     with pytest.raises(RequestError, match="all of them"):

@@ -17,10 +17,10 @@ from finwhale.engine.plan.executor import DeviceDrafts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan, StepPlan
 from finwhale.engine.rank import startup
-from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.kv_cache import allocate_cache
-from finwhale.engine.rank.startup import draft_on_device, largest_steps, new_verifications
+from finwhale.engine.rank.startup import draft_on_device, new_verification_steps, step_limits
 from finwhale.engine.rank.static_inputs import NO_STEP
 from finwhale.models.deepseek_v4.layer import DecoderLayer
 from finwhale.models.deepseek_v4.model import DeepseekV4
@@ -35,7 +35,7 @@ from .test_drafting import generate_two, synthetic_times, two_rows_pay
 OPTIONS = {"max_num_seqs": 4, "max_num_batched_tokens": 40, "max_model_len": 300}
 
 
-def on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Verifications:
+def on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> VerificationSteps:
     """As on a GPU, but for the capture: one step ahead, and nothing is there before it is due."""
     steps = draft_on_device(engine.executor, engine.config)
     engine.steps_ahead = 1
@@ -49,7 +49,7 @@ class Oracle:
     def __init__(
         self,
         engine: Engine,
-        steps: Verifications,
+        steps: VerificationSteps,
         results: Sequence[RequestOutput],
         right: float | Callable[[str], float],
     ) -> None:
@@ -183,8 +183,8 @@ def test_drafting_resumes_after_steps_without_the_head(
     monkeypatch.setattr(head, "run_layers", counted)
     choose, kinds = policy.choose, []
 
-    def chosen(sequences: Any, limits: Any, *, floats: bool) -> DraftChoice:
-        choice = choose(sequences, limits, floats=floats)
+    def chosen(sequences: Any, limits: Any, *, unresolved: bool) -> DraftChoice:
+        choice = choose(sequences, limits, unresolved=unresolved)
         kinds.append(choice.kind)
         if len(kinds) == 240:
             engine.scheduler.drafting.chooser = FixedDrafts(2)
@@ -238,10 +238,10 @@ def test_confidences_reach_the_policy(
     def noted(chunk: Chunk, num_accepted: int) -> None:
         if chunk.drafts:
             key = chunk.sequence.key
-            drafts = last[key] if chunk.old_confidences else chunk.drafts
+            drafts = last[key] if chunk.stale_confidences else chunk.drafts
             expected = [(token % 8 + 1) / 16 for token in drafts]
             assert list(chunk.confidences[: len(drafts)]) == expected
-            found.append(chunk.old_confidences)
+            found.append(chunk.stale_confidences)
             last[key] = chunk.drafts
         verified(chunk, num_accepted)
 
@@ -259,11 +259,11 @@ def test_confidences_reach_the_policy(
 def test_the_layout_of_a_padded_step(new_llm: Callable[..., LLM], lengths: tuple[int, ...]) -> None:
     """Rows and tokens of padding change nothing, and no wrong draft counts as accepted."""
     engine = new_llm(**OPTIONS, draft_tokens="auto").engine
-    steps = new_verifications(local_executor(engine.executor).runner, engine.config, None)
+    steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     count, width = sum(lengths), 3
     steps._send_layout(lengths, DraftPlan((), (), (), links=(2, 0, 1)), 4, 4 * width)
-    steps._right[:count] = True
-    accepted = steps._right[steps._places[:4]].cumprod(1).sum(1)
+    steps._matches[:count] = True
+    accepted = steps._matches[steps._places[:4]].cumprod(1).sum(1)
     assert accepted.tolist() == [*[length - 1 for length in lengths], 0]
     assert steps._first[3] == 4 * width - 1
     sources = [
@@ -323,7 +323,7 @@ def test_aborts_ahead(new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPat
         assert pool.num_free == pool.num_pages - 1
 
 
-@pytest.mark.parametrize("name", ["verify", "further", "draft"])
+@pytest.mark.parametrize("name", ["verify", "tokens_ahead", "draft"])
 def test_a_step_that_breaks_off_loses_nothing(
     new_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -399,7 +399,7 @@ def test_one_set_of_side_streams(
 def test_padding_stands_nowhere(new_llm: Callable[..., LLM]) -> None:
     """Rows behind a step's sequences have no position, whatever earlier steps left."""
     engine = new_llm(**OPTIONS, draft_tokens=2).engine
-    steps = new_verifications(local_executor(engine.executor).runner, engine.config, None)
+    steps = new_verification_steps(local_executor(engine.executor).runner, engine.config, None)
     steps._static.fill(NO_STEP, decode=True)
     steps._advanced[:-1] = 2
     inputs = steps._inputs(4, 12, 300)
@@ -421,7 +421,7 @@ def test_steps_without_drafts_have_the_sizes_of_a_plain_engine(
     """Every step, with any number of drafts, finds a captured graph with enough tokens."""
     config = replace(llm.engine.config, max_num_seqs=100, graph_sizes=graph_sizes)
     plain, auto, fixed = (
-        largest_steps(replace(config, draft_tokens=drafts), llm.engine.model_config, True, 300)
+        step_limits(replace(config, draft_tokens=drafts), llm.engine.model_config, True, 300)
         for drafts in (0, "auto", 2)
     )
     assert auto.decode_graphs == plain.decode_graphs and not plain.verify_graphs

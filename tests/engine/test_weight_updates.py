@@ -1,11 +1,13 @@
 """New weights in a running engine: the bits of a fresh start, or nothing changes."""
 
 import json
+import pickle
 import threading
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,10 @@ from finwhale import (
     ResourceError,
     SamplingParams,
 )
+from finwhale.checkpoint.loading import DTYPE_NAMES
+from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.weight_update import tensors_of
+from finwhale.models.protocol import tensors_of
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint
 
 from .weights import bits_of, in_one_buffer, weights_of
@@ -76,7 +80,7 @@ def engine(shared: LLM, old_path: Path, one_thread: None) -> Iterator[LLM]:
     shared.engine.resume()
     shared.update_weights(old_path, requests="abort")
     shared.engine.check_integrity()
-    assert not shared.engine._streams
+    assert not shared.engine._text_streams
     assert local_executor(shared.engine.executor).update is None
 
 
@@ -89,6 +93,23 @@ def expected(other_path: Path) -> list[object]:
 @pytest.fixture(scope="module")
 def before(shared: LLM) -> list[object]:
     return outputs(shared)
+
+
+def test_tensors_of_every_dtype_reach_the_processes_of_other_ranks() -> None:
+    """Work for other ranks is pickled, and torch cannot unpickle a tensor of FP8."""
+    bits = torch.arange(96, dtype=torch.uint8)
+    sent = {str(dtype): bits.view(dtype).view(2, -1) for dtype in DTYPE_NAMES}
+    sent["scalar"] = torch.tensor(1.5)
+    found: dict[str, Tensor] = {}
+    executor: Any = SimpleNamespace(update=SimpleNamespace(add=found.update))
+    for work in _staging(sent.items(), alone=False):
+        pickle.loads(pickle.dumps(work, 5))(executor)
+    assert found.keys() == sent.keys()
+    for name, tensor in sent.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(
+            found[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)
+        )
 
 
 def test_updated_weights_give_the_bits_of_a_fresh_start(
@@ -148,12 +169,12 @@ def broken(tensors: dict[str, Tensor], how: str) -> Iterator[tuple[str, Tensor]]
         ("missing", f"lacks 1 of .*{LAST}"),
         ("raises", "the sender is gone"),
         ("unknown", "no tensor layers.99"),
-        ("twice", "head.weight came twice"),
+        ("twice", "head.weight arrived twice"),
         ("shape", "norm.weight is F32"),
         ("dtype", "norm.weight is I64"),
         ("complex", "complex64"),
         ("nan", "not finite"),
-        ("scale", "came without scales"),
+        ("scale", "arrived without scales"),
     ],
 )
 def test_a_failed_update_changes_nothing(

@@ -53,7 +53,7 @@ def read(llm: LLM, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
     following = torch.tensor(ids[1:], device="cuda")
     drafts = mtp(stepper.inputs, streams, following, run.cache, Inline())
     stepper.release(sequence)
-    return run.model.compute_logits(streams).float(), mtp.compute_logits(drafts, 0).float()
+    return run.model.compute_logits(streams).float(), mtp.compute_logits(drafts).float()
 
 
 def test_no_side_streams_and_no_nvidia_package(amd: LLM) -> None:

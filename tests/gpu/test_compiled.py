@@ -34,7 +34,7 @@ with torch.inference_mode():
     following = torch.tensor(text[1:], device="cuda")
     mtp = runner.model.draft_head
     draft = mtp(stepper.inputs, streams, following, runner.cache, Inline())
-    drafts = mtp.compute_logits(draft, 0).argmax(-1).tolist()
+    drafts = mtp.compute_logits(draft).argmax(-1).tolist()
 print(json.dumps([tokens, drafts, rank.compiled_layers, builds._counter.compiled, late]))
 """
 

@@ -66,7 +66,7 @@ def test_no_token_changes(
 ) -> None:
     """On the device from step to step, and over the host where a choice needs the tokens."""
     llm = load(draft_tokens, enforce_eager=enforce_eager)
-    assert local_executor(llm.engine.executor).runner.verifications is not None
+    assert local_executor(llm.engine.executor).runner.verification_steps is not None
     for params in (PARAMS, HISTORIC):
         assert tokens(llm, params) == wanted[len(params)]
     metrics = llm.engine.metrics()
@@ -88,7 +88,7 @@ def test_any_numbers_of_drafts_change_no_token(
 def test_steps_are_launched_ahead() -> None:
     """Nearly all of them, where all decode: the host waits for none to launch the next."""
     llm = load(1, enforce_eager=False)
-    steps = local_executor(llm.engine.executor).runner.verifications
+    steps = local_executor(llm.engine.executor).runner.verification_steps
     assert steps is not None
     floats: list[bool] = []
     fill = steps._static.fill
@@ -159,7 +159,7 @@ def test_proposals_are_the_transcription_s(draft_tokens: int) -> None:
     engine = llm.engine
     assert (
         llm.tokenizer is not None
-        and local_executor(engine.executor).runner.verifications is not None
+        and local_executor(engine.executor).runner.verification_steps is not None
     )
     watch = Watch(engine)
     texts = generate(engine, llm.tokenizer.encode(STORY), max_tokens=48)

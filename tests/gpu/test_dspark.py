@@ -17,7 +17,7 @@ from finwhale.bench.drafting import ForcedAcceptance, force_acceptance
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.engine import Engine
 from finwhale.engine.rank.call_ranks import call_ranks
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.executor import local_executor
 from finwhale.engine.rank.ranks import Ranks
 from finwhale.engine.rank.startup import draft_on_device
@@ -74,8 +74,8 @@ def new_engine(path: Path, draft_tokens: DraftTokens, **options: Any) -> Engine:
     return engine
 
 
-def verifications(engine: Engine) -> Verifications:
-    steps = local_executor(engine.executor).runner.verifications
+def verifications(engine: Engine) -> VerificationSteps:
+    steps = local_executor(engine.executor).runner.verification_steps
     assert steps is not None
     return steps
 
@@ -137,7 +137,7 @@ def test_captured_steps_give_the_eager_bits(
         assert len({width for _, width, _ in twice.steps}) >= 3
 
 
-def agreement(engine: Engine, steps: Verifications, path: Path) -> list[Agreement]:
+def agreement(engine: Engine, steps: VerificationSteps, path: Path) -> list[Agreement]:
     """How the drafts of a run agree with the formulas, which begin from the engine's features."""
     proposals = Proposals(engine, steps)
     Oracle(engine, steps, generate(engine, TEXTS), 0.8)

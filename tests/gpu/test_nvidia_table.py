@@ -18,7 +18,7 @@ from finwhale.bench.ops import NO_KERNEL
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.host_transfer import Arrival
+from finwhale.engine.rank.host_transfer import Transfer
 from finwhale.engine.rank.static_inputs import with_bounds
 from finwhale.ops import load_ops
 from finwhale.ops.mhc import MhcParams, MhcWeight
@@ -175,17 +175,17 @@ def test_a_decode_step_waits_for_tokens_alone(
     for _ in range(6):
         engine.step()
     log: list[str] = []
-    wait, logits = Arrival.wait, local_executor(engine.executor).runner.logits
+    wait, logits = Transfer.wait, local_executor(engine.executor).runner.logits
 
-    def waiting(arrival: Arrival) -> Any:
+    def waiting(transfer: Transfer) -> Any:
         log.append("wait")
-        return wait(arrival)
+        return wait(transfer)
 
     def launching(plan: StepPlan) -> torch.Tensor:
         log.append("launch")
         return logits(plan)
 
-    monkeypatch.setattr(Arrival, "wait", waiting)
+    monkeypatch.setattr(Transfer, "wait", waiting)
     monkeypatch.setattr(local_executor(engine.executor).runner, "logits", launching)
     torch.cuda.synchronize()
     segments = torch.cuda.memory_stats()["segment.all.allocated"]

@@ -16,8 +16,8 @@ from finwhale.engine.loop.engine import Engine
 from finwhale.engine.loop.opening import start_engine
 from finwhale.engine.loop.weight_updates import WeightUpdates
 from finwhale.engine.rank.executor import local_executor
-from finwhale.engine.rank.weight_update import tensors_of
 from finwhale.models.deepseek_v4.config import ModelConfig
+from finwhale.models.protocol import tensors_of
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import DummyWeights
 

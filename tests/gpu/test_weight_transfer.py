@@ -80,7 +80,7 @@ def test_cuda_ipc(llm: LLM) -> None:
         found = json.loads(process.stdout.readline())
         handles = {uuid: IpcHandle.from_json(handle) for uuid, handle in found.items()}
         other = {"GPU-00000000": next(iter(handles.values()))}
-        with pytest.raises(FinwhaleError, match="no IPC handle is of this rank's GPU"):
+        with pytest.raises(FinwhaleError, match="there is no IPC handle for this rank's GPU"):
             llm.update_weights(SharedTensors(**described(tensors.items()), handles=other))
         assert outputs(llm) == before
         llm.update_weights(SharedTensors(**described(tensors.items()), handles=handles))

@@ -179,8 +179,8 @@ def test_sleeping(by_sglang: bool, server: Asked, before: Answer) -> None:
         server.post("/sleep?level=1")
         server.post("/wake_up?tags=weights")
     assert server.get("/is_sleeping") == {"is_sleeping": True}
-    assert "sleeps" in server.refusal("/v1/completions", ASK)
-    assert "sleeps already" in server.refusal("/sleep?tags=kv_cache")
+    assert "is asleep" in server.refusal("/v1/completions", ASK)
+    assert "is already asleep" in server.refusal("/sleep?tags=kv_cache")
     server.post("/wake_up")
     assert server.get("/is_sleeping") == {"is_sleeping": False}
     assert server.answer() == before

@@ -60,7 +60,7 @@ class RandomDrafts:
         self.draw = random.Random(seed)
         self.seen: set[tuple[int, ...]] = set()
 
-    def choose(self, sequences: Sequence[Any], limits: Sequence[int], *, floats: bool) -> Any:
+    def choose(self, sequences: Sequence[Any], limits: Sequence[int], *, unresolved: bool) -> Any:
         self.kind = self.draw.choice(self.kinds)
         left, counts = len(sequences) * (self.kind.width - 1), []
         for limit in limits:

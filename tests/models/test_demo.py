@@ -98,7 +98,7 @@ def test_the_mtp_layer_predicts_the_model_s_tokens(llm: LLM) -> None:
     (streams,) = stepper.step([(sequence, len(text) - 1)])
     following = torch.tensor(text[1:])
     ahead = layer(stepper.inputs, streams, following, runner.cache, runner.segments)
-    foreseen = layer.compute_logits(ahead, 0).argmax(-1)[:-1]
+    foreseen = layer.compute_logits(ahead).argmax(-1)[:-1]
     chosen = runner.model.compute_logits(streams).argmax(-1)[1:]
     stepper.release(sequence)
     agreement = (foreseen == chosen).float().mean().item()

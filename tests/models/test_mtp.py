@@ -41,7 +41,7 @@ def mtp_streams(stepper: Stepper, text: list[int], cuts: Sequence[int] = ()) -> 
 def mtp_logits(stepper: Stepper, streams: Tensor) -> Tensor:
     layer = stepper.runner.model.draft_head
     assert layer is not None
-    return torch.cat([layer.compute_logits(row, 0) for row in torch.split(streams, 1)])
+    return torch.cat([layer.compute_logits(row) for row in torch.split(streams, 1)])
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["cpu", "reference"])

@@ -358,7 +358,7 @@ def test_every_rank_names_a_missing_tensor(tmp_path: Path, index: int) -> None:
 
 
 @pytest.mark.parametrize("files", ["quantised"], indirect=True)
-@pytest.mark.parametrize(("times", "message"), [(0, "1 tensors never came"), (2, "comes twice")])
+@pytest.mark.parametrize(("times", "message"), [(0, "1 tensors are missing"), (2, "occurs twice")])
 @pytest.mark.parametrize("index", (0, 1))
 def test_every_rank_uses_a_tensor_exactly_once(
     files: Path, monkeypatch: pytest.MonkeyPatch, index: int, times: int, message: str

@@ -30,7 +30,7 @@ from finwhale.demo import DSPARK_PATH
 from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.rank.graphs import prefill_sizes
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import Largest, LargestSteps
+from finwhale.engine.rank.memory import LargestSteps, StepLimits
 from finwhale.errors import ResourceError
 from finwhale.models.deepseek_v4.build import WeightLoading
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
@@ -50,7 +50,7 @@ from finwhale.ops.sampling import cases as sampling
 from finwhale.platform import Platform
 
 OPS = load_ops(Platform("nvidia", "sm90"))
-LARGEST = Largest(
+LARGEST = StepLimits(
     num_tokens=1040,
     num_seqs=8,
     max_len=40000,

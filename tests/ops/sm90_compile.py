@@ -25,7 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from finwhale.engine.rank.memory import every_choice, without_filters
+from finwhale.engine.rank.memory import all_sampling_options, without_filters
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.attention import prepare_qkv_triton as prepare
@@ -260,7 +260,7 @@ def call_all(D: int, A: int, Q: int, E: int, N: int) -> None:
         moe.route_by_hash(meta(N, D), gate, table, positions, 1.5, positions)
     sampling.greedy(f32(N, 129280))
     logits = f32(N, 129280)
-    every = replace(every_choice(N, 129280, logits.device), logprobs=())
+    every = replace(all_sampling_options(N, 129280, logits.device), logprobs=())
     sampling.sample(logits, every)
     for first in (0, 64640):
         sampling.best_candidates(logits, without_filters(every), first)

@@ -86,7 +86,7 @@ def read(llm: LLM) -> tuple[Tensor, Tensor]:
         following = torch.tensor(TEXT[start + 1 : end + 1])
         draft = mtp(stepper.inputs, streams, following, run.cache, Inline())
         logits.append(run.model.compute_logits(streams[-2:]))
-        drafts.append(mtp.compute_logits(draft[-2:], 0))
+        drafts.append(mtp.compute_logits(draft[-2:]))
     stepper.release(sequence)
     return torch.cat(logits), torch.cat(drafts)
 

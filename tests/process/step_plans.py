@@ -42,18 +42,18 @@ class Noting:
         self.plans: list[bytes] = []
         self.bits: list[Any] = []
         runner: Any = executor.runner
-        logits, read = runner.logits, runner.read
+        logits, forward_with_logits = runner.logits, runner.forward_with_logits
         runner.logits = lambda plan: self._note(logits(plan))
 
-        def noting_read(plan: StepPlan) -> Any:
-            forward = read(plan)
+        def noting(plan: StepPlan) -> Any:
+            forward = forward_with_logits(plan)
             self._note(forward.logits)
             return forward
 
-        runner.read = noting_read
-        if runner.verifications is not None:
-            verify = runner.verifications.verify
-            runner.verifications.verify = lambda *args: self._note(verify(*args))
+        runner.forward_with_logits = noting
+        if runner.verification_steps is not None:
+            verify = runner.verification_steps.verify
+            runner.verification_steps.verify = lambda *args: self._note(verify(*args))
 
     def _note(self, logits: Tensor) -> Tensor:
         self.bits.append(hashlib.sha256(logits.numpy().tobytes()).hexdigest())

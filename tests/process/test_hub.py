@@ -170,7 +170,7 @@ def test_without_network_the_cache_serves(
     directory = checkpoint_directory(NAME)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert checkpoint_directory(NAME) == directory
-    with pytest.raises(ResourceError, match=r"has not all of whales/Other.*refused"):
+    with pytest.raises(ResourceError, match=r"lacks files of whales/Other.*refused"):
         checkpoint_directory("whales/Other")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert checkpoint_directory(NAME) == directory

@@ -69,7 +69,7 @@ def test_the_model_decides_where_the_options_do_not(gpus: Callable[[int], None])
     ("device", "size", "kind", "wanted"),
     [
         (None, 4, ResourceError, "tensor_parallel_size is 4, but torch sees 2 GPUs"),
-        ("cuda:0,2", None, ResourceError, "device 'cuda:0,2' asked for, but torch sees 2 GPUs"),
+        ("cuda:0,2", None, ResourceError, "device 'cuda:0,2' is not available: torch sees 2 GPUs"),
         ("cuda:1,1", None, FinwhaleError, "device 'cuda:1,1' names GPU 1 twice"),
         (
             "cuda:0,1",
@@ -112,7 +112,7 @@ def test_other_errors(gpus: Callable[[int], None]) -> None:
         choose_devices(EngineConfig(device="cuda:0,1,2"), never)
     with pytest.raises(FinwhaleError, match="must be one of 1, 2, 4, 8, got 3"):
         EngineConfig(tensor_parallel_size=3)
-    with pytest.raises(FinwhaleError, match="names 2 GPUs, and one is wanted"):
+    with pytest.raises(FinwhaleError, match="names 2 GPUs instead of one"):
         choose_device("cuda:0,1")
 
 

@@ -13,8 +13,8 @@ from finwhale.engine.plan.draft_policy import (
     PLAIN,
     DraftPolicy,
     StepKind,
-    admit,
     expected_tokens,
+    select_drafts,
     step_kinds,
 )
 from finwhale.engine.plan.sequences import Chunk
@@ -49,7 +49,7 @@ class Play:
     def run(self, steps: int, right: Sequence[float], noise: float = 0.03) -> "Play":
         for _ in range(steps):
             batch = len(self.sequences)
-            choice = self.policy.choose(self.sequences, [self.drafts] * batch, floats=False)
+            choice = self.policy.choose(self.sequences, [self.drafts] * batch, unresolved=False)
             for place, count in enumerate(choice.counts):
                 accepted = 0
                 while accepted < count and self.draw.random() < right[place]:
@@ -178,7 +178,7 @@ def test_padded_steps_fill_their_rows() -> None:
     """A batch of 5 is padded to 8: two rows a sequence are 16, one of which is padding."""
     policy = DraftPolicy(3, sizes=(1, 2, 4, 8))
     play = Play(policy, CHEAP, 5).run(300, [0.9] * 5)
-    choice = policy.choose(play.sequences, [3] * 5, floats=False)
+    choice = policy.choose(play.sequences, [3] * 5, unresolved=False)
     assert choice.kind == StepKind(3, 3) or sum(choice.counts) == 15
     assert 5 + sum(choice.counts) <= 8 * choice.kind.width - 1
 
@@ -201,7 +201,7 @@ def test_admission_is_optimal(seed: int) -> None:
     rows = {kind: batch * (kind.width - 1) for kind in kinds}
     tokens = expected_tokens(survivals, rows)
     kind = max(kinds, key=lambda kind: tokens[kind] / seconds[kind])
-    counts = admit(survivals, [kind.drafts] * batch, rows[kind])
+    counts = select_drafts(survivals, [kind.drafts] * batch, rows[kind])
 
     def rate(kind: StepKind, counts: Sequence[int]) -> float:
         given = sum(sum(one[:count]) for one, count in zip(survivals, counts, strict=True))
@@ -218,9 +218,9 @@ def test_admission_is_optimal(seed: int) -> None:
 
 
 def test_admission_keeps_limits() -> None:
-    assert admit([[0.9, 0.8], [0.7, 0.6]], [1, 2], 2) == [1, 1]
-    assert admit([[0.5, 0.5], [0.5, 0.5]], [2, 2], 2) == [1, 1]
-    assert admit([[0.9, 0.8], [0.7, 0.6]], [2, 2], 9) == [2, 2]
+    assert select_drafts([[0.9, 0.8], [0.7, 0.6]], [1, 2], 2) == [1, 1]
+    assert select_drafts([[0.5, 0.5], [0.5, 0.5]], [2, 2], 2) == [1, 1]
+    assert select_drafts([[0.9, 0.8], [0.7, 0.6]], [2, 2], 9) == [2, 2]
 
 
 def test_calibration() -> None:
@@ -243,8 +243,8 @@ def test_confidences_of_the_drafts_before_are_calibrated_apart() -> None:
     for _ in range(2000):
         confidence = draw.choice([0.1, 0.9])
         for old in (False, True):
-            chunk = Chunk(sequence, 1, 3, (0,), confidences=[confidence], old_confidences=old)
+            chunk = Chunk(sequence, 1, 3, (0,), confidences=[confidence], stale_confidences=old)
             estimates.verified(chunk, draw.random() < (0.5 if old else confidence))
     sequence.confidences = [0.9]
-    assert estimates.survivals(sequence, floats=False)[0] == pytest.approx(0.9, abs=0.05)
-    assert estimates.survivals(sequence, floats=True)[0] == pytest.approx(0.5, abs=0.05)
+    assert estimates.survivals(sequence, unresolved=False)[0] == pytest.approx(0.9, abs=0.05)
+    assert estimates.survivals(sequence, unresolved=True)[0] == pytest.approx(0.5, abs=0.05)

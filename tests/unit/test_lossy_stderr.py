@@ -87,7 +87,7 @@ def test_no_write_to_the_file_waits(kind: str) -> None:
         faulthandler.dump_traceback(2)
         watchdog = Watchdog(None)
         watchdog.seconds, watchdog._began = 60.0, 0.0
-        watchdog._look(None, 2)
+        watchdog._check(None, 2)
         faulthandler.cancel_dump_traceback_later()
         # The thread waits for a reader.
         lines = "".join(f"line {number}\n" for number in range(100))

@@ -226,8 +226,8 @@ def test_the_documentation_is_up_to_date() -> None:
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--graph-sizes", "1,x"], "integers separated by commas are wanted, got '1,x'"),
-        (["--draft-tokens", "-1"], "a number or \"auto\" is wanted, got '-1'"),
+        (["--graph-sizes", "1,x"], "expected integers separated by commas, got '1,x'"),
+        (["--draft-tokens", "-1"], "expected a number or \"auto\", got '-1'"),
         (["--dtype", "float16"], "invalid choice: 'float16'"),
     ],
 )

@@ -62,8 +62,8 @@ class ForcedAcceptance:
 
     def __init__(self, executor: LocalExecutor, rate: float, *, varied: bool = False) -> None:
         runner = executor.runner
-        assert runner.verifications is not None
-        self._steps, self.rate = runner.verifications, rate
+        assert runner.verification_steps is not None
+        self._steps, self.rate = runner.verification_steps, rate
         self._sample = runner.model.sample
         self._vocab = runner.model.config.vocab_size
         self._roots = torch.tensor(ROOTS, dtype=torch.float64, device=runner.device)
@@ -99,7 +99,7 @@ class ForcedAcceptance:
 
 
 def _draft_on_device(config: EngineConfig, executor: LocalExecutor) -> None:
-    if executor.runner.verifications is None:
+    if executor.runner.verification_steps is None:
         draft_on_device(executor, config)
 
 
@@ -110,8 +110,8 @@ def force_acceptance(rate: float | None, varied: bool, executor: LocalExecutor) 
         executor.sampler.choose_with(ForcedAcceptance(executor, rate, varied=varied))
         return
     executor.sampler.choose_with(runner.model.sample)
-    if runner.verifications is not None:
-        runner.verifications.estimate_with(None)
+    if runner.verification_steps is not None:
+        runner.verification_steps.estimate_with(None)
 
 
 def measure(

@@ -37,7 +37,7 @@ from finwhale.checkpoint.reader import Checkpoint
 from finwhale.checkpoint.staging import PIECE_BYTES, PINNED_PIECES, num_threads
 from finwhale.checkpoint.writer import write_stored
 from finwhale.config import EngineConfig
-from finwhale.distributed.launch import Answer, Opened, Seat, Spawned, Workers
+from finwhale.distributed.launch import Answer, Opened, OwnerLink, SpawnedProcesses, Workers
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory, choose_device, choose_devices
 from finwhale.models.deepseek_v4.architecture import weight_bytes
@@ -158,7 +158,7 @@ class Loaders:
     def __init__(self, new_loader: Callable[[Rank], Loader], devices: Sequence[str]) -> None:
         self._workers: Workers | None = None
         if len(devices) > 1:
-            self._workers = Workers(partial(serve, new_loader), Spawned(devices[1:]))
+            self._workers = Workers(partial(serve, new_loader), SpawnedProcesses(devices[1:]))
         self.own = new_loader(Rank(0, len(devices)))
         if self._workers is not None:
             self._workers.wait_opened()
@@ -177,13 +177,13 @@ class Loaders:
             self._workers.close()
 
 
-def serve(new_loader: Callable[[Rank], Loader], seat: Seat) -> None:
+def serve(new_loader: Callable[[Rank], Loader], owner: OwnerLink) -> None:
     """Run one rank's loader in its process."""
-    loader = new_loader(seat.rank)
-    seat.report(Opened())
+    loader = new_loader(owner.rank)
+    owner.report(Opened())
     while True:
-        getattr(loader, seat.read().decode())()
-        seat.report(Answer(pickle.dumps(None)))
+        getattr(loader, owner.read().decode())()
+        owner.report(Answer(pickle.dumps(None)))
 
 
 def run(args: argparse.Namespace, directory: Path, console: Console) -> dict[str, Any]:

@@ -29,12 +29,12 @@ from finwhale.engine.plan.executor import MemoryUse, RankDescription
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.kv_cache import plan_cache
+from finwhale.engine.rank.rank_processes import spawn
 from finwhale.engine.rank.ranks import Ranks, open_ranks
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.static_inputs import StaticInputs
 from finwhale.engine.rank.stopwatch import StepTimes
-from finwhale.engine.rank.teams import spawn
 from finwhale.models.deepseek_v4.cache_spec import cache_spec
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.protocol import CacheGroup
@@ -72,7 +72,7 @@ class StubRunner:
     ) -> None:
         self.device = torch.device("cpu")
         self.model, self.config = self, model_config  # this is the stub of the model too
-        self.verifications = None
+        self.verification_steps = None
         self.times, self.routed = StepTimes(self.device), None
         self.tables = SlotTables([group.name for group in groups])
         most = config.max_num_seqs
@@ -159,7 +159,7 @@ def measure(batch: int, params: SamplingParams, args: argparse.Namespace) -> dic
         # The prompts differ in length, so that pages and blocks do not all end in the same step.
         prompt = [number + 5] * (args.context - number % 128)
         engine.add_request(str(number), prompt, params)
-    while not all(stream.output.token_ids for stream in engine._streams.values()):
+    while not all(stream.output.token_ids for stream in engine._text_streams.values()):
         engine.step()
     for _ in range(WARM_UP):
         engine.step()

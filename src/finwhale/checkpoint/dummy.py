@@ -1,7 +1,7 @@
 """Dummy weights for a model without a checkpoint: random, seeded, in stored form.
 
-Sizes and storages are those of the real model, and the scale of the values keeps the size of
-activations through the layers. Speed and memory are therefore realistic; the text is nonsense.
+Sizes and storages are those of the real model, and the values are scaled so that activations keep
+their magnitude through the layers. Speed and memory are therefore realistic; the text is nonsense.
 """
 
 import math
@@ -27,12 +27,11 @@ _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 class DummySource:
-    """Iterates over random weights, made on a device, like a checkpoint's WeightSource.
+    """Iterates over random weights, generated on a device, like a checkpoint's WeightSource.
 
-    Each weight depends only on its name and the seed. A rank makes the whole weight and takes its
-    slice, so the slices of all ranks are the weights of one rank; on a GPU, making a weight costs
-    little more than launching its kernels. Different devices make different weights. `progress`
-    counts values, not bytes.
+    Each weight depends only on its name, the seed and the device. A rank generates the whole weight
+    and takes its slice, so the slices of all ranks form the weights of a single rank. On a GPU this
+    costs little more than launching the kernels. `progress` counts values, not bytes.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class DummySource:
         return {name: spec.storage for name, spec in self._specs.items()}
 
     def into(self, places: Mapping[str, Tensor]) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """All weights. None goes directly to its destination, because no file is read."""
+        """Iterate over all weights. `places` is not used, because no file is read."""
         return iter(self)
 
     def __iter__(self) -> Iterator[tuple[WeightSpec, StoredWeight]]:
@@ -67,14 +66,14 @@ class DummySource:
                 self._progress(done, total)
 
     def make(self, spec: WeightSpec) -> StoredWeight:
-        """Make one whole weight.
+        """Generate one whole weight.
 
         Norms are 1. Projections have mean 0 and variance 1/fan_in. FP8 has one scale for all
         blocks; FP4 has uniform codes, and each scale is one of two neighbouring powers of two.
         A tid2eid row holds distinct, uniform experts. The other weights are normal and small.
         """
         generator = torch.Generator(self._device)
-        # The CPU's generator takes a seed of 32 bits: a hash of the seed and the name.
+        # The CPU's generator accepts a seed of 32 bits.
         generator.manual_seed(zlib.crc32(f"{self._seed} {spec.name}".encode()))
         if spec.storage == "fp4":
             return _fp4(spec, generator)
@@ -112,7 +111,7 @@ def _deviation(spec: WeightSpec) -> float:
 
 
 def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
-    """Make normal codes; one power-of-two scale puts their deviation between 32 and 64."""
+    """Normal codes; one power-of-two scale puts their deviation between 32 and 64."""
     device = generator.device
     deviation = 1 / math.sqrt(spec.fan_in)
     exponent = math.floor(math.log2(deviation)) - 5
@@ -130,7 +129,7 @@ def _fp8(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
 
 
 def _fp4(spec: WeightSpec, generator: torch.Generator) -> StoredWeight:
-    """Make uniform codes; the proportion of scales s and 2s gives the wanted mean square."""
+    """Uniform codes; the proportion of scales s and 2s gives the right mean square."""
     device = generator.device
     rows, columns = spec.shape
     data = torch.empty(rows, columns // 2, dtype=torch.uint8, device=device)

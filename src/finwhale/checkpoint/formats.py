@@ -3,8 +3,8 @@
 FP8 block: e4m3 values [out, in], one scale per 128x128 block: [ceil(out/128), ceil(in/128)].
 FP4: two e2m1 values a byte along the last axis, the low nibble is the even k: int8 [..., in/2], one
 scale per 1x32: [..., in/32]. E8M0: a byte b means 2^(b - 127); 255 means NaN (OCP Microscaling
-Formats 1.0, section 5.4.1). The code treats scales only as these bytes, because converting an E8M0
-tensor by value rounds to powers of two differently on different devices.
+Formats 1.0, section 5.4.1). The code reads and writes scales only as bytes, because devices differ
+in how they round values to E8M0.
 
 All functions run on any device and process slices of rows, to avoid a full-size float32 copy.
 """
@@ -33,7 +33,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def e8m0_bytes(scale: Tensor) -> Tensor:
-    """The raw exponent bytes (uint8, a view) of a float8_e8m0fnu or uint8 tensor."""
+    """View a float8_e8m0fnu or uint8 tensor as exponent bytes (uint8)."""
     assert scale.dtype in (torch.float8_e8m0fnu, torch.uint8), scale.dtype
     return scale.view(torch.uint8)
 
@@ -70,10 +70,12 @@ def fault(dtype: torch.dtype) -> str:
 
 
 def not_finite(stored: Tensor) -> Tensor:
-    """Whether any value is infinite or NaN: a bool on the tensor's device, without waiting.
+    """Whether any value is infinite or NaN: a bool on the tensor's device.
 
-    stored: a tensor in its stored form. FP4 codes and integers are always finite. The function
-    needs no temporary as large as the tensor.
+    The host does not wait, and no temporary tensor is as large as `stored`.
+
+    Args:
+        stored: a tensor in its stored form. FP4 codes and integers are always finite.
     """
     dtype = stored.dtype
     if not stored.numel() or not dtype.is_floating_point:

@@ -1,7 +1,7 @@
 """Downloads a repository of the Hugging Face Hub; needs the extra `hub`.
 
-huggingface_hub does the work: its cache, its progress bars, its environment variables (HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Files that an interrupted download has completed are kept.
+The package huggingface_hub does the work, with its cache, progress bars and environment variables
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). An interrupted download keeps its complete files.
 """
 
 import errno
@@ -26,7 +26,7 @@ class _NoBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 
 def download(repository: str, revision: str | None) -> Path:
-    """The directory with a repository's files, downloaded unless the cache has them.
+    """Download a repository unless the cache has it; returns the directory of its files.
 
     Args:
         revision: branch, tag or commit; None: the main branch.
@@ -55,7 +55,7 @@ def download(repository: str, revision: str | None) -> Path:
     except errors.LocalEntryNotFoundError as error:
         reason = "HF_HUB_OFFLINE is set" if hub.is_offline_mode() else _reason(error.__cause__)
         raise ResourceError(
-            f"the cache {constants.HF_HUB_CACHE} has not all of {name}, which cannot be "
+            f"the cache {constants.HF_HUB_CACHE} lacks files of {name}, which cannot be "
             f"downloaded: {reason}"
         ) from error
     except Exception as error:  # The package's HTTP and storage errors have no common base class.
@@ -65,7 +65,7 @@ def download(repository: str, revision: str | None) -> Path:
 
 
 def _check_space(repository: str, revision: str | None) -> None:
-    """Raises ResourceError if the files that are still to be downloaded do not fit on the disk."""
+    """Raise ResourceError if the missing files do not fit on the disk."""
     try:
         files = hub.snapshot_download(
             repository,

@@ -1,4 +1,4 @@
-"""Pairs named tensors that arrive in any order with a model's weights, and checks each of them."""
+"""Assigns named tensors, which arrive in any order, to a model's weights, and checks each one."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ from finwhale.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A tensor that a sender is going to send."""
+    """The description of a tensor that a sender will send."""
 
     name: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class Announced:
 
 
 class Incoming:
-    """The tensors of an update of weights.
+    """The tensors of a weight update.
 
     Args:
         specs: every weight of the model by name, each with the slice that this process holds.
@@ -57,18 +57,19 @@ class Incoming:
         self._specs, self._storages = specs, storages
         self._ignored = tuple(ignored)
         self._of_scale = {spec.scale_name: spec.name for spec in specs.values()}
-        self._came: set[str] = set()
+        self._arrived: set[str] = set()
         # Weights that wait for their scales, and scales that wait for their weights.
         self._waiting: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> Iterator[tuple[WeightSpec, StoredWeight]]:
-        """Take one tensor, under an official or a transformers name; yields the complete weights.
+        """Add one tensor, under an official or a transformers name; yields the complete weights.
 
-        The tensor is kept beyond this call only as a copy. Values of a meta tensor are not checked.
+        A tensor that must wait for its scale or weight is copied. Values of a meta tensor are not
+        checked.
 
         Raises:
-            CheckpointError: the model has no such tensor, it came before, or it has a wrong shape,
-                dtype or value.
+            CheckpointError: the model has no such tensor, it arrived before, or it has a wrong
+                shape, dtype or value.
         """
         for official, _, part in official_tensors(name, tuple(tensor.shape)):
             if part is None:
@@ -82,14 +83,14 @@ class Incoming:
         weight = name if name in self._specs else self._of_scale.get(name)
         if weight is None:
             raise CheckpointError(f"the model has no tensor {name}")
-        if name in self._came:
-            raise CheckpointError(f"tensor {name} came twice")
+        if name in self._arrived:
+            raise CheckpointError(f"tensor {name} arrived twice")
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} has the dtype {tensor.dtype}, which is not supported")
         spec = self._specs[weight]
-        if name != weight and weight in self._came and weight not in self._waiting:
-            raise CheckpointError(f"{weight} came without scales, so {name} has no use")
-        self._came.add(name)
+        if name != weight and weight in self._arrived and weight not in self._waiting:
+            raise CheckpointError(f"{weight} arrived without scales, so {name} cannot be used")
+        self._arrived.add(name)
         data = tensor if name == weight else self._waiting.pop(weight, None)
         if data is None:
             self._waiting[name] = tensor.clone()
@@ -120,11 +121,11 @@ class Incoming:
         yield spec, StoredWeight(data, scale, storage).sliced(spec.slice)
 
     def check_complete(self, *, partial: bool) -> None:
-        """Raise CheckpointError if a scale or, without `partial`, a weight has not come."""
+        """Raise CheckpointError if a scale or, unless `partial`, a weight is missing."""
         for name in self._waiting:
             other = self._of_scale.get(name) or self._specs[name].scale_name
             raise CheckpointError(f"the update has {name} without {other}")
-        missing = [] if partial else [name for name in self._specs if name not in self._came]
+        missing = [] if partial else [name for name in self._specs if name not in self._arrived]
         if missing:
             raise CheckpointError(
                 f"the update lacks {len(missing)} of {len(self._specs)} weights, such as "

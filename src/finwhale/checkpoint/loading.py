@@ -72,8 +72,8 @@ class StoredWeight:
     def dequantise(self, dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
         """The values in the logical shape, as dtype; int64 stays int64.
 
-        The stored bytes move to the device first. A plain weight that already has the dtype and
-        device is returned unchanged and may be a view of the checkpoint's file.
+        The stored bytes are first copied to the device. A plain weight that already has the dtype
+        and device is returned unchanged; it may be a view of the checkpoint's file.
         """
         stored = self if device is None else self.to(device)
         if self.storage == "i64":
@@ -102,9 +102,9 @@ class Inventory:
     """The comparison of a checkpoint's tensors with a model's weights.
 
     Attributes:
-        missing: wanted names that the checkpoint lacks, including scales of quantised weights.
+        missing: names that the checkpoint lacks, including scales of quantised weights.
         unexpected: names that the model does not have.
-        mismatched: tensors of another shape or dtype.
+        mismatched: tensors with a wrong shape or dtype.
         ignored: names that the loader ignores on purpose.
         storages: the stored format of each matching weight.
     """
@@ -130,11 +130,11 @@ def inventory_report(
     specs: Mapping[str, WeightSpec],
     ignored: Mapping[str, str] | None = None,
 ) -> Inventory:
-    """Compare a checkpoint's headers with the wanted weights.
+    """Compare a checkpoint's headers with a model's weights.
 
     Args:
         checkpoint: an opened checkpoint.
-        specs: the wanted weights by name.
+        specs: the model's weights by name.
         ignored: prefixes of names to ignore, with the reason.
     """
     left_out = tuple(ignored or ())
@@ -175,23 +175,23 @@ def inventory_report(
 class WeightSource:
     """Iterates over a checkpoint's weights, as (spec, stored weight), one file after the other.
 
-    Every weight comes exactly once, or the slice of it that its spec names; no other bytes are
-    needed. On the CPU it is memory-mapped; for a GPU several threads read it. A weight may be
-    stored as its spec says, or plain (bfloat16, float16, float32) if the spec is quantised or of
-    another float dtype, or FP8 if the spec is FP4. FP8 scales may be E8M0 or float32. The
-    constructor logs the stored formats.
+    The iterator yields each weight once, or the slice that its spec names, and reads no other
+    bytes. It maps files into memory on a CPU, and reads them with several threads for a GPU. A
+    weight may be stored as its spec says, as bfloat16, float16 or float32 unless the spec is int64,
+    or in FP8 if the spec is FP4. FP8 scales may be E8M0 or float32. The constructor logs the stored
+    formats.
 
     Args:
         checkpoint: an opened checkpoint.
         specs: every weight of the model by name.
         ignored: prefixes of names to ignore, with the reason; a warning is logged for each.
         device: the device of the weights, a GPU or the CPU.
-        progress: called with (bytes done, bytes in all) after each weight.
+        progress: called with (bytes done, total bytes) after each weight.
 
     Raises:
-        CheckpointError: the constructor finds tensors missing, unexpected, or of another shape or
-            dtype; during iteration, a file has changed, or a weight or its scales hold NaN (on a
-            GPU, raised after the last weight).
+        CheckpointError: from the constructor, if tensors are missing, unexpected, or have a wrong
+            shape or dtype; from the iterator, if a file has changed, or a weight or its scales hold
+            NaN (on a GPU, raised after the last weight).
     """
 
     def __init__(
@@ -234,8 +234,8 @@ class WeightSource:
 
         Args:
             places: destinations by name of a weight or scale, uint8 [num_bytes] on the device. On
-                a GPU the iterator yields None for such a weight, whose bytes are in place when the
-                iteration ends.
+                a GPU the iterator yields None for such a weight, and its bytes have arrived when
+                the iteration ends.
         """
         weights = self._staged(places) if self._device.type == "cuda" else self._mapped()
         if self._progress is None:
@@ -263,8 +263,8 @@ class WeightSource:
     ) -> Iterator[tuple[WeightSpec, StoredWeight | None]]:
         """Iterate through Staging, file by file.
 
-        Tensors without a destination come first, scales before weights; the iterator keeps a scale
-        until its weight comes. Tensors with a destination follow in the order of the file.
+        In each file, tensors without a destination come first, scales before weights; the iterator
+        keeps a scale until its weight arrives. Tensors with a destination follow in file order.
         """
         scales: dict[str, Tensor | None] = {}
         staging = Staging(self._checkpoint.path, self._device, places=places)
@@ -303,7 +303,7 @@ class WeightSource:
         return stored
 
     def _local_infos(self) -> Iterator[tuple[str, TensorInfo]]:
-        """The tensors that this process reads: those of weights and scales, or slices of them."""
+        """The tensors, or slices of tensors, that this process reads, by name."""
         for spec in self._specs.values():
             storage, part = self.inventory.storages[spec.name], spec.slice
             data = self._checkpoint.tensors[spec.name]
@@ -330,7 +330,7 @@ def has_scale(storage: Storage) -> bool:
 
 
 def _data_slice(part: Slice, storage: Storage) -> Slice:
-    """The slice of a weight's stored data. Only matrices are cut along axis 1."""
+    """The slice of a weight's stored data. Only matrices have slices along axis 1."""
     return part.over(2) if storage == "fp4" and part.axis == 1 else part
 
 
@@ -391,7 +391,7 @@ def _log(checkpoint: Checkpoint, found: Inventory, ignored: Mapping[str, str]) -
     for prefix, reason in ignored.items():
         count = sum(name.startswith(prefix) for name in found.ignored)
         if count:
-            logger.warning("%d tensors %s* are left out: %s", count, prefix, reason)
+            logger.warning("ignoring %d tensors %s*: %s", count, prefix, reason)
     counts = ", ".join(f"{n} {kind}" for kind, n in found.storage_counts().items())
     logger.info("%s: weights stored as %s", checkpoint.path, counts)
 
@@ -412,7 +412,7 @@ def _require_complete(
             "belongs to these files"
         )
     if found.missing:
-        hint = "the files are incomplete or config.json is of another model"
+        hint = "the files are incomplete or config.json describes another model"
         if all(name.startswith("mtp.") for name in found.missing):
             hint = "num_nextn_predict_layers 0 in config.json runs the model without drafting"
         raise CheckpointError(
@@ -421,8 +421,8 @@ def _require_complete(
         )
     raise CheckpointError(
         f"{checkpoint.path} holds {len(found.unexpected)} tensors that config.json does not imply: "
-        f"{_first(found.unexpected)}; config.json is of another model, or the checkpoint is newer "
-        "than this version of Finwhale"
+        f"{_first(found.unexpected)}; config.json describes another model, or the checkpoint is "
+        "newer than this version of Finwhale"
     )
 
 

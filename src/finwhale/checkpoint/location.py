@@ -1,4 +1,4 @@
-"""Finds the directory of a checkpoint that is named by its path or by its repository."""
+"""Finds the directory of a checkpoint, given a path or the id of a repository."""
 
 import importlib
 import re
@@ -11,7 +11,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def checkpoint_directory(path: str | Path | None, revision: str | None = None) -> Path:
-    """The directory of a checkpoint. A repository that is not in the cache is downloaded.
+    """The directory of a checkpoint. Downloads a repository that is not in the cache.
 
     Args:
         path: a directory, or the id of a repository on the Hugging Face Hub, such as
@@ -20,7 +20,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
         revision: branch, tag or commit of the repository; None: its main branch.
 
     Returns:
-        The directory; one that does not exist if `path` is neither.
+        The directory. It does not exist if `path` is neither a directory nor a repository id.
 
     Raises:
         CheckpointError, ResourceError: as `hub.download` does.
@@ -45,7 +45,7 @@ def checkpoint_directory(path: str | Path | None, revision: str | None = None) -
 
 
 def is_demo(path: str | Path | None) -> bool:
-    """Whether a path stands for a form of the embedded demo model."""
+    """Whether a path names a form of the embedded demo model."""
     return path is None or (str(path) == DSPARK_NAME and not Path(path).exists())
 
 

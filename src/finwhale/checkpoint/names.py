@@ -1,8 +1,8 @@
 """Maps the tensor names in a checkpoint's files to the official names.
 
-Three spellings exist: the official one; that of transformers' modules
-(`model.layers.0.self_attn.q_a_proj`, experts stacked in one tensor); and that of transformers'
-`save_pretrained`, which renames most but not all of its modules back. Source: transformers 5.23
+There are three sets of names: the official names; those of transformers' modules
+(`model.layers.0.self_attn.q_a_proj`, experts stacked in one tensor); and those of transformers'
+`save_pretrained`, which restores most official names but not all. Source: transformers 5.23
 `conversion_mapping.py`, "deepseek_v4".
 """
 
@@ -22,7 +22,7 @@ _RENAMES = [
         (r"\.(attn|ffn)_hc\.(fn|base|scale)$", r".hc_\1_\2"),
         (r"\.self_attn\.", ".attn."),
         (r"\.mlp\.", ".ffn."),
-        # Attention. A compressor's norm is `norm`, the layer's own is `kv_norm`.
+        # Attention. A compressor's norm is `norm`, the layer's norm is `kv_norm`.
         (r"\.compressor\.indexer\.scorer\.weights_proj\.", ".indexer.weights_proj."),
         (r"\.compressor\.indexer\.q_b_proj\.", ".indexer.wq_b."),
         (r"\.compressor\.indexer\.", ".indexer.compressor."),
@@ -57,7 +57,7 @@ class Part:
 
 
 def official_name(stored: str) -> str:
-    """The official name of a tensor that is not stacked; other names are returned unchanged."""
+    """The official name of a tensor that is not stacked. Unknown names do not change."""
     for pattern, replacement in _RENAMES:
         stored = pattern.sub(replacement, stored)
     return stored
@@ -66,7 +66,7 @@ def official_name(stored: str) -> str:
 def official_tensors(
     stored: str, shape: tuple[int, ...]
 ) -> list[tuple[str, tuple[int, ...], Part | None]]:
-    """The official tensors in one stored tensor: name, shape and their part of it.
+    """The official tensors in one stored tensor: name, shape, and part of the stored tensor.
 
     `experts.gate_up_proj` [E, 2I, D] holds w1 in its first I rows and w3 in the others;
     `experts.down_proj` [E, D, I] holds w2.

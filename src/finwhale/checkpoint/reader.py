@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,7 +34,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-# The header's parser raises these for JSON of a wrong form (OverflowError: an infinite size).
+# Parsing a malformed header raises these errors (OverflowError: an infinite size).
 _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, RecursionError, OverflowError)
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
@@ -46,12 +45,11 @@ class TensorInfo:
 
     Attributes:
         num_bytes: its size in the file; for one expert of a stacked tensor, the size of its slice.
-        file: path from the directory: a name, or "../NAME/FILE" for a directory beside it.
+        file: path relative to the directory: a name, or "../NAME/FILE" in a sibling directory.
         stored_name: the tensor's name in the file.
         offset: offset in the file of its first byte.
         part: the slice of the stored tensor; None: the whole tensor.
-        pitch: the distance in the file from one row to the next, in bytes; None: the rows are
-            contiguous.
+        pitch: bytes in the file from one row to the next; None: the rows are contiguous.
     """
 
     name: str
@@ -142,7 +140,7 @@ class Checkpoint:
 
 
 class TensorReader:
-    """Reads tensors by official name; a file stays open until `close_all` or the end."""
+    """Reads tensors by official name; files stay open until `close_all` or the end of `with`."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -150,7 +148,7 @@ class TensorReader:
         self._files: dict[str, Any] = {}
 
     def read(self, name: str) -> Tensor:
-        """The tensor as a view of the mapped file, which is read lazily; writes stay private.
+        """The tensor as a view of the mapped file, which is read lazily. Writes do not reach it.
 
         Raises:
             CheckpointError: the tensor does not exist, or its file changed since it was opened.
@@ -180,12 +178,7 @@ class TensorReader:
     def __enter__(self) -> "TensorReader":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close_all()
 
 
@@ -226,7 +219,7 @@ def _read_json(path: Path, why: str) -> dict[str, Any]:
 
 
 def _check_links(path: Path) -> None:
-    """Raises CheckpointError if a path cannot be followed, such as a loop of symbolic links."""
+    """Raise CheckpointError if a path cannot be followed, such as a loop of symbolic links."""
     try:
         path.stat()
     except FileNotFoundError:
@@ -288,7 +281,7 @@ def _infos(file: str, stored_name: str, stored: _Stored) -> Iterator[TensorInfo]
 
 
 def _expected_names(directory: Path) -> dict[str, set[str]]:
-    """Sorted file names, each with its stored names from the index (none without an index)."""
+    """Sorted file names, each with the tensor names that the index gives (none without index)."""
     index_path, single = directory / INDEX_FILE, directory / SINGLE_FILE
     if not index_path.is_file():
         if not single.is_file():
@@ -312,9 +305,9 @@ def _expected_names(directory: Path) -> dict[str, set[str]]:
 
 
 def _allowed(file: str) -> bool:
-    """Whether an index may name this file: in the checkpoint's directory, or in one beside it.
+    """Whether an index may name this file: in the checkpoint's directory or a sibling of it.
 
-    Two checkpoints that differ in the draft head share the other weights in this way.
+    This lets two checkpoints that differ in the draft head share the other weights.
     """
     up, _, shared = file.partition("/")
     if up == "..":
@@ -361,7 +354,7 @@ def _read_header(path: Path) -> dict[str, _Stored]:
     stored = {}
     for name, (kind, shape, begin, stop) in found.items():
         dtype = _dtype(path, name, kind)
-        # A stack of experts without bytes could have any number of experts.
+        # An empty stack of experts could claim any number of experts.
         least = 0 if len(shape) == 1 else 1
         if (
             begin < 0

@@ -7,12 +7,12 @@ from typing import Literal
 from torch import Tensor
 
 Storage = Literal["bf16", "f16", "f32", "i64", "fp8_block", "fp4"]
-"""The stored format of a weight; "fp8_block" and "fp4" (formats.py) have a `.scale` tensor too."""
+"""The stored format of a weight. "fp8_block" and "fp4" also have a `.scale` tensor (formats.py)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The indices start to stop - 1 along one axis of a weight: what one rank holds."""
+    """The part of a weight that one rank holds: indices start to stop - 1 along one axis."""
 
     axis: int
     start: int
@@ -27,7 +27,7 @@ class Slice:
         return tensor.narrow(self.axis, self.start, self.stop - self.start)
 
     def over(self, count: int) -> "Slice":
-        """The same slice of a tensor in which one element stands for `count` along the axis."""
+        """The same slice of a tensor with one element for each `count` elements along the axis."""
         assert self.start % count == 0 and self.stop % count == 0, (self, count)
         return Slice(self.axis, self.start // count, self.stop // count)
 
@@ -50,7 +50,7 @@ class WeightSpec:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The logical shape of what this process holds."""
+        """The logical shape of the part that this process holds."""
         return self.shape if self.slice is None else self.slice.shape_in(self.shape)
 
     @property
@@ -65,4 +65,4 @@ class WeightSpec:
 
 
 Progress = Callable[[int, int], object]
-"""Called with (bytes done, bytes in all) after each weight."""
+"""Called with (bytes done, total bytes) after each weight."""

@@ -2,14 +2,15 @@
 
 Threads read pieces of tensors from the files into pinned memory. One thread sends the pieces to the
 device on its own CUDA stream. Tensors that need no conversion go directly to their destinations;
-these are nearly all of a checkpoint, thousands of tensors. The iterating thread stores the others
-at the same time. The number of pieces in pinned memory and of groups on the device is bounded. All
-tensors are checked for NaN on the device: in the reading threads, thousands of short calls would
+these are nearly all of a checkpoint's thousands of tensors. Meanwhile, the iterating thread stores
+the others. The numbers of pieces in pinned memory and of groups on the device are bounded. The
+device checks all tensors for NaN, because thousands of short calls in the reading threads would
 wait for Python's lock.
 
-A slice of columns is many short rows with gaps. Reading each row alone costs a system call for some
-hundred bytes, and the disk and the page cache read whole 4 KiB pages anyway. So a thread reads rows
-with their gaps into a buffer that stays in its core's cache, and copies the rows' bytes from there.
+A slice of columns has many short rows with gaps between them. Reading each row alone would cost a
+system call for some hundred bytes, and the disk and the page cache read whole 4 KiB pages anyway.
+So a thread reads rows with their gaps into a buffer that stays in its core's cache, and copies the
+rows from there.
 """
 
 import os
@@ -37,18 +38,18 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 PIECE_BYTES = 16 * 2**20
 ALIGN = 64
 THREADS = 12
-# Rows and gaps that a thread reads at once, in bytes.
+# Bytes of rows and gaps that a thread reads at once.
 GAPPED_BYTES = 2**20
 PINNED_PIECES = 24
 # The most groups of tensors on the device that the iterating thread has not stored yet.
 GROUPS_AHEAD = 12
-# Bytes of scales at their destinations that one check for NaN covers.
-LOOK_BYTES = 2**27
+# Bytes of scales that one check for NaN covers.
+CHECK_BYTES = 2**27
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A part of a tensor, or all of it, to be read from the file.
+    """A tensor, or a part of one, to read from the file.
 
     Attributes:
         start: offset in the tensor's bytes, without gaps.
@@ -81,7 +82,7 @@ class Group:
 def groups_of(
     infos: Sequence[TensorInfo], piece_bytes: int = PIECE_BYTES, placed: Container[str] = ()
 ) -> Iterator[Group]:
-    """Group the tensors in order, with small ones together; `placed` tensors have own groups."""
+    """Group the tensors in order, small ones together. `placed` tensors have separate groups."""
     group = Group(pieces=[[]])
     for info in infos:
         is_placed = info.name in placed
@@ -141,8 +142,8 @@ class Staging:
     def tensors(self, infos: Sequence[TensorInfo]) -> Iterator[tuple[TensorInfo, Tensor | None]]:
         """Iterate over the tensors on the device, in order.
 
-        The iterator yields None for a tensor with a destination, which holds its bytes when the
-        iteration ends.
+        The iterator yields None for a tensor with a destination, where its bytes have arrived when
+        the iteration ends.
 
         Raises:
             CheckpointError: a file cannot be read or has changed; after the last tensor, one of
@@ -172,7 +173,7 @@ class Staging:
                         yield by_name[name], None
                     continue
                 for name, tensor in arrived.tensors(by_name):
-                    faults.look([by_name[name]], not_finite(tensor))
+                    faults.add([by_name[name]], not_finite(tensor))
                     yield by_name[name], tensor
                 arrived.release()
                 self._room.release()
@@ -183,11 +184,11 @@ class Staging:
             if self._stream is not None:
                 # Finish all writes, because the caller may free the destinations after a stop.
                 self._stream.synchronize()
-        self._look_at_places(infos, faults)
-        faults.tell()
+        self._check_placed(infos, faults)
+        faults.raise_first()
 
-    def _look_at_places(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
-        """Check tensors at their destinations for NaN.
+    def _check_placed(self, infos: Sequence[TensorInfo], faults: "_Faults") -> None:
+        """Check the tensors with destinations for NaN.
 
         Scales are thousands of small tensors, so one check covers many of the same size.
         """
@@ -199,15 +200,15 @@ class Staging:
             if info.dtype == torch.float8_e8m0fnu:
                 alike.setdefault(info.num_bytes, []).append(info)
             else:
-                faults.look([info], not_finite(self._places[info.name].view(info.dtype)))
+                faults.add([info], not_finite(self._places[info.name].view(info.dtype)))
         for size, some in alike.items():
-            count = max(1, LOOK_BYTES // size)
+            count = max(1, CHECK_BYTES // size)
             for part in (some[i : i + count] for i in range(0, len(some), count)):
                 places = torch.stack([self._places[info.name] for info in part])
-                faults.look(part, places.amax(1) == E8M0_NAN)
+                faults.add(part, places.amax(1) == E8M0_NAN)
 
     def _send_all(self, infos: Sequence[TensorInfo]) -> None:
-        """Run the sending thread. The iterating thread raises its errors."""
+        """The function of the sending thread. The iterating thread raises its errors."""
         try:
             with ExitStack() as stack, ThreadPoolExecutor(num_threads()) as pool:
                 # The stack closes the files after all reading threads have ended.
@@ -219,7 +220,7 @@ class Staging:
 
     def _pipeline(self, groups: Iterator[Group], files: "_Files", pool: ThreadPoolExecutor) -> None:
         asked: deque[Group] = deque()
-        # Keep no failed future in this frame: its exception will refer to the frame (a cycle).
+        # Keep no failed future in this frame: its exception refers to the frame, which is a cycle.
         reading: deque[Future[_Pinned]] = deque()
 
         def pieces() -> Iterator[list[Read]]:
@@ -320,13 +321,13 @@ class _Faults:
         self._infos: list[TensorInfo] = []
         self._flags: list[Tensor] = []
 
-    def look(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
-        """Add checks. flags: one bool for each tensor."""
+    def add(self, infos: Sequence[TensorInfo], flags: Tensor) -> None:
+        """Add a check. flags: a bool for each tensor, true if it has a value that is not finite."""
         self._infos += infos
         self._flags.append(flags.reshape(-1))
 
-    def tell(self) -> None:
-        """Raises CheckpointError for the first tensor that is not finite."""
+    def raise_first(self) -> None:
+        """Raise CheckpointError for the first tensor with a value that is not finite."""
         flags = torch.cat(self._flags).tolist() if self._flags else []
         for info in compress(self._infos, flags):
             raise CheckpointError(
@@ -335,7 +336,7 @@ class _Faults:
 
 
 class _Pinned:
-    """Memory for one piece, which is free again once the transfer is done."""
+    """Pinned memory for one piece. It can be reused once the transfer is done."""
 
     def __init__(self, num_bytes: int, pinned: bool) -> None:
         self.memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
@@ -367,7 +368,7 @@ class _Files:
 
 
 def _read_piece(piece: Sequence[Read], files: _Files, pinned: _Pinned) -> _Pinned:
-    """Read one piece: the work of a reading thread."""
+    """Read one piece, in a reading thread."""
     if pinned.event is not None:
         pinned.event.synchronize()
     first = piece[0].place
@@ -392,7 +393,7 @@ def _adjoin(one: Read, other: Read) -> bool:
 
 
 def _read(reads: Sequence[Read], files: _Files, pinned: _Pinned, begin: int) -> None:
-    """Read adjacent parts of a file into the pinned memory, from its byte `begin` on."""
+    """Read adjacent parts of a file into the pinned memory, starting at its byte `begin`."""
     first = reads[0]
     target = pinned.bytes[begin : begin + sum(read.num_bytes for read in reads)]
     if first.info.pitch is None:
@@ -412,7 +413,7 @@ def _read(reads: Sequence[Read], files: _Files, pinned: _Pinned, begin: int) -> 
 
 
 def _fill(target: Bytes, reads: Sequence[Read], files: _Files, offset: int) -> None:
-    """Read bytes of the tensors of `reads` from `offset` of their file on until target is full."""
+    """Fill `target` with bytes of the tensors of `reads`, starting at `offset` of their file."""
     left = memoryview(target.data)
     done = 0
     while left:
@@ -426,7 +427,7 @@ def _fill(target: Bytes, reads: Sequence[Read], files: _Files, offset: int) -> N
         if not count:
             info = _at(reads, done)
             raise CheckpointError(
-                f"cannot read {info.name} from {info.file}: it ends before it; was it changed?"
+                f"cannot read {info.name} from {info.file}: the file is too short; was it changed?"
             )
         done += count
         left = left[count:]

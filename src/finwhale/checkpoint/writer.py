@@ -150,7 +150,7 @@ class _ShardWriter:
         num_bytes = sum(tensor.nbytes for tensor in stored.values())
         if self._pending and self._pending_bytes + num_bytes > self._max_bytes:
             self._flush()
-        # A slice of a larger tensor, or one given twice, must not share memory with another.
+        # Clone: save_file refuses tensors that share memory.
         self._pending.update({name: tensor.clone() for name, tensor in stored.items()})
         self._pending_bytes += num_bytes
         self._total_bytes += num_bytes

@@ -2,13 +2,13 @@
 
     (x, post_mix, res_mix, residual) -> [enter] -> compress, select, attend -> [leave] -> experts
 
-`CompiledMode` is the entry point. A graph is traced from DecoderLayer's own methods
-(layer_tracer.py), compiled by inductor or loaded (graph_store.py, graph_forms.py), and called by a
-CompiledLayer. Weights, caches and the step are its arguments, so layers of one kind share it.
+`CompiledMode` is the entry point. LayerTracer traces a graph from DecoderLayer's own methods,
+GraphStore compiles it with inductor or loads it, and a CompiledLayer calls it. Weights, caches and
+the step are arguments of the graph, so layers of one kind share it.
 
 An operator in a graph is either plain torch, which is compiled with the graph (cpu_ops.py), or a
-custom operator of torch.library, which the graph calls (custom_ops.py). The default mode registers
-none.
+custom operator of torch.library, which the graph calls (custom_ops.py). Without the compiled mode,
+no custom operators are registered.
 """
 
 from dataclasses import replace
@@ -32,16 +32,16 @@ from finwhale.ops.linear.ref import grouped_form
 class CompiledMode:
     """Compiles a model's decoder layers.
 
-    Create this object before the model, and create the model with its operator table. It registers
-    the custom operators, because a graph finds its operators only if they are registered before the
-    graph is loaded.
+    Create this object before the model, and create the model with its operator table `ops`. The
+    constructor registers the custom operators, because they must be registered before a graph that
+    calls them is loaded.
 
     Args:
-        ops: the platform's own table.
+        ops: the platform's operator table.
 
     Attributes:
-        ops: the table for the model. It always gives attention's output in the same form, because
-            a graph accepts only one form for any number of tokens.
+        ops: the operator table for the model. It uses one form of attention's output for any number
+            of tokens, because a graph accepts only one.
     """
 
     def __init__(self, ops: Ops) -> None:
@@ -55,7 +55,7 @@ class CompiledMode:
         """Replace the decoder layers of a model and of its draft head by compiled ones.
 
         Args:
-            directory: holds the graphs; created if missing.
+            directory: the directory of the graphs; created if missing.
 
         Returns:
             Number of graphs that were compiled. The others were loaded.

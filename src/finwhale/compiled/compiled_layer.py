@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from finwhale.compiled.graph_store import GraphStore
-from finwhale.compiled.layer_tracer import LayerTracer, tensors_of
+from finwhale.compiled.layer_tracer import LayerTracer
 from finwhale.models.deepseek_v4.compressor import C4Entries
 from finwhale.models.deepseek_v4.layer import LayerState
 from finwhale.models.deepseek_v4.rope import RotaryTables
-from finwhale.models.protocol import PagedCache, Segments, StepInputs
+from finwhale.models.protocol import PagedCache, Segments, StepInputs, tensors_of
 from finwhale.ops.attention import Complete, Selected, Window
 from finwhale.ops.paging import contiguous_rows
 from finwhale.ops.ranks import PartialSum
 
 # Largest number of tokens in a step that runs compiled. In larger steps GEMMs take nearly all the
-# time, and the graphs, which are made for few rows, save nothing.
+# time, so the graphs, which are compiled for few rows, save nothing.
 MAX_TOKENS = {"cpu": 64, "cuda": 512}
 
 
@@ -24,7 +24,7 @@ class CompiledLayer:
     """A DecoderLayer with the same arguments and results, whose two halves are graphs.
 
     Args:
-        store: gives the graphs.
+        store: compiles or loads the graphs.
     """
 
     def __init__(self, tracer: LayerTracer, store: GraphStore) -> None:
@@ -91,7 +91,7 @@ class CompiledLayer:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
-        """Select the entries that each token sees; a graph runs the indexer."""
+        """Select the entries that each token sees. If the indexer has a graph, call the graph."""
         attn = self.layer.attn
         if self.select is None or projected is None:
             return attn.choose(q_NX, projected, inputs, rotary, cache)

@@ -24,7 +24,7 @@ from finwhale.ops.paging import PageTable, Tokens
 from finwhale.ops.rounding import MIN_AMAX, MIN_FP4_AMAX, fp4_group, hadamard
 from finwhale.ops.slots import index_step, window_slots, write_slots
 
-# Outputs that are adjacent in memory: two vectors of float32.
+# Number of outputs that are adjacent in memory: two vectors of float32.
 COLUMNS = 32
 _EXPONENT = 0x7F800000
 # Rounds up to a power of two, then goes from a group's scale to its lowest exponent, six binades
@@ -36,7 +36,7 @@ _FP4_MAGIC = (22 << 23) + 0x400000
 
 
 def traced(registered: Ops) -> Ops:
-    """The CPU's table for tracing: these operators, and `registered` for the others."""
+    """The operator table for tracing on a CPU: this module's operators, and `registered` ones."""
 
     def rounded(x: Tensor, round_input: bool) -> Tensor:
         return round_e4m3(x, ACTIVATION_GROUP) if round_input else x
@@ -242,7 +242,7 @@ def experts_dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
 def experts_compute(
     x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
 ) -> Tensor:
-    """Takes weights of `columns`. Each (token, expert) pair is one loop over the matrix."""
+    """Expects weights from `columns`. Each (token, expert) pair is one loop over the matrix."""
     x_ND = round_e4m3(x_ND, ACTIVATION_GROUP) if w.round_input else x_ND
     width = w.w2.shape[2]
     gate_up = _each(x_ND[:, None], w.w13[pairs.ids])[..., : 2 * width]
@@ -279,7 +279,7 @@ def sparse_attention(
     out_NAC: Tensor,
     scales_NS: Tensor | None = None,
 ) -> None:
-    """Takes selected entries, possibly none. Reads the window's slots from the step's cache."""
+    """Expects selected entries, possibly none. Reads the window's slots from the step's cache."""
     assert isinstance(entries, Selected) and scales_NS is None
     rotation_NR = tokens.rotation(rotary_LR)
     q = q_NAC * torch.rsqrt(q_NAC.square().mean(-1, keepdim=True) + eps)
@@ -309,8 +309,8 @@ def select_entries(
     scale: float,
     round_query: bool,
 ) -> Tensor:
-    """The slots are in order of score, not of position. Reads each token's entries, at least topk
-    slots, and their number from the step's cache.
+    """Returns slots in order of score, not of position. Reads each token's entries (at least topk
+    slots) and their number from the step's cache.
     """
     step = index_step(tokens, table)
     q = apply_rope(q_NIC, tokens.rotation(rotary_LR))

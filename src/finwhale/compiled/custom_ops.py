@@ -1,8 +1,8 @@
 """Custom operators of torch.library, which a graph calls in place of a table's functions.
 
-A schema of torch.library knows tensors and numbers only, so a data class among an operator's
-arguments is passed as its fields. The schema and both conversions follow from the contract's
-signature in `Ops`. Only the shapes of the results are stated here.
+A schema of torch.library allows only tensors and numbers, so an operator gets the fields of its
+data class arguments. The schema and both conversions follow from the contract's signature in `Ops`.
+This module states only the shapes of the results.
 
 Legend as in the operator families' packages.
 """
@@ -38,7 +38,7 @@ OPERATORS = {
 
 
 def namespace(ops: Ops) -> str:
-    """The namespace of a table's operators: every table has its own, the same in every process."""
+    """The namespace of a table's operators. Each table has its own, equal in every process."""
     digest = hashlib.sha256(repr(ops.implementations()).encode()).hexdigest()
     return f"finwhale_{ops.linear.__module__.rpartition('.')[2]}_{digest[:8]}"
 
@@ -57,7 +57,7 @@ def register(ops: Ops) -> Library:
 
 
 def custom(ops: Ops) -> Ops:
-    """`ops`, registered, with the functions of OPERATORS replaced by calls of custom operators."""
+    """Register `ops`; returns it with the functions of OPERATORS replaced by custom operators."""
     register(ops)
     space = getattr(torch.ops, namespace(ops))
     calls: dict[str, Any] = {name: FlatSignature(name).call_of(space, name) for name in OPERATORS}
@@ -107,7 +107,7 @@ class FlatSignature:
         return infer_schema(prototype, mutates_args=written).replace("SymInt", "int")
 
     def taking_flat(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the flat arguments, which calls `fn` with the contract's."""
+        """A function of the flat arguments that calls `fn` with the contract's arguments."""
         parts = self.parts
 
         def flat_fn(*flat: Any) -> Any:
@@ -116,7 +116,7 @@ class FlatSignature:
         return flat_fn
 
     def call_of(self, space: Any, name: str) -> Callable[..., Any]:
-        """A function of the contract's arguments, which calls a custom operator of a namespace."""
+        """A function of the contract's arguments that calls a custom operator of a namespace."""
 
         def contract_fn(*args: Any, **named: Any) -> Any:
             bound = self.signature.bind(*args, **named)
@@ -133,7 +133,7 @@ class FlatSignature:
 
 
 def _passed(data_class: Any) -> list[Field[Any]]:
-    """The fields of a data class, without those that an object fills later."""
+    """The fields of a data class, without caches that the object fills later."""
     return [field for field in fields(data_class) if field.default_factory is MISSING]
 
 

@@ -1,7 +1,7 @@
-"""How a graph is compiled to a file and loaded again: one form for a CPU, one for a GPU.
+"""Compiles a graph to a file and loads it: one form of file for a CPU, one for a GPU.
 
-On a CPU a graph is a shared library (AOTInductor): a call costs 2 to 4 us. On a GPU captured steps
-hide that time, so a graph is a Python module, which needs no C++ compiler.
+On a CPU a graph is a shared library (AOTInductor), of which a call costs 2 to 4 us. On a GPU
+captured steps hide the cost of a call, so a graph is a Python module, which needs no C++ compiler.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from finwhale.errors import ResourceError
 
 
 class Graph(Protocol):
-    """A compiled graph. It empties the list of its arguments."""
+    """A compiled graph. A call empties the list of its arguments."""
 
     def __call__(self, arguments: list[Tensor]) -> list[Tensor]: ...
 
@@ -34,7 +34,7 @@ def _compile_library(program: ExportedProgram, path: Path) -> None:
 
 
 def _load_library(path: Path) -> Graph:
-    """Load without tracing or compiling. The operators that it calls must be registered.
+    """Load a library. The operators that it calls must be registered.
 
     This calls torch's loader directly: torch._inductor, which wraps it, takes seconds to import.
     """
@@ -42,8 +42,8 @@ def _load_library(path: Path) -> Graph:
     return cast(Graph, loader.boxed_run)
 
 
-# Inductor would otherwise choose by timing, which differs from start to start, and compile Triton
-# kernels in processes that write them elsewhere.
+# By default, inductor chooses kernels by timing, which differs from start to start, and compiles
+# Triton kernels in other processes, which write them elsewhere.
 MODULE_CONFIG = {"deterministic": True, "compile_threads": 1}
 
 
@@ -78,7 +78,7 @@ TRIAL = """
 import sys, torch
 torch._C._aoti.AOTIModelPackageLoader(sys.argv[1], "model", True, 1, -1)
 """
-# The entry of a package that lists the operators it calls. The trial process registers none.
+# The package's entry that lists the operators that it calls. The trial process registers none.
 OPERATORS = ".wrapper.json"
 
 
@@ -86,7 +86,7 @@ def _try_to_load(path: Path) -> None:
     """Load a library in a separate process, which crashes if compiler and torch are incompatible.
 
     Raises:
-        ResourceError: that process died or failed.
+        ResourceError: the process died or failed.
     """
     copy = path.with_suffix(".trial")
     try:
@@ -118,7 +118,7 @@ class Form:
         compile: compiles a program into a file.
         check: tests the first file that a process compiles; raises ResourceError if it is unusable.
         load: loads a file.
-        needs: the programs that a machine needs to compile.
+        needs: the programs that a machine needs to compile graphs.
     """
 
     compile: Callable[[ExportedProgram, Path], None]

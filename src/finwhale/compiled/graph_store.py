@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A sample that the graph is traced with, and the dimensions whose sizes stay open."""
+    """A sample argument for tracing, and the dimensions whose sizes stay dynamic."""
 
     sample: Tensor
     open_dims: tuple[int, ...] = ()
@@ -37,17 +37,17 @@ class Argument:
         """The properties of the argument that a graph's code depends on."""
         t = self.sample
         shape = ["*" if i in self.open_dims else str(n) for i, n in enumerate(t.shape)]
-        # The stride of a pool's rows depends on the number of layers in the cache.
+        # Ignore a pool's row stride, which depends on the number of layers in the cache.
         strides = [] if len(self.open_dims) > 1 else list(t.stride())
         return f"{t.dtype} {t.device.type} {','.join(shape)} {strides}"
 
 
 @dataclass(frozen=True, slots=True)
 class Traceable:
-    """A function of flat tensors, and the arguments that it is traced with.
+    """A function of flat tensors, and its sample arguments for tracing.
 
     Attributes:
-        name: the graph and the kind of layer, for the log.
+        name: the names of graph and kind of layer, for the log.
         constants: all other values that the function reads.
     """
 
@@ -66,13 +66,13 @@ class Traceable:
 
 
 class GraphStore:
-    """Gives graphs: from memory, from the directory, or compiled now.
+    """Finds graphs in memory or in the directory, and compiles the missing ones.
 
     Args:
         operators: the namespace of the custom operators that the graphs call.
 
     Attributes:
-        num_compiled: number of graphs that had to be compiled.
+        num_compiled: number of compiled graphs.
 
     Raises:
         ResourceError: the directory cannot be created, or (from `graph`) the machine has no

@@ -2,7 +2,7 @@
 
 Each function calls DecoderLayer's own methods with weights and caches as arguments, so layers that
 differ only in values share a graph. Operators that read a sequence's length or choose experts run
-between the graphs. If every operator can be plain torch (on a CPU), the second graph contains
+between the graphs. On a CPU, where every operator can be plain torch, the second graph contains
 attention and the experts, and the indexer has its own graph.
 """
 
@@ -20,21 +20,20 @@ from finwhale.models.deepseek_v4.compressor import C4Entries, C4Weights
 from finwhale.models.deepseek_v4.layer import DecoderLayer, LayerWeights
 from finwhale.models.deepseek_v4.model import DeepseekV4
 from finwhale.models.deepseek_v4.streams import SideStreams
-from finwhale.models.protocol import PagedCache, StepInputs
+from finwhale.models.protocol import PagedCache, StepInputs, tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.attention import Selected
 from finwhale.ops.moe import ExpertWeight
 from finwhale.ops.paging import contiguous_rows
 
 T = TypeVar("T")
-# Samples of the sizes that stay open in a graph. They differ, so that the tracer takes none for
-# another.
+# Sample values of a graph's dynamic sizes. All differ, so that the tracer does not merge any two.
 SAMPLE_TOKENS, SAMPLE_SEQUENCES, SAMPLE_PAGES, SAMPLE_ENTRIES, SAMPLE_ROWS = 6, 4, 3, 5, 16
 C4_RATIO = 4
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Everything in nested tuples and data classes, in order."""
+    """All values in nested tuples and data classes, in order."""
     if isinstance(value, tuple):
         for item in value:
             yield from leaves(item)
@@ -43,11 +42,6 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(getattr(value, field.name))
     else:
         yield value
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors among the leaves."""
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def with_tensors(value: T, tensors: Iterator[Tensor]) -> T:
@@ -91,7 +85,7 @@ class LayerTracer:
         self.step = step
         self.first = first
         w = layer.weights
-        # The routed experts of a packed table run between the graphs, so no graph reads them.
+        # A packed table runs the routed experts between the graphs, so no graph reads them.
         none = ExpertWeight(torch.empty(0), torch.empty(0))
         ffn = replace(w.ffn, experts=none if step.packed else columns(w.ffn.experts))
         self.enter_weights = (w.hc_attn, w.attn)
@@ -266,7 +260,7 @@ class LayerTracer:
             Argument(torch.zeros(count, dtype=torch.int32, device=self.pool.device), (0,))
             for count in (SAMPLE_SEQUENCES + 1, SAMPLE_SEQUENCES)
         )
-        # As in a captured step, the table's rows are not adjacent, and their stride stays open.
+        # As in a captured step, the table's rows are not adjacent, and their stride is dynamic.
         pages = first.sample[:, None].repeat(1, 2 * SAMPLE_PAGES + 1)[:, :SAMPLE_PAGES]
         rotary = Argument(self.rotary, (0,))
         return [positions, sequence, starts, Argument(pages, (0, 1)), first, rotary]

@@ -1,4 +1,4 @@
-"""Converts a step to the flat list of tensors that a compiled graph takes, and back."""
+"""Converts a step to the flat list of tensors that a compiled graph gets, and back."""
 
 from dataclasses import dataclass
 
@@ -22,10 +22,10 @@ ENTRY_STEP = 32
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """Gives the operators in a graph their positions and cached rows.
+    """Converts positions and cached rows between a step and a graph's arguments.
 
-    If the cache is not packed, a graph gets a pool as contiguous rows, with indices of rows
-    (`contiguous_rows`), for any stride of the pool. All layers of a kind therefore share a graph.
+    If the cache is not packed, a graph gets a pool as contiguous rows and row indices
+    (`contiguous_rows`), whatever the pool's stride. So all layers of a kind share a graph.
 
     Attributes:
         packed: kernels read page tables, and attention runs between the graphs. Otherwise the
@@ -81,7 +81,7 @@ class StepTensors:
     def flat_entries(
         self, tokens: Tokens, table: PageTable, topk: int, row_step: int
     ) -> list[Tensor]:
-        """The indexer's rows of each token's keys [N,E], and the number that it sees [N]."""
+        """The rows of each token's index keys [N,E], and the number of entries that it sees [N]."""
         kept = tokens.cache.graph_keys
         found = kept.get((table, topk))
         if found is None:

@@ -1,4 +1,4 @@
-"""The operations between the ranks of one model: their contract, and one rank alone.
+"""The contract of the collectives of a model's ranks, and their implementation for a single rank.
 
 `ref.py` defines each collective over a list of the ranks' tensors; the tests compare the
 implementations with it.
@@ -13,15 +13,15 @@ from finwhale.ops.ranks import Channel
 
 
 class Collectives(Protocol):
-    """What a model calls to combine the tensors of its ranks.
+    """The operations that combine the tensors of a model's ranks.
 
     Every rank calls the same collectives in the same order, with tensors of one shape and dtype.
-    The input does not change, except where `overwrite` permits it. The result is a tensor of its
-    own that the caller may keep, except that one rank alone returns its input.
+    The input does not change, except where `overwrite` permits it. The result is a new tensor that
+    the caller may keep; a single rank returns its input.
 
     On a GPU a call runs on the current CUDA stream. It can be captured in a CUDA graph; then every
-    rank must replay its graph. All calls of a process use one stream at a time, because they share
-    buffers.
+    rank must replay its graph. All calls of a process use one CUDA stream at a time, because they
+    share buffers.
 
     Attributes:
         rank: the rank that makes the calls.
@@ -34,14 +34,13 @@ class Collectives(Protocol):
         """Sum the ranks' x.
 
         The sum is taken in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and rounded
-        once to the dtype of x. Every rank gets the same bits. They depend on the values of one
-        element only: neither the shape nor the other elements matter. `Nccl` and `Push` document
-        for which messages they promise this order only if `ordered`; all ranks get the same bits
-        even then.
+        once to the dtype of x. Every rank gets the same bits, which depend neither on the shape nor
+        on the other elements. `Nccl` and `Push` document for which messages they keep this order
+        only if `ordered`; all ranks get the same bits even then.
 
         Args:
             x: contiguous, float32 or bfloat16, any shape.
-            overwrite: the caller does not need x any more; it may become the result.
+            overwrite: the caller no longer needs x, whose memory may become the result.
 
         Returns:
             A tensor of the shape and dtype of x.
@@ -63,10 +62,10 @@ class Collectives(Protocol):
         """Sum the ranks' x, and return this rank's rows of the sum (`Rank.rows`).
 
         Args:
-            x: as that of `all_reduce`, [N, ...].
+            x: [N, ...], as for `all_reduce`.
 
         Returns:
-            [rows, ...]: the bits of these rows of `all_reduce`, if both are `ordered`.
+            [rows, ...]: if `ordered`, the same bits as these rows of `all_reduce`.
         """
         ...
 
@@ -88,24 +87,25 @@ class Collectives(Protocol):
         calls it in the same order, on the stream of the collectives.
 
         Args:
-            num_tokens: rows of x.
+            num_tokens: number of rows of x.
             num_programs: the most programs of the operator that exchange words.
         """
         ...
 
     def check(self) -> None:
-        """Raise if a collective gave up waiting for a rank. Does not synchronise with the GPU.
+        """Raise if a collective timed out waiting for a rank. Does not synchronise with the GPU.
 
-        A collective that gave up has returned NaN. The engine calls this before it uses results.
+        A collective that timed out has returned NaN. The engine calls `check` before it uses
+        results.
 
         Raises:
-            EngineDeadError: names the ranks that were missing.
+            EngineDeadError: names the missing ranks.
         """
         ...
 
 
 class Alone:
-    """One rank: every collective returns its input."""
+    """The collectives of a single rank: each returns its input."""
 
     rank = ALONE
 

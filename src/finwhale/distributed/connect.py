@@ -1,4 +1,4 @@
-"""Connect the ranks of a model: choose the collectives, and check them."""
+"""Connects the ranks of a model: chooses the collectives, and checks them."""
 
 import itertools
 import logging
@@ -48,19 +48,19 @@ def connect(
     timeout: timedelta = TIMEOUT,
     check: Callable[[], None] = lambda: None,
 ) -> Collectives:
-    """Connect this rank with the others. All ranks call this at once; it blocks until all have.
+    """Connect this rank with the others. Blocks until all ranks have called it.
 
     `disconnect` is the reverse. A process may connect several times.
 
     Args:
-        device: of this rank; a GPU has an index.
-        store: reachable by all ranks.
+        device: the device of this rank; a GPU has an index.
+        store: a store that all ranks can reach.
         ordered: sum in the order of the tree of pairs at every size (`batch_invariant`).
         check: called while this rank waits; it raises if another rank has failed.
 
     Raises:
-        FinwhaleError: a rank did not connect in time, or failed the self-check. Each of two phases
-            has `timeout`: until all ranks are here, and until they are connected.
+        FinwhaleError: a rank did not connect in time, or failed the self-check. `timeout` applies
+            to each of two phases: until all ranks have called this, and until they are connected.
     """
     if rank.size == 1:
         return Alone()
@@ -89,11 +89,11 @@ def connect(
 
 
 def disconnect(collectives: Collectives) -> None:
-    """Free what `connect` has made. The other ranks may be gone. No call of a collective follows.
+    """Free the result of `connect`. The other ranks may be gone. No collective may be called after.
 
-    Graphs that contain collectives must be freed before, because NCCL waits for them.
+    Graphs that contain collectives must be freed first, because NCCL waits for them.
     """
-    close = getattr(collectives, "close", None)  # of Nccl and of Push
+    close = getattr(collectives, "close", None)  # Nccl and Push have it
     if close is not None:
         close()
 
@@ -103,10 +103,10 @@ def _watched(
 ) -> T:
     """Call `work` on another thread, until `check` raises or the time is over (TimeoutError).
 
-    Without a rank, NCCL, Gloo and symmetric memory wait. Then that thread is abandoned.
+    If a rank is gone, NCCL, Gloo and symmetric memory wait for it, and the thread is abandoned.
     """
     done: Future[T] = Future()
-    # Counted, not read from a clock, because a rank's clock may be wrong.
+    # Count polls instead of reading a clock, because a rank's clock may be wrong.
     left = None if timeout is None else timeout.total_seconds() / POLL_S
 
     def run() -> None:
@@ -169,7 +169,7 @@ def make_push(
     """Make `Push` over symmetric memory. All ranks of `group` call this at once.
 
     Args:
-        late: kernels do not start early, as they do on Hopper and later.
+        late: kernels do not start early (Push.early), although the GPU could.
     """
     from finwhale.distributed.push import Push, symmetric_memory
 

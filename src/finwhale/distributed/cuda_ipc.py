@@ -1,7 +1,7 @@
 """Shares a buffer of a GPU with other processes of the host, over CUDA IPC.
 
-A handle is plain data: torch's description of the buffer's memory. So a client can send it as JSON.
-Nobody unpickles it, because pickle runs code.
+A handle is plain data: torch's description of the buffer's memory. A client sends it as JSON, not
+pickled, because unpickling can run code.
 """
 
 import base64
@@ -27,9 +27,9 @@ class IpcHandle:
 
     Attributes:
         memory: CUDA's handle of the allocation.
-        size_bytes, offset_bytes: the place of the buffer in the allocation.
-        counter, counter_offset: torch's count of the receivers.
-        event: CUDA's handle of an event, after which the buffer is filled.
+        size_bytes, offset_bytes: size and offset of the buffer in the allocation.
+        counter, counter_offset: torch's reference count of the receivers.
+        event: CUDA's handle of the event after which the buffer has its contents.
         waits: whether the receiver must wait for the event.
     """
 
@@ -74,7 +74,7 @@ class IpcHandle:
 def share(buffer: Tensor) -> tuple[str, IpcHandle]:
     """The UUID of a buffer's GPU, and a handle of the buffer.
 
-    One process may open the handle, once. The buffer must stay as it is until then.
+    One process may open the handle, once. The buffer must not change until then.
 
     Args:
         buffer: contiguous, uint8, on a GPU.
@@ -97,17 +97,17 @@ def share(buffer: Tensor) -> tuple[str, IpcHandle]:
 
 
 def open_buffer(handles: Mapping[str, IpcHandle], device: torch.device) -> Tensor:
-    """The buffer on this GPU, as uint8. It is the memory of the other process, not a copy.
+    """The buffer on this GPU, as uint8. It shares the memory of the other process.
 
     Args:
         handles: handles by the UUID of their GPU.
 
     Raises:
-        FinwhaleError: no handle is of this GPU, or CUDA cannot open it.
+        FinwhaleError: there is no handle for this GPU, or CUDA cannot open it.
     """
     handle = handle_of(handles, uuid_of(device))
     try:
-        # A device without an index is the current one.
+        # A device without an index means the current device.
         with torch.cuda.device(device):
             storage = torch.UntypedStorage._new_shared_cuda(
                 torch.cuda.current_device(),
@@ -142,4 +142,4 @@ def handle_of(handles: Mapping[str, IpcHandle], uuid: str) -> IpcHandle:
         if name.removeprefix("GPU-").lower() == uuid.removeprefix("GPU-").lower():
             return handle
     known = ", ".join(sorted(handles)) or "none"
-    raise FinwhaleError(f"no IPC handle is of this rank's GPU {uuid}; the handles are of: {known}")
+    raise FinwhaleError(f"there is no IPC handle for this rank's GPU {uuid}, only for: {known}")

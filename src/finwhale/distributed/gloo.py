@@ -22,8 +22,8 @@ class Gloo:
     """Collectives over a Gloo backend that this object owns.
 
     Args:
-        store: reachable by all ranks. Ranks of one process can share a `HashStore`.
-        timeout: a call raises RuntimeError if another rank has not made it after this time.
+        store: a store that all ranks can reach. Ranks of one process can share a `HashStore`.
+        timeout: a call raises RuntimeError if another rank has not made it within this time.
 
     Raises:
         RuntimeError: a rank did not connect in time.
@@ -52,10 +52,10 @@ class Gloo:
         return None
 
     def check(self) -> None:
-        """Every call has raised its own error."""
+        """Do nothing: every call raises its own error."""
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """The ranks' x; they travel as bytes, because Gloo does not know every dtype."""
+        """Gather the ranks' x, as bytes, because Gloo does not support every dtype."""
         sent = x.detach().contiguous().reshape(-1).view(torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self.rank.size)]
         if sent.numel() > 0:

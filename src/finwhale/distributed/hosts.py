@@ -1,8 +1,8 @@
-"""Workers that torchrun or Ray has started, on one or several hosts: they connect to rank 0.
+"""Connects workers that torchrun or Ray has started, on one or several hosts, to rank 0.
 
-Each worker has two TCP connections to rank 0: one for its reports, and one for plans, on which its
-heartbeats go the other way. Both ends prove that they know a secret before anything is unpickled.
-Who can read the ranks' store knows the secret, so the network between the hosts must be trusted.
+Each worker has two TCP connections to rank 0: one for its reports, and one for plans from rank 0
+and the worker's heartbeats. Both ends prove that they know a secret before they unpickle anything.
+The secret is in the ranks' store, so the network between the hosts must be trusted.
 """
 
 import contextlib
@@ -22,20 +22,20 @@ from typing import NoReturn, Self
 
 from torch._C._distributed_c10d import Store
 
-from finwhale.distributed.launch import CONNECT_S, TICK_S, Process, Seat, run_seat
+from finwhale.distributed.launch import CONNECT_S, TICK_S, OwnerLink, Process, run_task
 from finwhale.distributed.peers import StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 
 logger = logging.getLogger(__name__)
 
-LOST_MS = 6000  # a connection is lost when a host has not confirmed what was sent for so long
+LOST_MS = 6000  # a connection is lost if a host does not acknowledge data for this long
 HANDSHAKE_S = 5
 _INVITATION = "hosts/invitation"
 _SECRET_BYTES = 32
 
 
-# --- Where a process is ---------------------------------------------------------------------------
+# --- The place of a process -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Place:
     """The place that torchrun has given this process.
 
     Attributes:
-        local_index: number of this process among those of its host.
+        local_index: index of this process among those of its host.
         serves_store: rank 0 serves the store; otherwise the launcher does.
     """
 
@@ -54,7 +54,7 @@ class Place:
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self | None:
-        """The place that the variables of torchrun describe; None: this process is alone.
+        """The place that torchrun's variables describe; None: this process is the only rank.
 
         Raises:
             FinwhaleError: a variable is not a number, or contradicts another.
@@ -82,7 +82,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """How a worker reaches rank 0."""
+    """The address and the secret with which a worker connects to rank 0."""
 
     host: str
     port: int
@@ -91,7 +91,7 @@ class Invitation:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a worker says of itself, on each of its connections.
+    """A worker's first message on each of its connections.
 
     Attributes:
         plans: the connection is for plans; otherwise it is for reports.
@@ -107,8 +107,8 @@ class Introduction:
 # --- Rank 0 ---------------------------------------------------------------------------------------
 
 
-class RemoteCrew:
-    """The workers that have connected (launch.Crew).
+class RemoteProcesses:
+    """The workers that have connected (launch.WorkerProcesses).
 
     Args:
         close: called after the workers have ended.
@@ -132,7 +132,7 @@ class RemoteCrew:
                 # A full connection blocks until `kill` closes it.
                 worker.plans.send_bytes(message)
         except OSError:
-            while True:  # until the watching thread has noticed
+            while True:  # until the watching thread notices
                 wait()
 
 
@@ -157,7 +157,7 @@ class RemoteWorker:
         return self._beats
 
     def is_stopped(self) -> bool:
-        return False  # the heartbeats tell
+        return False  # unknown: the process may be on another host
 
     def wait(self, seconds: float | None) -> bool:
         end = float("inf") if seconds is None else time.monotonic() + seconds
@@ -172,7 +172,7 @@ class RemoteWorker:
         return "has ended, or the connection to it is lost"
 
     def kill(self) -> None:
-        """Close the connections. The worker ends when it sees that."""
+        """Close the connections, which makes the worker end."""
         for end in self._sockets:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
@@ -185,8 +185,8 @@ class _Admitted:
     socket: socket.socket
 
 
-class Reception:
-    """Where rank 0 waits for its workers.
+class WorkerListener:
+    """The listening socket on which rank 0 waits for its workers.
 
     Args:
         host: the address of this host, as the workers reach it.
@@ -207,7 +207,7 @@ class Reception:
         """Wait for the workers of ranks 1 to size - 1; returns them in order.
 
         Args:
-            check: called now and then; it may raise.
+            check: called repeatedly while waiting; it may raise.
 
         Raises:
             FinwhaleError: a worker has not connected for CONNECT_S seconds.
@@ -236,7 +236,7 @@ class Reception:
         return [RemoteWorker(found[i, False], found[i, True]) for i in range(1, size)]
 
     def _admit(self, end: socket.socket) -> _Admitted | None:
-        """The worker at the other end; None: it does not know the secret."""
+        """Authenticate a connection. None: the other end does not know the secret."""
         connection = _connection(end)
         secret = self.invitation.secret
         try:
@@ -296,10 +296,10 @@ def work_for(invitation: Invitation, rank: Rank, local_index: int) -> NoReturn:
     # Rank 0 decides when this process ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    run_seat(Seat(rank, control, _Line(plans)), control, level)
+    run_task(OwnerLink(rank, control, _PlanInbox(plans)), control, level)
 
 
-class _Line:
+class _PlanInbox:
     """A connection for plans (launch.Inbox)."""
 
     def __init__(self, connection: Connection) -> None:
@@ -321,7 +321,7 @@ class _Line:
 def _enter(invitation: Invitation, introduction: Introduction) -> Connection:
     end = socket.create_connection((invitation.host, invitation.port), timeout=CONNECT_S / 2)
     connection = _connection(end)
-    # Others may be before this process in rank 0's queue.
+    # Rank 0 may first accept other connections.
     with _limited(end, int(CONNECT_S)):
         answer_challenge(connection, invitation.secret)
         deliver_challenge(connection, invitation.secret)
@@ -334,7 +334,7 @@ def _enter(invitation: Invitation, introduction: Introduction) -> Connection:
 
 
 def _connection(end: socket.socket) -> Connection:
-    """A connection over a TCP socket, which stays open."""
+    """A connection over a duplicate of a TCP socket, which stays open."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
@@ -343,13 +343,13 @@ def _connection(end: socket.socket) -> Connection:
 
 @contextlib.contextmanager
 def _limited(end: socket.socket, seconds: int) -> Iterator[None]:
-    """Inside, reading and writing raises OSError after so long."""
+    """Within the context, reads and writes raise OSError after this time."""
     _limit(end, seconds)
     yield
     _limit(end, 0)
 
 
 def _limit(end: socket.socket, seconds: int) -> None:
-    """0: no limit."""
+    """Set the time limit of reads and writes; 0: no limit."""
     for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         end.setsockopt(socket.SOL_SOCKET, name, struct.pack("@ll", seconds, 0))

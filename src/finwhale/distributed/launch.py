@@ -1,13 +1,13 @@
-"""Worker processes, watched and ended by the process that owns them.
+"""Worker processes, which their owner process watches and ends.
 
 Rank 0 runs in the owner's process; rank i in worker i - 1. Each worker has a socket to its owner
-for what is rare (errors, log records, counts), and an inbox for the owner's messages.
+for rare messages (errors, log records, counts), and an inbox for the owner's messages.
 
-`Spawned` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects workers
-that torchrun or Ray has started on one or several hosts.
+`SpawnedProcesses` starts workers on this host; their inbox is a ring (ring.py). hosts.py connects
+workers that torchrun or Ray has started on one or several hosts.
 
-A worker ends when its owner ends, however that happens: a thread of the worker sees the socket
-close. The kernel also kills the workers of this host (PR_SET_PDEATHSIG).
+A worker ends when its owner ends for any reason: a thread of the worker sees the socket close. The
+kernel also kills the workers of this host (PR_SET_PDEATHSIG).
 """
 
 import contextlib
@@ -39,12 +39,12 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.2
 TICK_S = 0.25
 # A worker without heartbeats has failed after STOPPED_S if a signal has stopped it, after SILENT_S
-# in the steady state, and after SILENT_AT_START_S before. Imports and compilers can keep a
-# heartbeat waiting for the interpreter's lock.
+# in the steady state, and after SILENT_AT_START_S before. During the start, imports and compilers
+# can keep a heartbeat waiting for the interpreter's lock.
 STOPPED_S, SILENT_S, SILENT_AT_START_S = 1.0, 6.0, 300.0
-CONNECT_S = 60.0  # for a worker's process to begin, and for its connection to rank 0
-STOP_S = 2.0  # for a worker that was told to stop
-STUCK_S = 4.0  # for the owner to notice a failure, before `on_stuck`
+CONNECT_S = 60.0  # time limit for a worker's process to begin, and for its connection to rank 0
+STOP_S = 2.0  # time limit for a worker to stop
+STUCK_S = 4.0  # time limit for the owner to notice a failure, before `on_stuck`
 
 _MAIN = (
     "import json, signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); "
@@ -61,7 +61,7 @@ _STOP = b""  # the owner's last message to a worker
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a worker begins to do. The first one says that its process runs."""
+    """The phase of its start that a worker begins. The first report shows that its process runs."""
 
     name: str
 
@@ -75,7 +75,7 @@ class Opened:
     """The worker is ready to read messages from its inbox.
 
     Attributes:
-        about: what the owner wants to know of it, plain data; None: nothing.
+        about: plain data about the worker for the owner.
     """
 
     about: Any = None
@@ -83,10 +83,10 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker cannot go on.
+    """The worker cannot continue.
 
     Attributes:
-        kind: raised in the owner's process while it starts.
+        kind: the class of the error that the owner's process raises while it starts.
     """
 
     kind: type[FinwhaleError]
@@ -95,7 +95,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The worker's status, which has changed: plain data."""
+    """A new status of the worker: plain data."""
 
     status: Any
 
@@ -105,7 +105,7 @@ class Answer:
     """The result of a function that the owner sent.
 
     Attributes:
-        pickled: by plain `pickle`, because that of multiprocessing would share a tensor's memory.
+        pickled: made by plain `pickle`; multiprocessing's pickler would share a tensor's memory.
     """
 
     pickled: bytes
@@ -118,13 +118,13 @@ Report = Phase | Opened | Failed | Status | Answer | logging.LogRecord
 
 
 class Process(Protocol):
-    """The process of a worker, as its owner sees it."""
+    """The owner's view of a worker's process."""
 
     @property
     def pid(self) -> int: ...
 
     def beats(self) -> int:
-        """How many heartbeats the process has had."""
+        """Number of the process's heartbeats so far."""
         ...
 
     def is_stopped(self) -> bool:
@@ -136,7 +136,7 @@ class Process(Protocol):
         ...
 
     def ending(self) -> str:
-        """How the process has ended; follows its name in a message."""
+        """How the process has ended: the predicate of a message about it."""
         ...
 
     def kill(self) -> None:
@@ -144,7 +144,7 @@ class Process(Protocol):
         ...
 
 
-class Crew(Protocol):
+class WorkerProcesses(Protocol):
     """The processes of ranks 1 to `len(labels)`.
 
     Attributes:
@@ -154,7 +154,7 @@ class Crew(Protocol):
     labels: Sequence[str]
 
     def start(self) -> list[tuple[Connection, Process]]:
-        """The processes, each with a socket. The thread that calls this watches them."""
+        """Start the processes; returns each with its socket. The calling thread watches them."""
         ...
 
     def write(self, message: bytes, wait: Callable[[], None]) -> None:
@@ -166,11 +166,11 @@ class Crew(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the processes held, after they have ended."""
+        """Free the processes' resources, after they have ended."""
         ...
 
 
-class Spawned:
+class SpawnedProcesses:
     """Processes that this process starts on its host."""
 
     def __init__(self, labels: Sequence[str], capacity: int = CAPACITY) -> None:
@@ -189,7 +189,7 @@ class Spawned:
                 [sys.executable, "-c", _MAIN, json.dumps(sys.path), *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=numbers[:2],
-                # A terminal's Ctrl-C and Ctrl-Z are for the owner.
+                # Only the owner gets a terminal's Ctrl-C and Ctrl-Z.
                 start_new_session=True,
             )
             theirs.close()
@@ -198,11 +198,11 @@ class Spawned:
         return started
 
     def close(self) -> None:
-        """The ring's memory is freed with its last process."""
+        """Do nothing: the ring's memory is freed with its last process."""
 
 
 class _Child:
-    """A process that this process has started, reader `reader` of a ring."""
+    """A process that this process has started. It reads the ring as number `reader`."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", ring: Ring, reader: int) -> None:
         self.pid, self.kill = process.pid, process.kill
@@ -228,13 +228,13 @@ class _Child:
 
 @dataclass(slots=True)
 class _Worker:
-    """One worker, as the watching thread knows it.
+    """The watching thread's state of one worker.
 
     Attributes:
-        phase: what the worker does; None: its process has not begun.
-        phase_s: time since the phase began.
-        silent_s: time without a heartbeat.
-        answers: the answers that nobody has taken yet.
+        phase: the phase of the worker's start; None: its process has not begun.
+        phase_s: seconds since the phase began.
+        silent_s: seconds without a heartbeat.
+        answers: the answers that `Workers.answers` has not returned yet.
     """
 
     rank: Rank
@@ -250,15 +250,19 @@ class _Worker:
     status: Any = None
     answers: SimpleQueue[Answer] = field(default_factory=SimpleQueue)
 
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank.index} ({self.label})"
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """One worker, as the watching thread knows it.
+    """The state of one worker.
 
     Attributes:
-        about: what the worker has said of itself (`Opened`).
-        status: its latest status (`Seat.status`); None: it has reported none.
-        silent_s: time without a heartbeat.
+        about: Opened.about; None: the worker is not open.
+        status: its latest status (`OwnerLink.status`); None: it has reported none.
+        silent_s: seconds without a heartbeat.
     """
 
     label: str
@@ -270,25 +274,25 @@ class WorkerState:
 class Workers:
     """The worker processes of all ranks but the first, and the thread that watches them.
 
-    Once a worker has failed, all of them are killed, and `check` raises. A worker never decides
-    anything; so without one of them the others are of no use.
+    Once a worker has failed, all of them are killed, and `check` raises: no rank can continue
+    without the others.
 
     Args:
-        work: called in every worker with its Seat; picklable.
-        crew: the processes.
+        work: called in every worker with its OwnerLink; picklable.
+        processes: the workers' processes.
 
     Attributes:
-        steady: nothing starts or compiles any more, so that heartbeats must come regularly.
-        on_stuck: called with the cause of a failure if the owner is inside `guard` STUCK_S after
-            it, as if its GPU waits for a rank that is gone. Ends the process.
+        steady: startup and compilation are over, so heartbeats must arrive regularly.
+        on_stuck: called with the cause of a failure if the owner is still inside `guard` STUCK_S
+            later, for example because its GPU waits for a rank that is gone. Ends the process.
     """
 
-    def __init__(self, work: Callable[["Seat"], None], crew: Crew) -> None:
-        self.size = 1 + len(crew.labels)
+    def __init__(self, work: Callable[["OwnerLink"], None], processes: WorkerProcesses) -> None:
+        self.size = 1 + len(processes.labels)
         self.steady = False
         self.on_stuck: Callable[[str], None] = end_process
         self._payload = pickle.dumps(work)
-        self._crew = crew
+        self._processes = processes
         self._workers: list[_Worker] = []
         self._owner = os.getpid()
         self._failure: FinwhaleError | None = None
@@ -314,7 +318,7 @@ class Workers:
     def send(self, message: bytes) -> None:
         """Write a message for all workers. Raises if one has failed."""
         self.check()
-        self._crew.write(message, self._wait_for_room)
+        self._processes.write(message, self._wait_for_room)
 
     def _wait_for_room(self) -> None:
         self.check()
@@ -322,7 +326,7 @@ class Workers:
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Around what may block for ever without a worker (see `on_stuck`)."""
+        """The context for calls that may block forever if a worker is gone (see `on_stuck`)."""
         self._inside = True
         try:
             yield
@@ -331,7 +335,7 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """The process of each worker."""
+        """The process id of each worker."""
         return [worker.process.pid for worker in self._workers]
 
     def states(self) -> list[WorkerState]:
@@ -357,21 +361,22 @@ class Workers:
             worker.process.kill()
 
     def cause(self, wait_s: float = 1.0) -> FinwhaleError | None:
-        """The failure of a worker that may be about to be noticed; None: there is none."""
+        """Wait until a worker's failure is noticed, for at most `wait_s`; None: there is none."""
         end = time.monotonic() + wait_s
         while self._failure is None and time.monotonic() < end:
             time.sleep(0.01)
         return self._failure
 
     def close(self) -> None:
-        """End the workers, and wait for their ends. A forked process ends nobody."""
+        """End the workers, and wait for them to end. Does nothing in a forked process."""
         if os.getpid() != self._owner or self._closing:
             return
         self._closing = True
-        if threading.current_thread() is not self._thread:  # as where it collects garbage
+        # The garbage collector may call this on the watching thread.
+        if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    # The rest runs on the watching thread.
+    # The remaining methods run on the watching thread.
 
     def _watch(self) -> None:
         try:
@@ -380,7 +385,7 @@ class Workers:
             while self._failure is None and not self._closing:
                 ready = wait([w.control for w in self._workers], TICK_S)
                 now = time.monotonic()
-                # Where this thread itself had to wait, its workers may have waited too.
+                # If this thread was delayed, its workers may have been delayed too.
                 spent, last = min(now - last, 2 * TICK_S), now
                 for worker in self._workers:
                     if worker.control in ready:
@@ -388,15 +393,15 @@ class Workers:
                     self._check_heartbeat(worker, spent)
                 if all(worker.opened for worker in self._workers):
                     self._opened.set()
-        except Exception as error:  # of this thread: nobody else would tell
+        except Exception as error:  # otherwise an error of this thread would go unnoticed
             logger.exception("the thread that watches the ranks has failed")
             self._fail(FinwhaleError, f"cannot watch the ranks: {error}")
         finally:
             self._end()
 
     def _start(self) -> None:
-        for index, (control, process) in enumerate(self._crew.start(), 1):
-            rank, label = Rank(index, self.size), self._crew.labels[index - 1]
+        for index, (control, process) in enumerate(self._processes.start(), 1):
+            rank, label = Rank(index, self.size), self._processes.labels[index - 1]
             self._workers.append(_Worker(rank, label, control, process))
         level = logging.getLogger("finwhale").getEffectiveLevel()
         for worker in self._workers:
@@ -410,13 +415,13 @@ class Workers:
                 report: Report = worker.control.recv()
             except (EOFError, OSError):
                 if not self._closing:
-                    self._fail(None, f"{name(worker)} {worker.process.ending()}")
+                    self._fail(None, f"{worker.name} {worker.process.ending()}")
                 return
             if isinstance(report, logging.LogRecord):
-                report.msg = f"{name(worker)}: {report.msg}"
+                report.msg = f"{worker.name}: {report.msg}"
                 logging.getLogger(report.name).handle(report)
             elif isinstance(report, Failed):
-                self._fail(report.kind, f"{name(worker)}: {report.message}")
+                self._fail(report.kind, f"{worker.name}: {report.message}")
             elif isinstance(report, Status):
                 worker.status = report.status
             elif isinstance(report, Answer):
@@ -432,25 +437,25 @@ class Workers:
         worker.silent_s = worker.silent_s + spent if beats == worker.beats else 0.0
         worker.beats = beats
         if worker.silent_s >= STOPPED_S and worker.process.is_stopped():
-            self._fail(None, f"{name(worker)} was stopped by a signal")
+            self._fail(None, f"{worker.name} was stopped by a signal")
         elif worker.silent_s >= (SILENT_S if self.steady else SILENT_AT_START_S):
-            self._fail(None, f"{name(worker)} has not answered for {worker.silent_s:.0f} s")
+            self._fail(None, f"{worker.name} has not answered for {worker.silent_s:.0f} s")
         elif worker.phase in (None, CONNECTING) and worker.phase_s >= CONNECT_S:
             cause = "rank 0 does not answer" if worker.phase else "its process does not begin"
-            self._fail(None, f"{name(worker)} has not connected for {CONNECT_S:.0f} s: {cause}")
+            self._fail(None, f"{worker.name} has not connected for {CONNECT_S:.0f} s: {cause}")
 
     def _fail(self, kind: type[FinwhaleError] | None, message: str) -> None:
-        """Record a failure. `kind`: the error of a start; None: FinwhaleError."""
+        """Record a failure. `kind` is its class during the start; None: FinwhaleError."""
         opened = self._opened.is_set()
         if self._failure is None:
             self._failure = (EngineDeadError if opened else kind or FinwhaleError)(message)
             logger.error("%s", message)
 
     def _end(self) -> None:
-        """End all workers: in good order, or at once after a failure. Leaves no zombie."""
+        """End all workers: by a message, or after a failure by a signal. Leaves no zombie."""
         began = time.monotonic()
         if self._failure is None:
-            # A worker that does not take this message is killed.
+            # A worker that does not react to this message is killed.
             for worker in self._workers:
                 with contextlib.suppress(OSError):
                     worker.control.send_bytes(_STOP)
@@ -463,7 +468,7 @@ class Workers:
                 worker.process.wait(None)
         for worker in self._workers:
             worker.control.close()
-        self._crew.close()
+        self._processes.close()
         while self._failure is not None and self._inside and not self._closing:
             if time.monotonic() - began > STUCK_S:
                 self.on_stuck(str(self._failure))
@@ -471,14 +476,10 @@ class Workers:
             time.sleep(TICK_S)
 
 
-def name(worker: _Worker) -> str:
-    return f"rank {worker.rank.index} ({worker.label})"
-
-
 def end_process(cause: str) -> None:
-    """End this process at once: its device waits for ever."""
+    """End this process at once, because its device waits forever."""
     text = f"finwhale: the device waits for a rank that is gone, so this process ends: {cause}\n"
-    # A pipe that nobody reads must not keep the process.
+    # A pipe that nobody reads must not block the process.
     with contextlib.suppress(OSError):
         if select.select((), (2,), (), 0)[1]:
             os.write(2, text.encode())
@@ -498,14 +499,14 @@ def is_stopped(pid: int) -> bool:
 
 
 class Inbox(Protocol):
-    """The messages of the owner, as their worker sees them."""
+    """A worker's inbox of its owner's messages."""
 
     def read(self) -> bytes:
-        """Wait for the next message, and take it."""
+        """Wait for the next message, and remove it from the inbox."""
         ...
 
     def beat(self) -> None:
-        """Tell the owner that this process runs."""
+        """Send a heartbeat to the owner."""
         ...
 
 
@@ -520,12 +521,11 @@ class _RingInbox:
         self._ring.beat(self._reader)
 
 
-class Seat:
-    """What a worker has of its owner.
+class OwnerLink:
+    """A worker's connection to its owner.
 
     Attributes:
-        status: called at every heartbeat; a change of the result is reported. None: there is
-            nothing to report.
+        status: called at every heartbeat to report a change of its result; None: not called.
     """
 
     def __init__(self, rank: Rank, control: Connection, inbox: Inbox) -> None:
@@ -535,7 +535,7 @@ class Seat:
         self._lock = threading.Lock()
 
     def report(self, report: Report) -> None:
-        """Send a report to the owner; nothing happens if it is gone."""
+        """Send a report to the owner, unless it is gone."""
         with self._lock, contextlib.suppress(OSError):
             self._control.send(report)
 
@@ -557,56 +557,56 @@ class Seat:
         with contextlib.suppress(EOFError, OSError):
             assert self._control.recv_bytes() == _STOP
             code = 0
-        os._exit(code)  # at once: a device that waits for another rank would hold the process
+        os._exit(code)  # at once: a device that waits for another rank would block a normal exit
 
 
 class _Forwarding(logging.Handler):
     """Sends log records to the owner, which formats and writes them."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, owner: OwnerLink) -> None:
         super().__init__()
-        self._seat = seat
+        self._link = owner
 
     def emit(self, record: logging.LogRecord) -> None:
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.msg += "\n" + logging.Formatter().formatException(record.exc_info)
             record.exc_info = record.exc_text = None
-        vars(record).update(rank=self._seat.rank.index)
-        self._seat.report(record)
+        vars(record).update(rank=self._link.rank.index)
+        self._link.report(record)
 
 
 def worker_main(control: int, ring: int, index: int, size: int) -> NoReturn:
-    """Run a worker until its owner ends it (Spawned.start has the arguments)."""
+    """Run a worker until its owner ends it (SpawnedProcesses.start has the arguments)."""
     connection = Connection(control)
     owner, level = connection.recv()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != owner:
-        os._exit(1)  # the owner ended before it could be asked to take this process along
+        os._exit(1)  # the owner ended before prctl took effect
     inbox = _RingInbox(Ring(ring, size - 1), index - 1)
-    run_seat(Seat(Rank(index, size), connection, inbox), connection, level)
+    run_task(OwnerLink(Rank(index, size), connection, inbox), connection, level)
 
 
-def run_seat(seat: Seat, control: Connection, level: int) -> NoReturn:
-    """Receive a worker's task, and work until the owner ends this process.
+def run_task(owner: OwnerLink, control: Connection, level: int) -> NoReturn:
+    """Receive a worker's task, and run it until the owner ends this process.
 
     Args:
-        level: of the log records that are forwarded.
+        level: the lowest level of the log records to forward.
     """
     faulthandler.enable()
-    seat.report(Phase("importing"))
+    owner.report(Phase("importing"))
     payload = control.recv_bytes()
-    for target in (seat._beat, seat._end_with_owner):
+    for target in (owner._beat, owner._end_with_owner):
         threading.Thread(target=target, name=target.__name__, daemon=True).start()
     root = logging.getLogger()
-    root.handlers[:] = [_Forwarding(seat)]
+    root.handlers[:] = [_Forwarding(owner)]
     root.setLevel(level)
     try:
-        pickle.loads(payload)(seat)
+        pickle.loads(payload)(owner)
     except FinwhaleError as error:
-        seat.report(Failed(type(error), str(error)))
+        owner.report(Failed(type(error), str(error)))
     except BaseException as error:
         logger.exception("the rank has failed")
         reason = str(error).strip().partition("\n")[0]
-        seat.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
+        owner.report(Failed(FinwhaleError, f"{type(error).__name__}: {reason}"))
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Collectives of GPUs over NCCL: between hosts, without peer access, and for large messages."""
+"""Collectives over NCCL: between hosts, between GPUs without peer access, and of large messages."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,11 @@ from finwhale.ops.ranks import Channel
 
 
 class FromZero(c10d.Store):
-    """A store in which torch's exchanges of symmetric memory have the numbers 0, 1, 2, ...
+    """A store that renumbers torch's exchanges of symmetric memory from 0.
 
-    torch numbers them as long as a process lives, and a number is a part of the keys
-    (`StoreExchange` in CUDASymmetricMemoryUtils.hpp). The process of rank 0 may have opened engines
-    before, while the processes of other ranks are new: their keys would differ.
+    torch counts exchanges per process, and the number is a part of the keys (`StoreExchange` in
+    CUDASymmetricMemoryUtils.hpp). The process of rank 0 may have opened engines before, while the
+    processes of other ranks are new, so their keys would differ.
     """
 
     def __init__(self, store: c10d.Store) -> None:
@@ -51,12 +51,12 @@ def new_group(
     timeout: timedelta,
     places: c10d.Store | None = None,
 ) -> dist.ProcessGroup:
-    """A process group over NCCL, for symmetric memory too. torch's default group remains free.
+    """A process group over NCCL, also for symmetric memory. torch's default group stays unused.
 
     Args:
-        name: equal on all ranks, and new in every process: torch keeps what it knows of a name.
-        places: where the ranks exchange the places of symmetric memory; None: within `store`. The
-            caller keeps this object until all such memory is made, because torch does not.
+        name: equal on all ranks, and new in every process, because torch keeps state by name.
+        places: the store in which ranks exchange the handles of symmetric memory; None: `store`.
+            The caller must keep a reference until all such memory is allocated; torch keeps none.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -69,8 +69,8 @@ def new_group(
     group._register_backend(torch.device("cuda"), kind, backend)
     typed: Any = name
     group._set_group_name(typed)
-    # By the name, symmetric memory finds the group and uses its store (torch 2.11), or finds what
-    # set_group_info was given.
+    # Symmetric memory finds the group by its name and uses its store (torch 2.11), or finds the
+    # arguments of set_group_info.
     c10d._register_process_group(typed, group)
     c10d._SymmetricMemory.set_group_info(name, rank.index, rank.size, places)
     return group
@@ -80,10 +80,10 @@ class Nccl:
     """Collectives over a process group of NCCL.
 
     Args:
-        ordered: sum in the order of the tree of pairs, in float32. Every rank then receives the x
-            of all ranks. Otherwise NCCL sums, in an order that depends on the size of the message,
-            and rounds each partial sum of bfloat16; all ranks still get the same bits, because
-            NCCL computes each element of the sum once and distributes it.
+        ordered: gather the x of all ranks, and sum in the order of the tree of pairs, in float32.
+            Otherwise NCCL sums in an order that depends on the message size, and rounds each
+            partial sum of bfloat16. All ranks still get the same bits, because NCCL computes each
+            element of the sum once and distributes it.
     """
 
     def __init__(self, rank: Rank, group: dist.ProcessGroup, *, ordered: bool = False) -> None:
@@ -118,7 +118,7 @@ class Nccl:
         return None
 
     def check(self) -> None:
-        """NCCL's watchdog ends the process if a rank is missing."""
+        """Do nothing: NCCL's watchdog ends the process if a rank is missing."""
 
     def close(self) -> None:
         """End the process group. Waits for no other rank, but may wait for the GPU."""
@@ -126,7 +126,7 @@ class Nccl:
         self._group.abort()  # `shutdown` would wait for the other ranks
 
     def _parts(self, x: Tensor) -> Tensor:
-        """The ranks' x, [size, ...]."""
+        """Gather the ranks' x: [size, ...]."""
         parts = x.new_empty((self.rank.size, *x.shape))
         dist.all_gather_into_tensor(parts, x, group=self._group)
         return parts

@@ -1,4 +1,4 @@
-"""What the ranks of one model tell each other while they start, over a store of torch's."""
+"""Communication of the ranks of one model during their start, over torch's key-value store."""
 
 import time
 from collections.abc import Callable
@@ -16,12 +16,12 @@ CONNECT_S = 60.0
 
 
 class Peers:
-    """The ranks of one model, as one of them sees them.
+    """One rank's access to all ranks of its model.
 
     All ranks call the same methods in the same order.
 
     Args:
-        store: a store that all ranks reach; None: one rank alone.
+        store: a store that all ranks can reach; None: there is a single rank.
 
     Attributes:
         check: called while this rank waits; it raises if another rank has failed.
@@ -46,19 +46,19 @@ class Peers:
         found = []
         for index in range(self.rank.size):
             key = self._key(index)
-            # Not `wait`: this process must notice that a rank has failed.
+            # Do not call `wait`: this process must notice that a rank has failed.
             while not self.store.check([key]):
                 self.check()
                 time.sleep(POLL_S)
             found.append(int(self.store.get(key)))
         return found
 
-    def least(self, value: int) -> int:
+    def minimum(self, value: int) -> int:
         """The smallest value of all ranks."""
         return min(self.gather(value))
 
-    def meet(self) -> None:
-        """Wait until every rank is here."""
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
         self.gather(0)
 
     def _key(self, index: int) -> str:
@@ -67,10 +67,10 @@ class Peers:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where ranks reach a store.
+    """The address of a store.
 
     Attributes:
-        prefix: of all keys.
+        prefix: the prefix of all keys.
     """
 
     host: str
@@ -109,7 +109,7 @@ class StoreAddress:
 
 
 def serve_store(host: str = HOST) -> tuple[Store, StoreAddress]:
-    """A store on a free port, served by this process.
+    """Serve a store from this process on a free port.
 
     Args:
         host: the address of this host, as the other ranks reach it.

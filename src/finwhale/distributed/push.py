@@ -4,7 +4,7 @@
 |---|---|---|
 | small | one shot: every rank sends x to all ranks | one shot |
 | medium | two shots: each rank sums one part and sends the sum | NCCL |
-| large | the same with one flag a program instead of one a word | NCCL |
+| large | two shots with one flag for each program instead of each word | NCCL |
 | very large | pieces of large messages, or NCCL (`PushSizes.nccl`, not if `ordered`) | NCCL |
 
 `reduce_scatter_rows` and `all_gather_rows` are the two halves of a large all-reduce.
@@ -45,11 +45,10 @@ class Push:
     Args:
         allocate: called in the same order on all ranks.
         barrier: waits for all ranks on the host.
-        nccl: does what the kernels do not.
+        nccl: handles the messages that the kernels do not.
         ordered: never use NCCL's order of summation.
-        early: kernels start while the kernel before ends (Hopper and later).
-        timeout_seconds: a kernel that has waited this long for a rank gives up; `check` then
-            raises.
+        early: kernels start while the previous kernel ends (Hopper and later).
+        timeout_seconds: time for which a kernel waits for a rank; `check` then raises.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class Push:
         bulk: bool,
         block: int | None = None,
     ) -> Channel:
-        """A channel that carries messages of `num_bytes` from each rank to each other one."""
+        """A channel for messages of up to `num_bytes` from each rank to each other rank."""
         size = self.rank.size
         block = block or (self.sizes.bulk_block if bulk else self.sizes.block)
         programs = -(-num_bytes // (WORD_BYTES * block))
@@ -121,7 +120,7 @@ class Push:
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Change how long a kernel waits for a rank; captured graphs follow."""
+        """Change how long a kernel waits for a rank, also in captured graphs."""
         self._limit.fill_(min(int(seconds * POLLS_PER_SECOND), 2**31 - 1))
 
     def all_reduce(self, x: Tensor, *, overwrite: bool = False) -> Tensor:
@@ -194,20 +193,20 @@ class Push:
 
     def channel(self, num_tokens: int, num_programs: int) -> Channel | None:
         fits = num_tokens <= self.sizes.fused_tokens and num_programs <= self.sizes.fused_programs
-        return self._fused if fits else None  # None too if sums are ordered
+        return self._fused if fits else None  # also None if sums are ordered
 
     def check(self) -> None:
         lost = [rank for rank, fault in enumerate(self._faults.tolist()) if fault]
         if lost:
             names = ", ".join(map(str, lost))
-            raise EngineDeadError(f"rank {self.rank.index} waited in vain for rank {names}")
+            raise EngineDeadError(f"rank {self.rank.index} timed out waiting for rank {names}")
 
 
 def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate:
-    """Allocate memory that all ranks of `group` map.
+    """A function that allocates memory which all ranks of `group` map.
 
     Args:
-        group: made by `nccl.new_group`.
+        group: created by `nccl.new_group`.
 
     Raises:
         RuntimeError: the GPUs have no peer access, or are not in one host.
@@ -223,13 +222,13 @@ def symmetric_memory(group: dist.ProcessGroup, device: torch.device) -> Allocate
 
 
 def _has_words(x: Tensor) -> bool:
-    """Whether x can be sent as words: not empty, whole words, aligned."""
+    """Whether x can be sent as words: it is not empty, has whole words, and is aligned."""
     num_bytes = x.numel() * x.element_size()
     return num_bytes > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
 
 
 def _row_words(x: Tensor, num_rows: int) -> int:
-    """Words of a row of x, which all ranks together have `num_rows` of; 0: it cannot be sent."""
+    """Number of words of a row of x; 0: x cannot be sent. All ranks together have `num_rows`."""
     num_bytes = math.prod(x.shape[1:]) * x.element_size()
     can_send = num_rows > 0 and num_bytes % WORD_BYTES == 0 and x.data_ptr() % WORD_BYTES == 0
     return num_bytes // WORD_BYTES if can_send else 0

@@ -1,4 +1,4 @@
-"""Which messages `Push` sends by which algorithm, and how its kernels are launched."""
+"""The message sizes for which `Push` uses each algorithm, and the launch sizes of its kernels."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -18,9 +18,9 @@ class PushSizes:
         nccl: all-reduces from this size on use NCCL, unless sums are ordered.
         block: words of a program whose words carry flags; one warp checks them without a barrier.
         bulk_block: words of a program that sends flags for itself.
-        fused_tokens: the most tokens whose partial sums the operator that reads them adds itself
-            (`Collectives.channel`); 0: none. Not if sums are ordered: the operator's last bits
-            differ from those of the same operator after an all-reduce.
+        fused_tokens: the most tokens for which the next operator adds the partial sums itself
+            (`Collectives.channel`); 0: none. Not used if sums are ordered, because the last bits of
+            such an operator differ from those of the same operator after an all-reduce.
         fused_programs: the most programs of such an operator. All of them run at once on an H200.
         fused_block: the most words of such a program.
     """
@@ -46,7 +46,8 @@ class PushSizes:
 
 
 SIZES = {
-    # On two H200s NCCL is never faster, and fused sums are, up to this number of tokens and beyond.
+    # On two H200s NCCL is never faster. Fused sums are faster up to this number of tokens, and
+    # beyond.
     2: PushSizes(one_shot=2**19, two_shot=2**19, nccl=2**62, fused_tokens=32),
     4: PushSizes(one_shot=2**17, two_shot=2**20),
     8: PushSizes(one_shot=2**16, two_shot=2**20),

@@ -4,9 +4,9 @@
 flags. The kernel for large messages sends words without flags, which halves the traffic, and then
 one flag for each program and peer, released and acquired at system scope.
 
-Here program b of a rank exchanges words with program b of every other rank and with no other
-program, and every exchange writes all words of the program's region. So a flag in the buffer is
-that of the exchange before the last, even after epochs wrap around.
+Program b of a rank exchanges words only with program b of every other rank, and every exchange
+writes all words of the program's region. So a stale flag in the buffer is from the exchange before
+the last, even after epochs wrap around.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -20,7 +20,7 @@ from finwhale.ops.ranks_triton import peer_memory, receive, report, send, sum_wo
 
 @triton.jit
 def _begin(DEPENDENT: tl.constexpr):
-    """Start early, and wait for the kernel before; nothing is read before that has ended."""
+    """Start early, and wait for the previous kernel to end before anything is read."""
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -162,7 +162,7 @@ def _send_bare(pointers_ptr, words, epoch, rank, peer, W, capacity, mask, BLOCK:
 
 @triton.jit
 def _raise_flags(pointers_ptr, epoch, rank, W: tl.constexpr):
-    """After all stores of the program: tell each rank, one thread a rank."""
+    """After all stores of the program, set its flag on each rank, with one thread for each rank."""
     tl.debug_barrier()
     peer = tl.arange(0, W)
     flags = tl.load(pointers_ptr + W + peer).to(tl.pointer_type(tl.int32))
@@ -171,7 +171,7 @@ def _raise_flags(pointers_ptr, epoch, rank, W: tl.constexpr):
 
 @triton.jit
 def _await_flags(flags_ptr, limit_ptr, faults, epoch, rank, W: tl.constexpr):
-    """Wait for the flags of all ranks; whether each came, in the order rank ^ j."""
+    """Wait for the flags of all ranks; returns whether each arrived, in the order rank ^ j."""
     flags = flags_ptr + tl.program_id(0) * W + (rank ^ tl.arange(0, W))
     limit = tl.load(limit_ptr)
     ahead = tl.atomic_add(flags, 0, sem="acquire", scope="sys") - epoch
@@ -206,7 +206,7 @@ def _bulk_kernel(
     LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """All-reduce as `_two_shot_kernel`, one flag for each program and peer."""
+    """All-reduce like `_two_shot_kernel`, with one flag for each program and peer."""
     _begin(DEPENDENT)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
@@ -268,7 +268,7 @@ def _reduce_scatter_kernel(
     LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum part `rank` of the ranks' x into out; only the `capacity` words of it from `start`."""
+    """Sum part `rank` of the ranks' x into out: only `capacity` words from `start` on."""
     _begin(DEPENDENT)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
@@ -316,7 +316,7 @@ def _gather_parts_kernel(
     LAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Copy the ranks' x to their parts of out; only the `capacity` words of each from `start`."""
+    """Copy the ranks' x to their parts of out: only `capacity` words of each from `start` on."""
     _begin(DEPENDENT)
     program = tl.program_id(0)
     epoch = tl.load(epochs_ptr + program) + 1
@@ -423,8 +423,8 @@ def reduce_scatter(
 ) -> None:
     """Sum this rank's part, of `part` words, of the ranks' x [n] into out.
 
-    Sums as many of its words from `start` on as the channel carries. The last ranks may have fewer
-    than `part` words.
+    The call sums only as many words from `start` on as the channel's capacity. The last ranks may
+    have fewer than `part` words.
     """
     _reduce_scatter_kernel[_parts_grid(part, start, channel)](
         x,
@@ -478,5 +478,5 @@ def _parts_grid(part: int, start: int, channel: Channel) -> tuple[int]:
 
 
 def part_words(num_words: int, size: int) -> int:
-    """Words that a rank sums in two shots: a multiple of 16; the last rank may have fewer."""
+    """Number of words that a rank sums in two shots, a multiple of 16. The last may have fewer."""
     return -(-num_words // (16 * size)) * 16

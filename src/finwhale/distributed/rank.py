@@ -1,4 +1,4 @@
-"""The place of one process among the processes that share a model."""
+"""The index of a process among the processes that share a model."""
 
 from dataclasses import dataclass
 
@@ -11,11 +11,11 @@ class Rank:
     size: int
 
     def share(self, num_rows: int) -> int:
-        """Rows of a rank when `num_rows` are shared out; the last ranks may have fewer."""
+        """Number of rows of a rank when the ranks divide `num_rows`. The last may have fewer."""
         return -(-num_rows // self.size)
 
     def rows(self, num_rows: int) -> slice:
-        """This rank's rows of `num_rows`."""
+        """This rank's part of `num_rows` rows."""
         share = self.share(num_rows)
         start = min(self.index * share, num_rows)
         return slice(start, min(start + share, num_rows))

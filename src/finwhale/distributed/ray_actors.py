@@ -1,4 +1,4 @@
-"""Ranks as actors of Ray, one for each GPU of a placement group. Needs the extra `ray`."""
+"""Ranks as Ray actors, one for each GPU of a placement group. Needs the extra `ray`."""
 
 import os
 
@@ -15,17 +15,17 @@ from finwhale.errors import FinwhaleError
 
 
 class Actors:
-    """The actors of `size` ranks. Rank 0 is this process; its actor only holds its GPU.
+    """The actors of `size` ranks. Rank 0 is this process; its actor only reserves its GPU.
 
-    Connects to the cluster that RAY_ADDRESS names or that runs on this host; otherwise Ray starts
-    one on this host alone.
+    The constructor connects to the cluster that RAY_ADDRESS names or that runs on this host;
+    otherwise Ray starts a cluster of this host.
 
     Args:
-        kind: of each rank's device; a rank on a "cpu" takes one of Ray's CPUs.
+        kind: the kind of device of each rank. A rank on a "cpu" takes one of Ray's CPUs.
 
     Attributes:
         host: the address of this host, as the other hosts reach it.
-        local_index: of rank 0's GPU on this host.
+        local_index: the index of rank 0's GPU on this host.
 
     Raises:
         FinwhaleError: the cluster has too few free GPUs.
@@ -57,8 +57,8 @@ class Actors:
         except GetTimeoutError as error:
             self.close()
             raise FinwhaleError(
-                f"Ray has had no room for {CONNECT_S:.0f} s: {size} {resource}s are wanted, one of "
-                "them on this host"
+                f"Ray has not placed the ranks within {CONNECT_S:.0f} s: they need {size} "
+                f"{resource}s, one of them on this host"
             ) from error
         self._working: list[ray.ObjectRef[None]] = []
 
@@ -82,7 +82,7 @@ class Actors:
                 raise FinwhaleError(f"rank {rank}, an actor of Ray: {lines[-1]}") from error
 
     def close(self) -> None:
-        """Free the GPUs, and end the actors that are left."""
+        """Free the GPUs, and end the remaining actors."""
         remove_placement_group(self._group)
 
 

@@ -1,4 +1,4 @@
-"""The definition of each collective, over a list of the ranks' tensors."""
+"""The definition of each collective over a list of the ranks' tensors."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ def all_reduce(parts: Sequence[Tensor]) -> Tensor:
     """Sum in float32 as a tree of pairs, ((x0 + x1) + (x2 + x3)) + ..., and round once.
 
     Args:
-        parts: one tensor a rank, of one shape and dtype; 1, 2, 4 or 8 ranks.
+        parts: one tensor for each of 1, 2, 4 or 8 ranks, of one shape and dtype.
     """
     if len(parts).bit_count() != 1:
         raise ValueError(f"the tree of pairs needs 1, 2, 4 or 8 ranks, got {len(parts)}")
@@ -33,11 +33,11 @@ def reduce_scatter_rows(parts: Sequence[Tensor], rank: Rank) -> Tensor:
 
 
 def all_gather_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of the ranks, which may be unequally many."""
+    """Concatenate the rows of the ranks, whose numbers may differ."""
     return torch.cat(list(parts))
 
 
 def padded(x: Tensor, num_rows: int) -> Tensor:
-    """x with rows of zeros after it, `num_rows` in all."""
+    """x padded with rows of zeros to `num_rows` rows."""
     missing = num_rows - len(x)
     return x if missing == 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

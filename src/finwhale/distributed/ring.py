@@ -1,7 +1,7 @@
 """A message ring in shared memory: one process writes, and several processes read every message.
 
-No lock is taken: the writer owns the head, and each reader owns its tail and its heartbeat. The
-memory has no name, so that it is freed with the last process that maps it.
+The ring needs no lock: the writer owns the head, and each reader owns its tail and its heartbeat
+counter. The memory has no name, so it is freed with the last process that maps it.
 """
 
 import mmap
@@ -15,8 +15,8 @@ _LINE = 8  # words of a cache line; each counter has a line of its own
 _HEAD = 0
 _LENGTH_BYTES = 8
 
-# A reader that finds nothing polls SPINS times, then sleeps between polls: NAP_S at first, and
-# IDLE_NAP_S once nothing has come for IDLE_AFTER_S.
+# A reader that finds no message polls SPINS times, then sleeps between polls: for NAP_S at first,
+# and for IDLE_NAP_S once it has waited IDLE_AFTER_S.
 SPINS = 200
 NAP_S, IDLE_NAP_S, IDLE_AFTER_S = 50e-6, 1e-3, 0.5
 
@@ -24,8 +24,8 @@ NAP_S, IDLE_NAP_S, IDLE_AFTER_S = 50e-6, 1e-3, 0.5
 class Ring:
     """One process's view of the ring.
 
-    Each counter is one aligned word, which a process stores at once. x86-64 keeps the order of
-    stores, so that a reader that sees the new head also sees the bytes before it.
+    Each counter is one aligned word, which a process stores atomically. x86-64 keeps the order of
+    stores, so a reader that sees the new head also sees the bytes before it.
 
     Args:
         file: descriptor of the shared memory.
@@ -39,12 +39,12 @@ class Ring:
         self._words = view[:_HEADER_BYTES].cast("Q")
         self._data = view[_HEADER_BYTES:]
         self._capacity = len(self._data)
-        self._head = 0  # the writer's
-        self._tail = 0  # of this reader
+        self._head = 0  # used by the writer
+        self._tail = 0  # used by a reader
 
     @classmethod
     def create(cls, readers: int, capacity: int = CAPACITY) -> "Ring":
-        """Allocate a ring. Its descriptor is not inherited, unless the parent passes it on."""
+        """Allocate a ring. Child processes inherit its descriptor only by `pass_fds`."""
         file = os.memfd_create("finwhale-plans")
         os.ftruncate(file, _HEADER_BYTES + capacity)
         return cls(file, readers)
@@ -70,7 +70,7 @@ class Ring:
             frame = frame[count:]
 
     def read(self, reader: int) -> bytes:
-        """Wait for the next message of a reader, and take it."""
+        """Wait for a reader's next message, and remove it."""
         length = int.from_bytes(self._take(reader, _LENGTH_BYTES), "little")
         return self._take(reader, length)
 
@@ -104,7 +104,7 @@ class Ring:
         self._words[self._beat_of(reader)] += 1
 
     def beats(self, reader: int) -> int:
-        """How many heartbeats a reader has had."""
+        """Number of a reader's heartbeats so far."""
         return self._words[self._beat_of(reader)]
 
     def _tail_of(self, reader: int) -> int:

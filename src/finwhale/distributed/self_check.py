@@ -1,4 +1,4 @@
-"""A check of fresh collectives: known tensors of every rank, compared with the references."""
+"""A check of new collectives: compares their results for known tensors with the references."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from finwhale.distributed import ref
 from finwhale.distributed.collectives import Collectives
 from finwhale.errors import FinwhaleError
 
-# Elements of messages, for each algorithm of Push. They are multiples of 32 like the model's
+# Numbers of elements, one for each algorithm of Push. They are multiples of 32 like the model's
 # messages, so that no other kernels are compiled.
 WIDTH = 32
 LENGTHS = (WIDTH, 2**12 + WIDTH, 2**18, 2**20 + WIDTH)
@@ -19,10 +19,10 @@ ROWS = (1, 8)
 def self_check(collectives: Collectives, device: torch.device) -> None:
     """Gather and sum tensors that every rank knows. All ranks call this at once.
 
-    The buffers of `Push` are poisoned at first, so that words that never arrived cannot be right.
+    The buffers of `Push` are poisoned at first, so that missing words cannot look right.
 
     Raises:
-        FinwhaleError: this rank received something wrong; names the rank that sent it.
+        FinwhaleError: this rank received wrong values; names the rank that sent them.
         EngineDeadError: a rank was missing.
     """
     rank = collectives.rank
@@ -55,7 +55,7 @@ def self_check(collectives: Collectives, device: torch.device) -> None:
 
 
 def _known(index: int, length: int, device: torch.device) -> Tensor:
-    """Integers that bfloat16 can represent, other ones for each rank; never 0."""
+    """Integers other than 0 that bfloat16 can represent and that differ between the ranks."""
     return (torch.arange(length, device=device) * (2 * index + 3) % 127 + index + 1).float()
 
 
@@ -66,5 +66,5 @@ def _compare(collectives: Collectives, found: Tensor, wanted: Tensor, sender: st
         differ = int((found != wanted).sum())
         raise FinwhaleError(
             f"self-check of the ranks' communication: rank {collectives.rank.index} received "
-            f"{differ} of {found.numel()} values of {sender} wrong"
+            f"{differ} of {found.numel()} wrong values from {sender}"
         )

@@ -1,9 +1,9 @@
 """The process group over which a trainer broadcasts weights to the ranks of engines.
 
-The trainer is rank 0, and each rank of an engine is one of the others. The group is not part of
-torch.distributed's state in the process. It finds its members as the groups do that SGLang's
-`init_custom_process_group` makes, which slime, verl and OpenRLHF have copied: a trainer may use
-either side.
+The trainer is rank 0, and the ranks of the engines are the other members. The group is not part of
+torch.distributed's state in the process. Its members find each other as in SGLang's
+`init_custom_process_group`, which slime, verl and OpenRLHF have copied, so a trainer may use that
+function or this module.
 """
 
 import contextlib
@@ -28,19 +28,19 @@ from finwhale.errors import FinwhaleError
 GroupBackend = Literal["nccl", "gloo"]
 GROUP_NAME = "weight_update_group"
 TIMEOUT_S = 300.0
-GRACE_S = 1.0  # for a backend to report that the time is over
-ABORT_S = 10.0  # for NCCL to end its kernels
-# torch's threads that watch NCCL would end the process when a broadcast fails, or when the trainer
-# is gone. Here the engine goes on.
+GRACE_S = 1.0  # time for a backend to report a timeout itself
+ABORT_S = 10.0  # time for NCCL to end its kernels
+# torch's threads that watch NCCL would end the process when a broadcast fails or the trainer is
+# gone, but the engine must continue.
 _NO_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAddress:
-    """Where the members of a group meet.
+    """The address and the properties of a group.
 
     Attributes:
-        master_address, master_port: a TCP port of the trainer's host, where rank 0 listens.
+        master_address, master_port: the TCP address on which rank 0, the trainer, listens.
         world_size: number of members: the trainer, and each rank of each engine.
         backend: "nccl" for tensors on GPUs, "gloo" for tensors on CPUs.
         timeout_seconds: time limit for the members to connect, and for each broadcast.
@@ -55,7 +55,7 @@ class GroupAddress:
 
 
 class WeightGroup:
-    """One member of a group. All members construct it at once.
+    """One member of a group. The constructor waits for all members.
 
     Args:
         rank: 0 for the trainer.
@@ -89,10 +89,10 @@ class WeightGroup:
             ) from error
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast tensors in their order, as rank 0. Returns when they have been sent.
+        """Broadcast tensors in order, as rank 0. Returns when they have been sent.
 
         Raises:
-            FinwhaleError: another member did not take part in time. The group is of no further use.
+            FinwhaleError: another member did not take part in time. The group is then closed.
         """
         self._broadcast([tensor.detach().to(self.device).contiguous() for tensor in tensors])
 
@@ -100,7 +100,7 @@ class WeightGroup:
         """Receive the next tensors of rank 0, in its order.
 
         Raises:
-            FinwhaleError: they did not come in time. The group is of no further use.
+            FinwhaleError: they did not arrive in time. The group is then closed.
         """
         received = [torch.empty(a.shape, dtype=a.dtype, device=self.device) for a in announced]
         self._broadcast(received)
@@ -108,8 +108,8 @@ class WeightGroup:
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
         if self.device.type == "cuda":
-            # Another thread, with another stream, uses the tensors. And no kernel that waits for
-            # another rank may run beside NCCL's.
+            # Another thread, on another CUDA stream, uses the tensors. And no kernel that waits for
+            # another rank may run at the same time as NCCL's kernels.
             torch.cuda.synchronize(self.device)
         done: Future[None] = Future()
         threading.Thread(
@@ -120,20 +120,20 @@ class WeightGroup:
         except torch.AcceleratorError:
             raise
         except (RuntimeError, dist.DistError, TimeoutError) as error:
-            self.close()  # ends NCCL's kernel, too
+            self.close()  # also ends NCCL's kernel
             raise FinwhaleError(
                 f"a broadcast in the group {self.address.group_name!r} failed (its time limit is "
                 f"{self.address.timeout_seconds:g} s): {_line(error)}"
             ) from error
 
     def _exchange(self, tensors: Sequence[Tensor], done: "Future[None]") -> None:
-        """Broadcast tensors on a thread of their own. Without a member, NCCL waits for ever."""
+        """The function of the broadcasting thread. If a member is gone, NCCL waits forever."""
         options = c10d.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            # The tensors travel as bytes, because no backend knows every dtype.
+            # Broadcast bytes, because no backend supports every dtype.
             parts = [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
             for work in [self._backend.broadcast([part], options) for part in parts]:
                 work.wait()
@@ -144,10 +144,10 @@ class WeightGroup:
             done.set_exception(error)
 
     def close(self) -> None:
-        """Leave the group. Other members get an error at their next broadcast, or wait in vain."""
+        """Leave the group. Other members get an error or a timeout at their next broadcast."""
         backend, self._backend = self._backend, _Closed()
         if self.address.backend == "nccl":
-            # NCCL may be connecting, and not return.
+            # While NCCL connects, `abort` may not return.
             ending = threading.Thread(target=_abort, args=(backend,), name="abort", daemon=True)
             ending.start()
             ending.join(ABORT_S)
@@ -160,7 +160,7 @@ class _Closed:
         raise RuntimeError("the group is closed")
 
     def abort(self) -> None:
-        """Nothing is left to end."""
+        """Do nothing."""
 
 
 def _abort(backend: Any) -> None:
@@ -181,7 +181,7 @@ def _open(address: GroupAddress, store: c10d.Store, rank: int, limit: timedelta)
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables that a library reads meanwhile."""
+    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -195,9 +195,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error, without the place in torch's source that Gloo puts before it.
+    """The first line of an error, without Gloo's prefix of a source position.
 
-    Gloo has several messages for a member that is gone, by the moment at which it notices.
+    Gloo has several messages for a member that is gone, depending on when it notices.
     """
     line = str(error).strip().partition("\n")[0]
     if any(words in line for words in ("closed by peer", "reset by peer", "Broken pipe")):

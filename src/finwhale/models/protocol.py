@@ -8,7 +8,7 @@ residual streams; D hidden; X tokens of the vocabulary whose logits this rank co
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol
@@ -49,8 +49,8 @@ class CacheField:
         width: values in a row.
         kind: "row" of attention, "key" of an indexer, or "state" of a compressor. State is float32
             whatever the dtype of the activations.
-        rope: the last values of a row, which are never rounded.
-        layers: the layers that store it. A draft layer's number follows the last layer's.
+        rope: number of last values of a row, which are never rounded.
+        layers: the layers that store it. The draft layers' numbers follow the model's.
     """
 
     name: str
@@ -64,8 +64,8 @@ class CacheField:
         return self.kind == "state"
 
     def packed_bytes(self, rows_per_page: int) -> int:
-        """Bytes of one layer's part of a page where rows and keys are packed for the kernels: an
-        index key of 128 values takes 68 bytes of FP4.
+        """Bytes of one layer's part of a packed page. A packed index key of 128 FP4 values takes 68
+        bytes, for example.
         """
         assert not self.full_precision
         if self.kind == "row":
@@ -75,17 +75,17 @@ class CacheField:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLayout:
-    """Where the rows of a group lie in one of its pages.
+    """The layout of a group's rows in its pages.
 
-    A page of a packed group holds one part for each field and layer. A page of another group is
-    rows_per_page rows; each row holds the values of every field and layer. So row r of page p lies
+    A page of a packed group has one part for each field and layer. A page of another group has
+    rows_per_page rows, each with the values of every field and layer. So row r of page p lies
     row_bytes * (p * rows_per_page + r) bytes behind row 0 of page 0, and a layer's rows form a
-    tensor [rows, width] with a stride.
+    strided tensor [rows, width].
 
     Attributes:
-        page_bytes: bytes of a page, and from one page to the next.
+        page_bytes: size of a page.
         row_bytes: bytes from one row to the next; 0: the group is packed.
-        offsets: by field name and layer, where the part begins in a page: bytes.
+        offsets: byte offset in a page of each part, by field name and layer.
     """
 
     page_bytes: int
@@ -97,21 +97,21 @@ class PageLayout:
 class CacheGroup:
     """Fields whose rows share their pages and their page table.
 
-    A sequence can continue from the end of any block of another sequence that begins alike. It
-    needs all rows of the groups that keep every row, and the rows of tokens
-    first_needed(end) .. end-1 of the other groups. Pages hold whole parts of blocks, so no sequence
-    writes into a page that another one reads.
+    A sequence can resume at the end of any block of another sequence with the same prefix. It needs
+    all rows of the groups that keep every row, and the rows of tokens first_needed(end) .. end-1 of
+    the other groups. No page spans two blocks, so no sequence writes into a page that another one
+    reads.
 
     Attributes:
         tokens_per_row: 1, or the compression ratio: row r exists once tokens_per_row * (r + 1)
             tokens have been computed.
-        keep: None keeps every row. (align, before) keeps the rows of the tokens from
-            floor(n / align) * align - before on, where n tokens have been computed.
-        tail_only: a step writes only the rows that later steps need. These are the rows for any
-            number of its tokens that may stay, if it has at most max_verify_tokens, and the rows
-            needed at the ends of blocks within it.
-        max_verify_tokens: the most tokens of a sequence in a step that verifies drafts: only the
-            first is certain to stay.
+        keep: None: the group keeps every row. (align, before): after n tokens, it keeps the rows of
+            the tokens from floor(n / align) * align - before on.
+        tail_only: a step writes only the rows that later steps need: to resume at the ends of
+            blocks within the step, and to continue after it, or after any number of its tokens that
+            may be accepted if it has at most max_verify_tokens.
+        max_verify_tokens: the most tokens of a sequence in a step that verifies drafts. Only the
+            first token is certain to be accepted.
     """
 
     name: str
@@ -140,14 +140,14 @@ class CacheGroup:
         align, before = self.keep
         return max(0, num_tokens // align * align - before)
 
-    def forgets_at(self, first_page: int) -> int:
-        """The number of tokens from which on no token needs the page with this number."""
+    def unneeded_at(self, first_page: int) -> int:
+        """The smallest number of tokens after which no token needs page number first_page."""
         assert self.keep is not None
         align, before = self.keep
         return -(-((first_page + 1) * self.tokens_per_page + before) // align) * align
 
     def first_written(self, start: int, end: int) -> int:
-        """The first token whose row a step over tokens start..end-1 writes for later steps."""
+        """The first token whose row a step over tokens start..end-1 writes."""
         if not self.tail_only:
             return start
         settled = end if end - start > self.max_verify_tokens else start + 1
@@ -183,7 +183,7 @@ class CacheGroup:
         )
 
     def page_bytes(self, itemsize: int, packed: bool = False) -> int:
-        """Bytes of one page over all fields and layers. Arguments as those of `layout`."""
+        """Bytes of one page with all fields and layers. The arguments are those of `layout`."""
         return self.layout(itemsize, packed).page_bytes
 
 
@@ -196,12 +196,12 @@ class PagedCache:
     """The memory of the cache.
 
     Attributes:
-        pools: field -> layer -> the layer's rows in all pages, a view of `pages`: [rows, width],
-            where row r of page p is row p * rows_per_page + r; or, of packed rows and keys, uint8
-            [num_pages, bytes of the layer's part]. Both have a stride.
-        pages: group -> uint8 [num_pages, page_bytes]. One page is one piece of memory with the rows
-            of all layers, so copying it saves, moves or restores them. Empty while a graph is
-            traced, which needs only some pools.
+        pools: field -> layer -> the layer's rows in all pages, a strided view of `pages`: [rows,
+            width], where row r of page p is row p * rows_per_page + r; for packed rows and keys,
+            uint8 [num_pages, bytes of the layer's part].
+        pages: group -> uint8 [num_pages, page_bytes]. A page is contiguous and has the rows of all
+            layers, so copying it saves or restores all of them. Empty while a graph is traced,
+            which needs only some pools.
     """
 
     pools: Mapping[str, Mapping[int, Tensor]]
@@ -216,15 +216,15 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """Every tensor that one forward reads: a batch of sequences of different lengths.
+    """The inputs of one forward over a batch of sequences of different lengths.
 
     Attributes:
         token_ids: [N] int64.
         tokens: the positions and sequences of the tokens.
         tables: the page table of each group of the cache.
-        further_slots: [N,K] int32: slots of the window's rows that each token sees beside its own
-            window, in layers without compressed entries; -1 for none, after all others. None: a
-            token sees only its window.
+        further_slots: [N,K] int32: slots of rows of the window group that each token sees in
+            addition to its own window, in layers without compressed entries; unused slots are -1
+            and come last. None: a token sees only its window.
     """
 
     token_ids: Tensor
@@ -240,13 +240,13 @@ class Segments(Protocol):
         """Run `fn` outside the captured graph. `fn` writes into its arguments.
 
         At a replay, another StepInputs may replace the one among the arguments. It has the same
-        tensors, but other upper bounds on the host.
+        tensors, but the host's bounds (max_len, max_query) may differ.
         """
         ...
 
 
 class Inline:
-    """Segments without a capture: call the function."""
+    """Segments without a capture: `eager` calls the function."""
 
     def eager(self, fn: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         fn(*args, **kwargs)
@@ -283,8 +283,8 @@ class ModelConfig(Protocol):
 
     @property
     def draft_block_tokens(self) -> int:
-        """Number of rows that a draft pass writes, from the newest token's on, for any number of
-        drafts. 0: as many as drafts, less one.
+        """Number of rows that a draft pass writes, starting at the newest token, for any number of
+        drafts. 0: one row fewer than drafts.
         """
         ...
 
@@ -299,7 +299,7 @@ class DraftStart:
 
     Attributes:
         hidden: [B,..]: the row that the head returned for each sequence's last verified token.
-        newest_ids: [B] int64: the token that follows it, which the model has not computed yet.
+        newest_ids: [B] int64: the token after it, which the model has not computed yet.
         tokens: the last verified token of each sequence, in order. Position -1 is padding.
         tables: the page tables of the B sequences, with pages for the drafts.
     """
@@ -326,8 +326,8 @@ class Drafts:
 
     Attributes:
         ids: K tensors [B] int64.
-        confidences: [K,B] float32: the probability that the draft is accepted if all drafts before
-            it are; None: the head does not estimate it.
+        confidences: [K,B] float32: the estimated probability that the model accepts the draft if it
+            accepts all drafts before it; None: the head does not estimate it.
     """
 
     ids: tuple[Tensor, ...]
@@ -338,8 +338,8 @@ class DraftHead(Protocol):
     """Layers that draft tokens from the model's residual streams.
 
     A head has its own rows in the cache, at the positions of the tokens that it computes. A later
-    step overwrites the rows of wrong drafts before any token reads them. No call waits for the
-    device, so the engine can capture both calls in graphs.
+    step overwrites the rows of rejected drafts before any token reads them. No call waits for the
+    device, so the engine can capture the calls in graphs.
     """
 
     def __call__(
@@ -350,7 +350,7 @@ class DraftHead(Protocol):
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """Compute the N tokens that the model has computed; returns a row for each, to draft from.
+        """Compute the N tokens that the model has computed; returns a row for each (DraftStart).
 
         Args:
             streams_NHD: the model's residual streams of these tokens.
@@ -366,19 +366,15 @@ class DraftHead(Protocol):
         segments: Segments,
         choose: ChooseDraft,
     ) -> Drafts:
-        """Draft the next `num_drafts` tokens after each sequence's newest one.
+        """Draft `num_drafts` tokens after each sequence's newest token.
 
         Args:
             choose: called once for each draft, in order.
         """
         ...
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """This rank's logits [M,X] float32 of rows that the head returned.
-
-        Args:
-            draft_step: index of the draft that the logits are for.
-        """
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of rows that the head returned."""
         ...
 
 
@@ -387,7 +383,7 @@ class Model(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """The whole model's configuration."""
+        """The configuration of the whole model."""
         ...
 
     @property
@@ -416,15 +412,15 @@ class Model(Protocol):
     def draft_head(self) -> DraftHead | None: ...
     @property
     def vocab_part(self) -> range:
-        """The ids of the tokens whose logits this rank computes. One rank computes all."""
+        """The token ids whose logits this rank computes. A single rank computes all."""
         ...
 
     @property
     def sample(self) -> Sample:
-        """Samples from the ranks' logits: each rank gives its own [S,X], and all get the tokens.
+        """Samples from the ranks' logits: each rank passes its own [S,X], and all get the tokens.
 
         The tokens are those that the sampling operator chooses from the whole rows. With several
-        ranks, the call is a collective; one rank calls the operator itself.
+        ranks, the call is a collective.
         """
         ...
 
@@ -440,7 +436,7 @@ class Model(Protocol):
         """Run only one layer of each kind, which launches every kernel of the forward."""
         ...
 
-    def apart(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning.
 
         The ranks build their kernels one after the other, so building must not communicate.
@@ -455,13 +451,25 @@ class Model(Protocol):
 
         Returns:
             The tensor [max_tokens, layers, top-k] to which calls write: uint8 for models of up to
-            256 experts, otherwise int16. Row i is of the call's token i.
+            256 experts, otherwise int16. Row i belongs to the call's token i.
         """
         ...
 
     def limit_positions(self, max_positions: int) -> None:
-        """Shrink the tables by position to the first `max_positions` positions."""
+        """Shrink the rotary tables to the first `max_positions` positions."""
         ...
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors in nested data classes, tuples and lists, in a fixed order."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Sequence[object] = ()
+    if is_dataclass(value):
+        parts = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, tuple | list):
+        parts = value
+    return [tensor for part in parts for tensor in tensors_of(part)]
 
 
 class WeightStream(Protocol):
@@ -499,12 +507,16 @@ class WeightSpecs(Protocol):
 
 class WeightBytes(Protocol):
     def __call__(self, config: Any, dtype: torch.dtype, ops: Ops, ranks: int = 1) -> int:
-        """Bytes of one rank's weights, with activations of a dtype, as a table lays them out."""
+        """Bytes of one rank's weights in the memory layout of the operator table `ops`.
+
+        Args:
+            dtype: dtype of the activations.
+        """
         ...
 
 
 class WeightLoading(Protocol):
-    """A rank's weights while they are loaded, one tensor after the other, in any order."""
+    """A rank's weights during loading, one tensor after the other, in any order."""
 
     def fill(self, stream: WeightStream) -> Any:
         """Add every weight of `stream`, one at a time, and return the loaded weights.
@@ -518,15 +530,15 @@ class WeightLoading(Protocol):
         """Copy a stored weight to its destination.
 
         Raises:
-            CheckpointError: the weight comes twice, is unknown, or holds wrong values.
+            CheckpointError: the weight occurs twice, is unknown, or has invalid values.
         """
         ...
 
     def finish_part(self, device: torch.device) -> tuple[Any, frozenset[int]]:
-        """The weights, of which only some may have come.
+        """The weights, some of which may be missing.
 
         Args:
-            device: where the operators convert weights to their final form.
+            device: the device on which the operators convert weights to their final form.
 
         Returns:
             The weights as `fill` returns them, and the id of each complete tensor in them.
@@ -574,12 +586,12 @@ class BuildModel(Protocol):
         """Create one rank of the model from the weights of `WeightLoading.fill`.
 
         Args:
-            config: the whole model's.
+            config: the configuration of the whole model.
             round_activations: round activations and cached state as the model was trained.
             max_positions: the longest sequence.
-            collectives: combine the ranks' results; by default there is one rank.
-            partial_dtype: dtype of the partial sums that the ranks add; None: that of the
-                activations.
+            collectives: combines the ranks' results; by default there is one rank.
+            partial_dtype: dtype of the partial sums that the ranks add; None: the activations'
+                dtype.
         """
         ...
 
@@ -602,10 +614,9 @@ class Architecture:
         begin_loading: allocates the weights; the caller then fills them.
         build: creates the model.
         chat_dialect: returns the dialect of the chat format of the checkpoint in a directory.
-        describe: describes each part of the model for people: title and text.
+        describe: describes the parts of the model for users: title and text.
         part_of: returns the part of the model to which a tensor belongs, by the tensor's name.
-        weight_bytes: returns the bytes of one rank's weights in the layout of a table, for a dtype
-            of activations.
+        weight_bytes: returns the bytes of one rank's weights.
     """
 
     read_config: Callable[[Mapping[str, Any]], ModelConfig]

@@ -21,7 +21,7 @@ def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         served = ", ".join(map(repr, sorted(ARCHITECTURES)))
         raise CheckpointError(
-            f"config.json is of another model: model_type {model_type!r}, architectures "
+            f"config.json describes another model: model_type {model_type!r}, architectures "
             f"{raw.get('architectures')!r}; Finwhale serves model_type {served} only"
         )
     return ARCHITECTURES[model_type].read_config(raw)

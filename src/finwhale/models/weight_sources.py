@@ -1,6 +1,6 @@
-"""Where a model's weights come from. Each rank opens its own stream of them.
+"""The sources of a model's weights. Each rank opens its own stream of them.
 
-A source is plain data without its `progress`, so that it can be sent to the ranks' processes.
+Without `progress`, a source is plain data that can be sent to the ranks' processes.
 """
 
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ class Weights(Protocol):
         ...
 
     def without_progress(self) -> "Weights":
-        """The same weights for another process, which reports no progress."""
+        """The same weights without progress reports, for another process."""
         ...
 
     def of(self, config: ModelConfig) -> "Weights":
@@ -38,7 +38,7 @@ class CheckpointWeights:
     """The weights of a checkpoint.
 
     Attributes:
-        progress: called with (bytes read, bytes in all) while the weights load.
+        progress: called with (bytes read, total bytes) while the weights load.
     """
 
     config: ModelConfig
@@ -64,10 +64,10 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, slots=True)
 class DummyWeights:
-    """Random weights, made on the device.
+    """Random weights, generated on the device.
 
     Attributes:
-        progress: called with (values made, values in all).
+        progress: called with (generated values, total values).
     """
 
     config: ModelConfig

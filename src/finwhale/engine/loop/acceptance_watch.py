@@ -1,9 +1,9 @@
-"""Logs a line if the model accepts far fewer drafts than before. No torch."""
+"""Logs a warning if the model accepts far fewer drafts than before. No torch."""
 
 import logging
 
-# Compare windows of this many drafts. If half of them are accepted, the standard deviation of a
-# window's share is about 1%, so a fall to half is no coincidence.
+# Compare windows of this many drafts. At an acceptance rate of one half, a window's rate has a
+# standard deviation of about 1%, so a fall to half is no coincidence.
 WINDOW_DRAFTS = 4096
 # The running mean of a position covers about this many windows.
 WINDOWS = 16
@@ -17,16 +17,16 @@ logger = logging.getLogger(__name__)
 class AcceptanceWatch:
     """Compares the accepted drafts of a window with the running mean of each draft's position.
 
-    So the number of drafts in each verification, which "auto" changes, makes no difference.
+    The comparison by position makes the number of drafts irrelevant, which "auto" changes.
 
     Args:
-        most: the largest number of drafts of a verification.
+        max_drafts: the largest number of drafts of a verification.
     """
 
-    def __init__(self, most: int) -> None:
-        self._means = [0.0] * most
-        self._weights = [0] * most
-        self._proposed, self._accepted = [0] * most, [0] * most
+    def __init__(self, max_drafts: int) -> None:
+        self._means = [0.0] * max_drafts
+        self._weights = [0] * max_drafts
+        self._proposed, self._accepted = [0] * max_drafts, [0] * max_drafts
         self._logged: float | None = None
 
     def verified(self, num_proposed: int, num_accepted: int, now: float) -> None:

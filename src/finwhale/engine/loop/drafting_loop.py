@@ -12,7 +12,7 @@ from collections.abc import Sequence as Items
 
 from finwhale.config import DraftTokens
 from finwhale.engine.loop.acceptance_watch import AcceptanceWatch
-from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
 from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.sampled_tokens import TokenReader
 from finwhale.engine.loop.step_loop import Launcher, NewToken
@@ -55,7 +55,7 @@ class DraftLoop:
         pass
 
     def launch(
-        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         device_drafts = self._launcher.executor.description.device_drafts
@@ -64,7 +64,7 @@ class DraftLoop:
             before = in_flight[-1]
             if not before.on_device or before.followed or before.rows.historic:
                 return None
-            # Try this only once: if it fails, the device may have lost the state to continue from.
+            # Try this only once: after a failure, the device may have lost this step's state.
             before.followed = True
             chunks = scheduler.schedule_ahead(before.chunks)
         else:
@@ -88,10 +88,10 @@ class DraftLoop:
         draft = DraftPlan(
             drafts=tuple([c.drafts for c in chunks]),
             propose=tuple([c.propose for c in chunks]),
-            next_ids=tuple([0 if c.floats or c.completes else c.next_id for c in chunks]),
+            next_ids=tuple([0 if c.unresolved or c.completes else c.next_id for c in chunks]),
             on_device=on_device,
             links=tuple([c.sequence.sampled_row for c in chunks]) if in_flight else None,
-            # Prompts always get the rows of the draft head, so that drafting can begin at any time.
+            # The draft head always computes prompts, so that drafting can begin at any time.
             head=step.kind.head or not all(c.decodes for c in chunks),
         )
         if rows.historic:
@@ -130,7 +130,7 @@ class DraftLoop:
         if step.began:
             self._time(step, result)
         now = self._last_collected = time.monotonic()
-        floating = {c.sequence.key: c for flight in later for c in flight.chunks}
+        unresolved = {c.sequence.key: c for flight in later for c in flight.chunks}
         next_drafts = iter(result.drafts or ())
         confidences = iter(result.confidences or [[]] * len(result.drafts or ()))
         self._meter.steps += 1
@@ -146,8 +146,8 @@ class DraftLoop:
             num_accepted = min(len(ids), len(run) - 1)
             sequence.token_ids[place:] = ids
             sequence.drafts, sequence.confidences = drafts_after, given
-            if sequence.key in floating:
-                floating[sequence.key].resolve(num_accepted, drafts_after)
+            if sequence.key in unresolved:
+                unresolved[sequence.key].resolve(num_accepted, drafts_after)
             self._launcher.scheduler.verified(chunk, num_accepted)
             self._meter.run(stream.clock, len(ids), now)
             num_drafts = len(chunk.drafts)

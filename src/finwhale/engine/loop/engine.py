@@ -1,8 +1,8 @@
 """The engine schedules and launches steps, collects their tokens and detokenises them.
 
-On a GPU the engine runs one step ahead: while the device computes a step whose tokens the host does
-not know yet, the engine plans and launches the next step, which takes these tokens' ids from the
-device. Only then does the engine wait for the tokens, append them and detokenise them.
+On a GPU the engine runs one step ahead: while the device computes a step, the engine plans and
+launches the next step, which reads the first step's tokens on the device. Only then does the engine
+wait for these tokens, append them and detokenise them.
 """
 
 import logging
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -20,7 +21,7 @@ from finwhale.chat.stop_strings import StopChecker
 from finwhale.chat.tokenizer import Tokenizer
 from finwhale.config import EngineConfig
 from finwhale.engine.loop.drafting_loop import DraftLoop
-from finwhale.engine.loop.in_flight import InFlightStep, Request, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Request, TextStream
 from finwhale.engine.loop.metrics import Clock, EngineMetrics, Meter, read_metrics
 from finwhale.engine.loop.plain_loop import PlainLoop
 from finwhale.engine.loop.request_checks import checked_prompt, new_matcher
@@ -40,7 +41,7 @@ from finwhale.engine.plan.scheduler import Scheduler, SchedulerCounts
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.sequences import Sequence as RunningSequence
 from finwhale.engine.plan.step_plan import PENDING
-from finwhale.engine.rank.sleep import Sleep, Wake
+from finwhale.engine.rank.sleep import allocate_memory, free_memory
 from finwhale.errors import EngineDeadError, FinwhaleError, RequestError
 from finwhale.models.protocol import ModelConfig
 from finwhale.request import (
@@ -61,15 +62,15 @@ T = TypeVar("T")
 Requests = Literal["recompute", "keep", "abort"]
 """How to treat running requests when weights or memory change.
 
-"recompute": they wait, and their tokens so far are computed again. "keep": they continue with what
-the old weights have cached. "abort": they end with their tokens so far and the finish reason
+"recompute": they wait, and the engine computes their tokens so far again. "keep": they continue
+with the cache of the old weights. "abort": they end with their tokens so far and the finish reason
 "abort".
 """
 
 MemoryTag = Literal["weights", "cache"]
-"""What can sleep."""
+"""The memory that `sleep` can free."""
 
-# The time that `step` waits on a paused engine, so that callers in a loop do not spin.
+# How long `step` waits on a paused engine, so that callers in a loop do not spin.
 PAUSED_WAIT_S = 0.05
 
 # Steps that were in flight when an engine died. Freeing them would end the process.
@@ -83,8 +84,8 @@ class Engine:
         executor: runs the engine's step plans (loop/opening.py opens a local one).
 
     Attributes:
-        steps_ahead: steps launched before the oldest one's tokens are collected: 1 on a GPU; 0 on a
-            CPU, where the forward runs on the host. The tokens are the same.
+        steps_ahead: number of further steps launched before the engine collects the oldest step's
+            tokens: 1 on a GPU, 0 on a CPU, where the forward runs on the host. Tokens are the same.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Engine:
         self.start_seconds = dict(rank.start_seconds)
         self.steps_ahead = int(rank.asynchronous)
         self._requests: dict[str, Request] = {}
-        self._streams: dict[str, Stream] = {}
+        self._text_streams: dict[str, TextStream] = {}
         self._in_flight: deque[InFlightStep] = deque()
         self._meter = Meter(self.model_config.max_draft_tokens)
         self._loop = self._new_loop()
@@ -121,9 +122,9 @@ class Engine:
         self._paused = False
         self._asleep: set[str] = set()
         self._lacks_weights = False
-        self._goes_on = threading.Event()
-        self._goes_on.set()
-        # Requests that changed outside of a step; the next one returns them.
+        self._can_step = threading.Event()
+        self._can_step.set()
+        # Requests that changed outside of a step; the next step returns them.
         self._touched: list[RequestOutput] = []
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -179,8 +180,8 @@ class Engine:
         Args:
             matcher: the compiled `params.guide`; None: this method compiles it, while other threads
                 may call `step`.
-            stop_after: look for stop strings only after this token, the end of the reasoning.
-            priority: requests with a lower value run first; equal ones in order of arrival.
+            stop_after: look for stop strings only after this token, which ends the reasoning.
+            priority: requests with a lower value run first; equal values in order of arrival.
             prefix_owner: only requests of the same owner share cached prefixes.
 
         Raises:
@@ -215,7 +216,7 @@ class Engine:
     ) -> RequestOutput:
         self._check_usable()
         if self._asleep:
-            raise RequestError("the engine sleeps and accepts no requests: wake it first")
+            raise RequestError("the engine is asleep and accepts no requests: wake it first")
         if self._lacks_weights:
             raise RequestError(
                 "the weights were dropped, so the engine accepts no requests: call update_weights "
@@ -251,7 +252,7 @@ class Engine:
         for index in range(params.n):
             routed = None
             if params.return_routed_experts and routed_form is not None:
-                # The first continuation has those of the prompt.
+                # The first continuation also has the experts of the prompt.
                 routed = RoutedExperts(len(prompt_token_ids) if index else 0, routed_form)
             sequence = RunningSequence(
                 key=f"{request_id}/{index}",
@@ -276,7 +277,7 @@ class Engine:
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             request.outputs.append(output)
-            self._streams[sequence.key] = Stream(
+            self._text_streams[sequence.key] = TextStream(
                 sequence,
                 running,
                 output,
@@ -318,7 +319,7 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that have new tokens, in order.
 
-        On a paused engine, it runs none, and returns after a moment.
+        On a paused engine it runs no step, and returns after PAUSED_WAIT_S.
 
         An exception before a step is launched is raised unchanged, and the engine can continue.
 
@@ -326,7 +327,7 @@ class Engine:
             EngineDeadError: the device failed, or computed results were lost. Every request has
                 ended with this error, and the engine accepts no more.
         """
-        self._goes_on.wait(PAUSED_WAIT_S)
+        self._can_step.wait(PAUSED_WAIT_S)
         with self._lock, self._watchdog:
             self._check_usable()
             if self.is_paused:
@@ -360,15 +361,15 @@ class Engine:
             raise RequestError(f'mode must be "keep" or "abort", got {mode!r}')
         with self._lock:
             self._check_usable()
-            self._settle(mode)
+            self._drain(mode)
             self._paused = True
-            self._set_going()
+            self._update_can_step()
 
     def resume(self) -> None:
         """Continue after `pause`."""
         with self._lock:
             self._paused = False
-            self._set_going()
+            self._update_can_step()
 
     def sleep(
         self,
@@ -377,7 +378,7 @@ class Engine:
         drop_weights: bool = False,
         requests: Literal["recompute", "abort"] = "recompute",
     ) -> None:
-        """Give memory back to the system until `wake` (LLM.sleep).
+        """Free memory until `wake` (LLM.sleep).
 
         Raises:
             RequestError: a tag is unknown or asleep, or the engine has no sleep mode.
@@ -390,16 +391,17 @@ class Engine:
         with self._lock:
             self._check_usable()
             if both := self._asleep & set(chosen):
-                raise RequestError(f"{min(both)} sleeps already")
-            self._settle(requests)
+                raise RequestError(f"{min(both)} is already asleep")
+            self._drain(requests)
             self.scheduler.reset_prefix_cache()
-            self._on_ranks_or_die(Sleep(chosen, keep=not (drop_weights or self._lacks_weights)))
+            saves = not (drop_weights or self._lacks_weights)
+            self._on_ranks_or_die(partial(free_memory, tags=chosen, save_weights=saves))
             self._asleep |= set(chosen)
             self._lacks_weights |= drop_weights and "weights" in chosen
-            self._set_going()
+            self._update_can_step()
 
     def wake(self, tags: Sequence[MemoryTag] = get_args(MemoryTag)) -> None:
-        """Take memory again. The engine continues when nothing sleeps, with all weights.
+        """Allocate memory again. The engine continues once all memory and all weights are there.
 
         Raises:
             RequestError: a tag is unknown.
@@ -408,15 +410,15 @@ class Engine:
         with self._lock:
             self._check_usable()
             chosen = tuple(tag for tag in chosen if tag in self._asleep)
-            self._on_ranks_or_die(Wake(chosen))
+            self._on_ranks_or_die(partial(allocate_memory, tags=chosen))
             self._asleep -= set(chosen)
-            self._set_going()
+            self._update_can_step()
 
-    def _set_going(self) -> None:
+    def _update_can_step(self) -> None:
         if self.is_paused:
-            self._goes_on.clear()
+            self._can_step.clear()
         else:
-            self._goes_on.set()
+            self._can_step.set()
 
     def _on_ranks_or_die(self, work: Callable[[Any], None]) -> None:
         """Call `work` on every rank. An error ends the engine, because it leaves ranks unequal."""
@@ -437,28 +439,30 @@ class Engine:
     def check_weights_can_change(self, partial: bool) -> None:
         """Raise RequestError if weights cannot be written now."""
         if "weights" in self._asleep:
-            raise RequestError('the weights sleep: call wake(["weights"]) before update_weights')
+            raise RequestError(
+                'the weights are asleep: call wake(["weights"]) before update_weights'
+            )
         if partial and self._lacks_weights:
-            raise RequestError("the weights were dropped, so an update must bring all of them")
+            raise RequestError("the weights were dropped, so an update must have all of them")
 
     def change_weights(self, work: Callable[[Any], None], requests: Requests) -> None:
         """Call `work`, which replaces the weights, on every rank.
 
-        No step is in flight then, and afterwards no request finds a cached prefix of the old
-        weights. An error of `work` ends the engine.
+        No step is in flight during the call, and the prefix cache is empty afterwards. An error of
+        `work` ends the engine.
         """
         if requests not in get_args(Requests):
             raise RequestError(f"requests must be one of {get_args(Requests)}, got {requests!r}")
         with self._lock:
             self._check_usable()
             self.check_weights_can_change(False)
-            self._settle(requests)
+            self._drain(requests)
             self._on_ranks_or_die(work)
             self.scheduler.reset_prefix_cache()
             self._lacks_weights = False
-            self._set_going()
+            self._update_can_step()
 
-    def _settle(self, requests: Requests) -> None:
+    def _drain(self, requests: Requests) -> None:
         """Collect the steps in flight, and preempt or end the running requests if asked."""
         try:
             while self._in_flight:
@@ -468,7 +472,7 @@ class Engine:
         if requests == "recompute":
             self.scheduler.preempt_all()
         elif requests == "abort":
-            for stream in list(self._streams.values()):
+            for stream in list(self._text_streams.values()):
                 self._touched.append(stream.request.output)
                 self._finish(stream, "abort", None)
             self._discard_if_idle()
@@ -479,14 +483,14 @@ class Engine:
         if not isinstance(error, EngineDeadError):
             reason = f"{type(error).__name__}: {reason}"
         self._dead = f"the engine died ({reason}): start a new one"
-        for stream in self._streams.values():
+        for stream in self._text_streams.values():
             stream.ended = True
             stream.output.finish_reason = "error"
             self._meter.endings["error"] += 1
         for request in self._requests.values():
             request.output.error = self._dead
             request.output.finished = True
-        self._streams.clear()
+        self._text_streams.clear()
         self._requests.clear()
         # Freeing the in-flight steps of a device that failed would end the process.
         _ABANDONED.extend(self._in_flight)
@@ -495,7 +499,7 @@ class Engine:
 
     def _launch(self) -> bool:
         """Plan the next step and launch it; returns whether a step was launched."""
-        step = self._loop.launch(self._streams, self._in_flight)
+        step = self._loop.launch(self._text_streams, self._in_flight)
         if step is not None:
             self._in_flight.append(step)
         return step is not None
@@ -523,7 +527,7 @@ class Engine:
         for found in step.scores:
             chunk = step.planned[found.chunk]
             sequence = chunk.sequence
-            stream = self._streams.get(sequence.key)
+            stream = self._text_streams.get(sequence.key)
             if stream is None or stream.sequence is not sequence:
                 continue  # the request has ended
             output = stream.request.output
@@ -547,7 +551,7 @@ class Engine:
         begin = 0
         for chunk in chunks:
             end = begin + chunk.end - chunk.start
-            stream = self._streams.get(chunk.sequence.key)
+            stream = self._text_streams.get(chunk.sequence.key)
             if (
                 stream is not None
                 and stream.routed is not None
@@ -559,7 +563,7 @@ class Engine:
 
     def _discard_if_idle(self) -> None:
         """If no sequence remains, discard the steps still in flight."""
-        if not self._streams:
+        if not self._text_streams:
             self._in_flight.clear()
             self._loop.drop_rows()
 
@@ -568,12 +572,12 @@ class Engine:
         with self._lock:
             if self._requests.pop(request_id, None) is None:
                 return
-            for stream in list(self._streams.values()):
+            for stream in list(self._text_streams.values()):
                 if stream.sequence.request_id == request_id:
                     self._retire(stream, "abort")
             self._discard_if_idle()
 
-    def _append(self, stream: Stream, place: int, token: SampledToken) -> None:
+    def _append(self, stream: TextStream, place: int, token: SampledToken) -> None:
         sequence, output, token_id = stream.sequence, stream.output, token.token_id
         if not output.token_ids and sequence.index == 0:
             clock, request = stream.clock, stream.request.output
@@ -615,7 +619,7 @@ class Engine:
     def _token_text(self, token_id: int) -> str:
         return "" if self.tokenizer is None else self.tokenizer.token_text(token_id)
 
-    def _finish(self, stream: Stream, reason: FinishReason, stop: str | int | None) -> None:
+    def _finish(self, stream: TextStream, reason: FinishReason, stop: str | int | None) -> None:
         stream.close()
         stream.output.finish_reason = reason
         stream.output.stop_reason = stop
@@ -629,7 +633,7 @@ class Engine:
             del self._requests[stream.sequence.request_id]
         self._retire(stream, reason)
 
-    def _retire(self, stream: Stream, how: FinishReason) -> None:
+    def _retire(self, stream: TextStream, how: FinishReason) -> None:
         stream.ended = True
         self._meter.ended(how, stream.clock, len(stream.output.token_ids))
         times = stream.request.output.times
@@ -638,7 +642,7 @@ class Engine:
         while stream.sequence.token_ids[-1] == PENDING:
             stream.sequence.token_ids.pop()
         self.scheduler.finish(stream.sequence)
-        del self._streams[stream.sequence.key]
+        del self._text_streams[stream.sequence.key]
 
     def reset_prefix_cache(self) -> None:
         """Evict all cached prefixes, so that no later request reuses them."""
@@ -655,15 +659,15 @@ class Engine:
             self._loop = self._new_loop()
 
     def metrics(self) -> EngineMetrics:
-        """Read the present state and the counters, without waiting for a step."""
+        """Read the current state and the counters, without waiting for a step."""
         late, ranks = self.executor.late_compilations(), self.executor.rank_states()
         return read_metrics(self.scheduler, self._meter, self._watchdog.elapsed, late, ranks)
 
     def check_integrity(self) -> None:
         """Assert that no page, block or request is lost."""
         self.scheduler.check_integrity()
-        assert self._streams or not self._in_flight
-        assert len(self._streams) == len(self.scheduler.running) + self.scheduler.num_waiting
+        assert self._text_streams or not self._in_flight
+        assert len(self._text_streams) == len(self.scheduler.running) + self.scheduler.num_waiting
 
 
 def _checked_tags(tags: Sequence[str]) -> tuple[str, ...]:

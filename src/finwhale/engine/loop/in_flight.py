@@ -1,4 +1,4 @@
-"""The text side of running sequences, and in-flight steps: launched steps with unknown tokens."""
+"""Text output of running sequences, and in-flight steps: launched steps with unknown tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from finwhale.request import CompletionOutput, ExpertIds, RequestOutput
 
 
 @dataclass(slots=True)
-class Stream:
-    """The text side of one running sequence.
+class TextStream:
+    """One running sequence and its text output.
 
     Attributes:
         ends: token ids that end the sequence.
-        stop_after: look for stop strings once this token has been generated; None: from the start.
+        stop_after: look for stop strings only after this token; None: from the start.
         ended: the sequence gets no more tokens.
-        routed: the routed experts of its tokens so far; None: it wants none.
+        routed: the routed experts of its tokens so far; None: the request wants none.
     """
 
     sequence: RunningSequence
@@ -80,7 +80,7 @@ class Rows:
 
     __slots__ = ("drawing", "historic", "outputs", "sequences", "streams")
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[TextStream]) -> None:
         self.streams = streams
         self.sequences = [stream.sequence for stream in streams]
         self.drawing: list[int] = []
@@ -136,7 +136,7 @@ class InFlightStep:
     followed: bool = False
 
     def drop_ended(self) -> list[int] | None:
-        """Remove the streams that have ended; returns the rows that are left, None for all."""
+        """Remove the sequences that have ended; returns the remaining rows, None: all of them."""
         streams = self.rows.streams
         left = [row for row, stream in enumerate(streams) if not stream.ended]
         if len(left) == len(streams):

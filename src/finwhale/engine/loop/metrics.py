@@ -57,12 +57,12 @@ class EngineMetrics:
         prompt_tokens: prompt tokens of admitted sequences.
         cached_tokens: how many of the prompt tokens were in the prefix cache.
         output_tokens: generated tokens.
-        preemptions: sequences whose pages were freed and which need prefill again.
+        preemptions: number of preempted sequences, which are prefilled again.
         endings: sequences by how they ended: "stop", "length", "error", "abort".
         drafts_proposed: number of verified drafts, by position after the last known token.
         drafts_accepted: how many of them became output.
-        verifications: number of times that a sequence's drafts were verified.
-        draft_tokens: the most drafts of a sequence at present.
+        verifications: number of times that the model verified a sequence's drafts.
+        draft_tokens: the current maximum number of drafts of a sequence.
         time_of_verification: time of forward and sampling, in steps in which all sequences decode.
         time_of_draft: time of the draft head in the same steps.
         time_to_first_token: from a request's arrival to the first token of each of its sequences.
@@ -105,7 +105,7 @@ class EngineMetrics:
 
     @property
     def mean_accepted_length(self) -> float:
-        """Mean number of tokens from a verification of drafts; 0 before the first one."""
+        """Mean number of tokens that a sequence gains per verification; 0 before the first one."""
         if not self.verifications:
             return 0.0
         return 1 + sum(self.drafts_accepted) / self.verifications

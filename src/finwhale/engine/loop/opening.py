@@ -22,15 +22,15 @@ def start_engine(
     """Open the ranks, make their engine and warm it up, so that no request waits for a compilation.
 
     Args:
-        model_config: the checkpoint's. An engine that does not draft leaves a DSpark head out.
-        place: of this process, which has rank 0; None: no launcher has placed ranks.
+        model_config: the checkpoint's. An engine that does not draft drops a DSpark head.
+        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
     if config.draft_tokens == 0 and model_config.draft_head == "dspark":
-        # The head is three whole layers, and every forward would compute its context.
+        # The head has three whole layers, and every forward would compute its context.
         model_config = model_config.without_draft_head()
         weights = weights.of(model_config)
     executor = open_executor(config, model_config, weights, place)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
-from finwhale.engine.loop.in_flight import InFlightStep, Rows, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, Rows, TextStream
 from finwhale.engine.loop.metrics import Meter
 from finwhale.engine.loop.sampled_tokens import TokenReader
 from finwhale.engine.loop.step_loop import Launcher, NewToken
@@ -29,7 +29,7 @@ class PlainLoop:
         self._rows = self._on_device = Rows([])
 
     def launch(
-        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
     ) -> InFlightStep | None:
         scheduler = self._launcher.scheduler
         chunks = scheduler.schedule()
@@ -56,7 +56,7 @@ class PlainLoop:
         return step
 
     def _sample(self, step: InFlightStep) -> None:
-        """Launch the sampling of a step's tokens, except for streams that have ended since."""
+        """Launch the sampling of a step's tokens, except for sequences that have ended since."""
         left = step.drop_ended()
         slots = tuple([s.slot for s in step.rows.sequences])
         step.result = self._launcher.sample(slots, _sampling_inputs(step), left)

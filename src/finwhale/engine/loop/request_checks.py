@@ -66,7 +66,7 @@ def _index(token: Any) -> int:
 
 
 def new_matcher(params: SamplingParams, tokenizer: Tokenizer | None) -> Matcher | None:
-    """Compile the guide that the output must match; None: any text. Raises RequestError."""
+    """Compile the guide that the output must match; None: no guide. Raises RequestError."""
     if params.guide is None:
         return None
     if tokenizer is None:

@@ -6,17 +6,17 @@ from finwhale.engine.plan.executor import RoutedExpertsForm
 from finwhale.engine.plan.sequences import Chunk
 from finwhale.request import ExpertIds
 
-FEWEST_TOKENS = 64  # of an array
+FEWEST_TOKENS = 64  # smallest size of the array
 
 
 class RoutedExperts:
     """The routed experts of one sequence's tokens, from token `first` on.
 
-    A token's experts are those of the step that computed it first. If a preempted sequence computes
-    the token again, the experts stay.
+    A token keeps the experts of the step that computed it first, even if a preempted sequence
+    computes the token again.
 
     Attributes:
-        end: number of the first token whose experts are not known.
+        end: index of the first token whose experts are not known.
     """
 
     def __init__(self, first: int, form: RoutedExpertsForm) -> None:
@@ -27,8 +27,8 @@ class RoutedExperts:
         """Add the experts of a chunk's tokens, except for rejected drafts.
 
         Args:
-            ids: [tokens of the chunk, layers, top-k]. The sequence has the tokens that the step
-                chose.
+            ids: [tokens of the chunk, layers, top-k]. The sequence already has the tokens that the
+                step sampled.
         """
         assert chunk.start <= self.end, "a token was reused whose experts are not known"
         end = chunk.known + _num_accepted(chunk)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from finwhale.engine.loop.in_flight import InFlightStep, Stream
+from finwhale.engine.loop.in_flight import InFlightStep, TextStream
 from finwhale.engine.loop.sampled_tokens import SampledToken
 from finwhale.engine.plan.executor import Executor, PendingResult
 from finwhale.engine.plan.scheduler import Scheduler
@@ -12,15 +12,15 @@ from finwhale.engine.plan.sequences import Chunk
 from finwhale.engine.plan.step_plan import DraftPlan
 from finwhale.engine.plan.step_planner import SamplingInputs, StepPlanner
 
-# A stream, the index of its new token in the sequence's token_ids, and the token.
-NewToken = tuple[Stream, int, SampledToken]
+# A text stream, the index of its new token in the sequence's token_ids, and the token.
+NewToken = tuple[TextStream, int, SampledToken]
 
 
 class StepLoop(Protocol):
     """Plans, launches and collects the steps of an engine."""
 
     def launch(
-        self, streams: Mapping[str, Stream], in_flight: Items[InFlightStep]
+        self, streams: Mapping[str, TextStream], in_flight: Items[InFlightStep]
     ) -> InFlightStep | None:
         """Plan the next step and launch it. None: no step can be launched now.
 
@@ -30,7 +30,7 @@ class StepLoop(Protocol):
         ...
 
     def collect(self, step: InFlightStep, later: Items[InFlightStep]) -> list[NewToken]:
-        """Wait for a step's tokens. A stream may end before it has used all of its tokens.
+        """Wait for a step's tokens. A sequence may end before it has used all of its tokens.
 
         Args:
             later: the in-flight steps after this one.
@@ -38,7 +38,7 @@ class StepLoop(Protocol):
         ...
 
     def sample_waiting(self, in_flight: Items[InFlightStep]) -> None:
-        """Launch the sampling that needed the tokens which `collect` has returned."""
+        """Launch the sampling that had to wait for the tokens of the last `collect`."""
         ...
 
     def drop_rows(self) -> None:

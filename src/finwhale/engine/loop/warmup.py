@@ -1,6 +1,6 @@
 """Warm-up: run one request of each kind before the engine is ready, to initialise it fully.
 
-Startup builds kernels and captures steps earlier (rank/startup.py). Warm-up covers the rest:
+Startup has already built kernels and captured steps (rank/startup.py). Warm-up covers the rest:
 torch's own kernels, which the driver loads at their first call, pinned memory, and the host's code.
 The prompts are arbitrary tokens, and the engine keeps no state of them.
 """
@@ -19,7 +19,7 @@ LENGTHS = (20, 1, 600)
 
 
 class AnyToken:
-    """The matcher of a grammar that allows everything. It needs no tokenizer."""
+    """A matcher that allows every token. It needs no tokenizer."""
 
     error: str | None = None
 

@@ -1,4 +1,4 @@
-"""Dumps the stack of every thread if a step takes far too long."""
+"""Writes the stack of every thread if a step takes too long."""
 
 import contextlib
 import faulthandler
@@ -7,14 +7,13 @@ import sys
 import threading
 import time
 import weakref
-from types import TracebackType
 from typing import TextIO
 
 CHECKS = 8  # Checks per time limit. The watchdog notices a hang up to 1/CHECKS of the limit late.
 
 
 class Watchdog:
-    """A context manager around each step. It costs a step only one read of the clock.
+    """A context manager around each step. It costs a step only one clock read.
 
     A thread checks the elapsed time at intervals. If the interpreter itself is blocked, so that no
     Python thread runs, faulthandler's timer writes the stacks. A process has only one such timer,
@@ -41,34 +40,29 @@ class Watchdog:
     def __enter__(self) -> None:
         self._began = time.monotonic()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._began = None
 
     @property
     def elapsed(self) -> float:
-        """Seconds that the present step has taken so far; 0 if no step runs."""
+        """Seconds that the current step has taken so far; 0 if no step runs."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _look(self, told: float | None, file: int) -> float | None:
+    def _check(self, reported: float | None, file: int) -> float | None:
         """Write the stacks if the current step takes too long, but only once for each step.
 
         Args:
-            told: start time of the last step whose stacks were written.
+            reported: start time of the last step whose stacks were written.
 
         Returns:
-            The value of `told` for the next call.
+            The value of `reported` for the next call.
         """
         began = self._began
         assert self.seconds is not None
         faulthandler.dump_traceback_later(2 * self.seconds, file=file)
-        if began is None or began == told or time.monotonic() - began < self.seconds:
-            return told
+        if began is None or began == reported or time.monotonic() - began < self.seconds:
+            return reported
         with contextlib.suppress(BlockingIOError):  # nobody reads the server's log
             text = f"finwhale: a step has taken {self.seconds:g} seconds; stacks:\n"
             os.write(file, text.encode())
@@ -77,14 +71,14 @@ class Watchdog:
 
 
 def _watch(watchdog: "weakref.ref[Watchdog]", seconds: float, file: int) -> None:
-    told: float | None = None
+    reported: float | None = None
     while True:
         strong = watchdog()
         if strong is None:
             faulthandler.cancel_dump_traceback_later()
             os.close(file)
             return
-        told = strong._look(told, file)
+        reported = strong._check(reported, file)
         del strong
         time.sleep(seconds / CHECKS)
 

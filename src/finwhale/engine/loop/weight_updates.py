@@ -1,9 +1,11 @@
 """Updates an engine's weights: from tensors, a directory, a process group or CUDA IPC."""
 
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +15,22 @@ from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.distributed.cuda_ipc import IpcHandle
 from finwhale.distributed.weight_group import GROUP_NAME, TIMEOUT_S, GroupAddress, GroupBackend
 from finwhale.engine.loop.engine import Engine, Requests
-from finwhale.engine.rank.weight_transfer import Announce, Join, Leave, Open, Receive
-from finwhale.engine.rank.weight_update import Add, Begin, Commit, Discard, Prepare, Read
+from finwhale.engine.rank.weight_transfer import (
+    announce,
+    join_group,
+    leave_group,
+    read_buffer,
+    receive,
+)
+from finwhale.engine.rank.weight_update import (
+    begin_update,
+    commit_update,
+    discard_update,
+    prepare_update,
+    stage_bytes,
+    stage_checkpoint,
+    stage_tensors,
+)
 from finwhale.errors import EngineDeadError, RequestError
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -63,7 +79,7 @@ class WeightUpdates:
     """Updates the weights of one engine, one update at a time. Several threads may call it.
 
     Attributes:
-        version: the name of the present weights: what the last update called them, or its number.
+        version: the name of the current weights: the last update's `version`, or its number.
         begun: whether an update has begun and neither succeeded nor failed.
     """
 
@@ -104,7 +120,9 @@ class WeightUpdates:
                 f"world_size {world_size}, in which the trainer is rank 0"
             )
         if not 0 < timeout_seconds <= 86_400:
-            raise RequestError(f"timeout_seconds must be above 0, to 86400, got {timeout_seconds}")
+            raise RequestError(
+                f"timeout_seconds must be above 0 and at most 86400, got {timeout_seconds}"
+            )
         address = GroupAddress(
             master_address=master_address,
             master_port=master_port,
@@ -114,11 +132,13 @@ class WeightUpdates:
             timeout_seconds=timeout_seconds,
         )
         try:
-            self._engine.on_ranks(Join(address, rank_offset))
+            self._engine.on_ranks(
+                functools.partial(join_group, address=address, rank_offset=rank_offset)
+            )
         except EngineDeadError:
             raise
         except BaseException:
-            self._engine.on_ranks(Leave(group_name))
+            self._leave(group_name)
             raise
         self._groups.add(group_name)
 
@@ -127,7 +147,10 @@ class WeightUpdates:
         if group_name not in self._groups:
             raise RequestError(f"the engine is in no group {group_name!r}")
         self._groups.remove(group_name)
-        self._engine.on_ranks(Leave(group_name))
+        self._leave(group_name)
+
+    def _leave(self, group_name: str) -> None:
+        self._engine.on_ranks(functools.partial(leave_group, group_name=group_name))
 
     # --- Updates ----------------------------------------------------------------------------------
 
@@ -147,7 +170,7 @@ class WeightUpdates:
         self.finish(requests=requests, version=version)
 
     def begin(self, *, partial: bool = False) -> None:
-        """Begin an update, to which `add` brings the weights, until `finish`.
+        """Begin an update: then `add` stages weights, and `finish` writes them.
 
         Raises:
             RequestError: another update has begun, or the weights cannot be written now.
@@ -160,7 +183,7 @@ class WeightUpdates:
             self.begun = True
             self._next_version = None
         try:
-            self._engine.on_ranks(Begin(partial))
+            self._engine.on_ranks(functools.partial(begin_update, partial=partial))
         except BaseException as error:
             self._discard(error)
             raise
@@ -169,7 +192,7 @@ class WeightUpdates:
         """Stage weights of an update that has begun. If this fails, the update ends.
 
         Args:
-            version: what `finish` calls the new weights, unless it is told another name.
+            version: the name of the new weights, unless `finish` gets another one.
         """
         self._add(source, last=False)
         self._next_version = version or self._next_version
@@ -178,8 +201,8 @@ class WeightUpdates:
         """Write the staged weights. If this fails, the old ones stay, and the update ends."""
         self._check_begun()
         try:
-            self._engine.on_ranks(Prepare())
-            self._engine.change_weights(Commit(), requests)
+            self._engine.on_ranks(prepare_update)
+            self._engine.change_weights(commit_update, requests)
         except BaseException as error:
             self._discard(error)
             raise
@@ -197,21 +220,22 @@ class WeightUpdates:
             raise RequestError("no update of the weights has begun, or it has failed")
 
     def _add(self, source: WeightsSource, *, last: bool) -> None:
-        """Stage weights. `last`: the update gets no others."""
+        """Stage weights. `last`: the update has no others."""
         self._check_begun()
         engine = self._engine
         try:
             if isinstance(source, str | Path):
-                engine.on_ranks(Read(Path(source)))
+                engine.on_ranks(functools.partial(stage_checkpoint, path=Path(source)))
             elif isinstance(source, BroadcastTensors):
                 self._receive(source, last)
             elif isinstance(source, SharedTensors):
-                announced = _announced(source)
-                engine.on_ranks(Announce(announced, last))
-                engine.on_ranks(Open(dict(source.handles), announced))
+                tensors = self._announce(source, last)
+                work = functools.partial(read_buffer, handles=dict(source.handles), tensors=tensors)
+                engine.on_ranks(work)
             else:
-                for bucket in _buckets(source, alone=engine.executor.description.num_ranks == 1):
-                    engine.on_ranks(Add(bucket))
+                alone = engine.executor.description.num_ranks == 1
+                for stage in _staging(source, alone=alone):
+                    engine.on_ranks(stage)
         except BaseException as error:
             self._discard(error)
             raise
@@ -223,21 +247,25 @@ class WeightUpdates:
                 f"the engine is in no group {name!r}: a failed update closes the group"
             )
         try:
-            announced = _announced(source)
-            self._engine.on_ranks(Announce(announced, last))
-            for piece in _pieces(announced):
-                self._engine.on_ranks(Receive(name, piece))
+            for piece in _pieces(self._announce(source, last)):
+                self._engine.on_ranks(functools.partial(receive, group_name=name, tensors=piece))
         except EngineDeadError:
             raise
         except BaseException:
-            # The trainer's next broadcast would be taken for one that has not been received.
+            # Otherwise the engine would take the trainer's next broadcast for a missed one.
             self.leave(name)
             raise
+
+    def _announce(self, source: BroadcastTensors | SharedTensors, last: bool) -> list[Announced]:
+        """Let all ranks check the tensors of a source before they arrive; returns them."""
+        tensors = _announced(source)
+        self._engine.on_ranks(functools.partial(announce, tensors=tensors, last=last))
+        return tensors
 
     def _discard(self, error: BaseException | None) -> None:
         self.begun = False
         if not isinstance(error, EngineDeadError):
-            self._engine.on_ranks(Discard())
+            self._engine.on_ranks(discard_update)
 
 
 def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
@@ -257,7 +285,7 @@ def _announced(source: BroadcastTensors | SharedTensors) -> list[Announced]:
 
 
 def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
-    """The tensors in their order, some at a time."""
+    """Split tensors into messages of at most BUCKET_BYTES or one tensor, in order."""
     piece: list[Announced] = []
     size = 0
     for one in announced:
@@ -270,13 +298,13 @@ def _pieces(announced: Sequence[Announced]) -> Iterator[list[Announced]]:
         yield piece
 
 
-def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in the form in which ranks take them, some at a time.
+def _staging(tensors: NamedTensors, *, alone: bool) -> Iterator[Callable[[Any], None]]:
+    """The work that stages tensors, in messages of at most BUCKET_BYTES or one tensor.
 
     Args:
-        alone: the only rank is this process, which takes a tensor before the next one is made.
+        alone: the only rank is this process. It gets each tensor at once, without a copy.
     """
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: list[tuple[Announced, Tensor]] = []
     size = 0
     for item in tensors:
         if not (
@@ -288,15 +316,17 @@ def _buckets(tensors: NamedTensors, *, alone: bool) -> Iterator[list[tuple[str, 
             raise RequestError("the weights must be pairs of a name and a tensor")
         name, tensor = item[0], item[1].detach()
         if alone:
-            yield [(name, tensor)]
+            yield functools.partial(stage_tensors, tensors=[(name, tensor)])
             continue
         if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
+            yield functools.partial(stage_bytes, tensors=bucket)
             bucket, size = [], 0
-        # A message holds a tensor's whole memory, of which the tensor may be a part, and the sender
-        # may reuse that memory for the next tensor.
+        # Copy the tensor: a message contains the whole memory of which a tensor may be a part, and
+        # the sender may reuse that memory for the next tensor. Send bytes: torch cannot unpickle
+        # FP8.
         copied = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-        bucket.append((name, copied))
+        form = Announced(name, tensor.dtype, tuple(tensor.shape))
+        bucket.append((form, copied.reshape(-1).view(torch.uint8)))
         size += tensor.nbytes
     if bucket:
-        yield bucket
+        yield functools.partial(stage_bytes, tensors=bucket)

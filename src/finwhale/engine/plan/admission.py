@@ -73,7 +73,7 @@ class Admission:
         """Remove the next sequence from the queue, if it can start.
 
         Returns:
-            The sequence, the cached blocks with which it begins, and the number of these blocks
+            The sequence, the longest cached prefix of its blocks, and the number of these blocks
             after which it can resume. None: no sequence can start now.
         """
         while self.waiting:
@@ -86,7 +86,9 @@ class Admission:
             found = known[:resumable]
             needed = self._blocks(len(sequence.token_ids)) - sum(b.users > 0 for b in found)
             if self._running and self._pages.full_groups:
-                needed += self._num_blocks // WATERMARK + sum(map(self._promised, self._running))
+                needed += self._num_blocks // WATERMARK + sum(
+                    map(self._unallocated_blocks, self._running)
+                )
             if needed > self._pages.free_blocks:
                 assert self._running
                 return None
@@ -158,8 +160,8 @@ class Admission:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)
 
-    def _promised(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still has to allocate for its tokens so far."""
+    def _unallocated_blocks(self, sequence: Sequence) -> int:
+        """Number of blocks that a running sequence must still allocate for its tokens so far."""
         group = self._pages.full_groups[0]
         allocated = sequence.tables[group.name].end * group.tokens_per_page // group.block_tokens
         return self._blocks(len(sequence.token_ids)) - allocated

@@ -1,8 +1,8 @@
 """Estimates how many drafts of a sequence the model will accept. Pure Python.
 
-A draft's survival is the probability that it and all drafts before it are accepted. It is the
-product of the probabilities that each of them is accepted if those before it are. A draft head may
-estimate these itself (confidences); otherwise they are counted.
+A draft's survival is the probability that the model accepts this draft and all drafts before it:
+the product of their conditional acceptance probabilities. A draft head may estimate these
+probabilities itself (confidences). Otherwise they come from counts of accepted drafts.
 """
 
 from collections.abc import Sequence as Items
@@ -10,16 +10,17 @@ from math import exp, log
 
 from finwhale.engine.plan.sequences import Chunk, Sequence
 
-# The counts of each position begin with this many verified drafts and this acceptance. It is high,
-# so that drafting is not given up after a few wrong drafts.
-FIRST_DRAFTS, FIRST_SHARE = 16, 0.7
-# The mean over all sequences has a memory of about DRAFTS drafts, that of one sequence of OWN.
-DRAFTS, OWN = 256, 64
-# The mean over all sequences counts in a sequence's own estimate as this many of its drafts.
-PRIOR = 8.0
-# Calibration has a memory of about this many drafts of a position.
+# Each position begins with this many verified drafts at this acceptance rate. The rate is high, so
+# that a few rejected drafts do not end drafting.
+INITIAL_DRAFTS, INITIAL_ACCEPTANCE = 16, 0.7
+# The mean over all sequences covers about the last MEAN_DRAFTS drafts, and that of one sequence
+# about its last SEQUENCE_DRAFTS drafts.
+MEAN_DRAFTS, SEQUENCE_DRAFTS = 256, 64
+# Weight of the mean over all sequences in the estimate for one sequence, in drafts.
+MEAN_WEIGHT = 8.0
+# Calibration covers about this many of a position's last drafts.
 CALIBRATION_DRAFTS = 2048
-# It starts as if it were known to this precision (drafts) that confidences are right.
+# Weight, in drafts, of the prior that confidences need no correction.
 CALIBRATION_PRIOR = 16.0
 LARGEST_LOGIT = 8.0
 
@@ -46,7 +47,7 @@ class Calibration:
         weight, keep = p * (1 - p), 1 - 1 / CALIBRATION_DRAFTS
         a, b, d = self._hessian
         a, b, d = keep * a + weight * x * x, keep * b + weight * x, keep * d + weight
-        # The prior does not fade, so that the matrix stays regular.
+        # These minima keep the matrix invertible.
         a, d = max(a, 1.0), max(d, 1.0)
         self._hessian = (a, b, d)
         error = p - accepted
@@ -55,16 +56,16 @@ class Calibration:
         self.shift -= error * (a - b * x) / determinant
 
 
-class OwnAcceptance:
+class SequenceAcceptance:
     """Accepted and verified drafts of one sequence, by position; old ones count less."""
 
     __slots__ = ("accepted", "verified")
 
-    def __init__(self, most: int) -> None:
-        self.accepted, self.verified = [0.0] * most, [0.0] * most
+    def __init__(self, max_drafts: int) -> None:
+        self.accepted, self.verified = [0.0] * max_drafts, [0.0] * max_drafts
 
     def add(self, position: int, accepted: bool) -> None:
-        keep = 1 - 1 / OWN
+        keep = 1 - 1 / SEQUENCE_DRAFTS
         self.accepted[position] = keep * self.accepted[position] + accepted
         self.verified[position] = keep * self.verified[position] + 1
 
@@ -73,40 +74,40 @@ class DraftEstimates:
     """Estimates the survival of every sequence's next drafts.
 
     Args:
-        most: the largest number of drafts.
+        max_drafts: the largest number of drafts.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._means, self._counts = [FIRST_SHARE] * most, [FIRST_DRAFTS] * most
+    def __init__(self, max_drafts: int) -> None:
+        self.max_drafts = max_drafts
+        self._means, self._counts = [INITIAL_ACCEPTANCE] * max_drafts, [INITIAL_DRAFTS] * max_drafts
         # Calibrations of drafts' own confidences, and of the confidences of the drafts before.
-        self._calibrations = [[Calibration() for _ in range(most)] for _ in range(2)]
-        self._own: dict[str, OwnAcceptance] = {}
+        self._calibrations = [[Calibration() for _ in range(max_drafts)] for _ in range(2)]
+        self._acceptances: dict[str, SequenceAcceptance] = {}
 
-    def survivals(self, sequence: Sequence, *, floats: bool) -> list[float]:
+    def survivals(self, sequence: Sequence, *, unresolved: bool) -> list[float]:
         """The survival of each of a sequence's next drafts.
 
         Args:
-            floats: the sequence has the confidences of drafts before these (Chunk.floats).
+            unresolved: the sequence's confidences belong to the previous drafts (Chunk.unresolved).
         """
         found, survival = [], 1.0
         if sequence.confidences:
-            pairs = zip(self._calibrations[floats], sequence.confidences, strict=False)
+            pairs = zip(self._calibrations[unresolved], sequence.confidences, strict=False)
             chances = [calibration(confidence) for calibration, confidence in pairs]
-            # Fewer drafts were made than could be.
+            # The head may have made fewer drafts than the maximum.
             chances += self._means[len(chances) :]
         else:
-            chances = self._chances(self._own.get(sequence.key))
+            chances = self._conditional(self._acceptances.get(sequence.key))
         for chance in chances:
             survival *= chance
             found.append(survival)
         return found
 
-    def _chances(self, own: OwnAcceptance | None) -> list[float]:
+    def _conditional(self, own: SequenceAcceptance | None) -> list[float]:
         if own is None:
             return self._means
         return [
-            (PRIOR * mean + accepted) / (PRIOR + verified)
+            (MEAN_WEIGHT * mean + accepted) / (MEAN_WEIGHT + verified)
             for mean, accepted, verified in zip(
                 self._means, own.accepted, own.verified, strict=True
             )
@@ -117,24 +118,26 @@ class DraftEstimates:
         num_drafts = len(chunk.drafts)
         if not num_drafts:
             return
-        own = self._own.get(chunk.sequence.key)
+        own = self._acceptances.get(chunk.sequence.key)
         if own is None:
-            own = self._own[chunk.sequence.key] = OwnAcceptance(self.most)
+            own = self._acceptances[chunk.sequence.key] = SequenceAcceptance(self.max_drafts)
         for position in range(min(num_drafts, num_accepted + 1)):
             accepted = position < num_accepted
             own.add(position, accepted)
             self._counts[position] += 1
             mean = self._means[position]
-            self._means[position] += (accepted - mean) / min(self._counts[position], DRAFTS)
+            self._means[position] += (accepted - mean) / min(self._counts[position], MEAN_DRAFTS)
             if position < len(chunk.confidences):
-                calibration = self._calibrations[chunk.old_confidences][position]
+                calibration = self._calibrations[chunk.stale_confidences][position]
                 calibration.add(chunk.confidences[position], accepted)
 
     def keep(self, sequences: Items[Sequence]) -> None:
         """Forget all other sequences."""
-        if len(self._own) > 2 * len(sequences) + 16:
+        if len(self._acceptances) > 2 * len(sequences) + 16:
             living = {sequence.key for sequence in sequences}
-            self._own = {key: own for key, own in self._own.items() if key in living}
+            self._acceptances = {
+                key: own for key, own in self._acceptances.items() if key in living
+            }
 
 
 def _logit(p: float) -> float:

@@ -2,8 +2,8 @@
 
 The rule is that of the DSpark paper (arXiv 2607.05147): verify the drafts with the highest survival
 (plan/draft_estimates.py) as long as the expected number of tokens per second grows. Step times are
-measured while the engine runs. Everything depends on the measured times, the accepted drafts and
-the confidences only.
+measured while the engine runs. The choice depends only on measured times, accepted drafts and
+confidences.
 """
 
 from collections import deque
@@ -28,10 +28,11 @@ CHOOSE_STEPS = 16
 PROBE_STEPS = 256
 # Change to another kind only if its token rate is higher by at least this fraction.
 MARGIN = 0.01
-# Probes may lose this fraction of all time. The first probes of kinds may lose GRANT_SECONDS more.
+# Probes may cost this fraction of all time. Probes of kinds without a measured time may cost
+# GRANT_SECONDS more in total.
 PROBE_SHARE, GRANT_SECONDS = 0.01, 1.0
-# If drafting does not pay, the draft head goes on for HEAD_STEPS steps. It must have computed the
-# last HEAD_STEPS steps before it drafts again: its window is 128 tokens.
+# When drafting stops paying, the draft head still computes HEAD_STEPS steps. After a pause it must
+# compute HEAD_STEPS steps before it drafts, because its window is 128 tokens.
 HEAD_STEPS = 128
 
 
@@ -53,20 +54,20 @@ class StepKind(NamedTuple):
 PLAIN, FILL = StepKind(1, 0, False), StepKind(1, 0)
 
 
-def step_kinds(most: int, *, block: bool) -> tuple[StepKind, ...]:
-    """The kinds of steps among which "auto" chooses, but PLAIN.
+def step_kinds(max_drafts: int, *, block: bool) -> tuple[StepKind, ...]:
+    """The kinds of steps among which "auto" chooses, except PLAIN.
 
     Args:
-        most: the largest number of drafts.
-        block: the head's pass makes all drafts at once, so that fewer would cost as much.
+        max_drafts: the largest number of drafts.
+        block: one pass of the head makes all drafts, so fewer drafts would cost as much.
     """
     if block:
-        return (FILL, *[StepKind(width, most) for width in range(2, most + 2)])
+        return (FILL, *[StepKind(width, max_drafts) for width in range(2, max_drafts + 2)])
     return (
         FILL,
         *[
             StepKind(width, drafts)
-            for drafts in range(1, most + 1)
+            for drafts in range(1, max_drafts + 1)
             for width in (drafts, drafts + 1)
             if width > 1
         ],
@@ -93,31 +94,31 @@ class DraftChooser(Protocol):
         ...
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         """Choose the drafts of a step.
 
         Args:
             limits: the most drafts that each sequence can verify.
-            floats: the result of the step before is not known yet.
+            unresolved: the result of the previous step is not known yet.
         """
         ...
 
 
 class FixedDrafts:
-    """Always the same number of drafts."""
+    """Chooses the same number of drafts in every step."""
 
     def __init__(self, drafts: int) -> None:
         self.kind = StepKind(1 + drafts, drafts)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         return DraftChoice(self.kind, [min(limit, self.kind.drafts) for limit in limits])
 
 
 @dataclass(slots=True)
-class _Size:
+class _SizeMeasurements:
     """Measurements for batches of about one size.
 
     Attributes:
@@ -152,22 +153,22 @@ class DraftPolicy:
     """Chooses the drafts that give the most tokens per second.
 
     Args:
-        most: the largest number of drafts.
-        block: the head's pass makes all drafts at once.
+        max_drafts: the largest number of drafts.
+        block: one pass of the head makes all drafts.
         sizes: batch sizes to which steps are padded, ascending; empty: steps are not padded.
     """
 
-    def __init__(self, most: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
-        self.estimates = DraftEstimates(most)
-        self.kinds = step_kinds(most, block=block)
+    def __init__(self, max_drafts: int, *, block: bool = False, sizes: Items[int] = ()) -> None:
+        self.estimates = DraftEstimates(max_drafts)
+        self.kinds = step_kinds(max_drafts, block=block)
         # A block head writes its window during the model's forward.
         self._can_skip_head = not block
         self._sizes = tuple(sizes)
-        self._measured: dict[int, _Size] = {}
+        self._measured: dict[int, _SizeMeasurements] = {}
         self._probe: _Probe | None = None
         self._grant, self._credit = GRANT_SECONDS, 0.0
-        # Steps in a row that the head has computed, and steps in a row in which drafting does not
-        # pay.
+        # Numbers of consecutive steps: those that the head has computed, and those in which
+        # drafting does not pay.
         self._filled, self._plain = HEAD_STEPS, 0
         self.kind = FILL
 
@@ -176,7 +177,7 @@ class DraftPolicy:
         self.estimates.verified(chunk, num_accepted)
 
     def choose(
-        self, sequences: Items[Sequence], limits: Items[int], *, floats: bool
+        self, sequences: Items[Sequence], limits: Items[int], *, unresolved: bool
     ) -> DraftChoice:
         """See DraftChooser."""
         self.estimates.keep(sequences)
@@ -185,12 +186,12 @@ class DraftPolicy:
         survivals: list[list[float]] | None = None
         size.steps += 1
         size.unprobed += 1
-        if self._probe is not None and not self._goes_on(self._probe):
+        if self._probe is not None and not self._continues(self._probe):
             self._probe = None
             size.steps, size.unprobed = CHOOSE_STEPS, 0
         if self._probe is None and size.steps >= CHOOSE_STEPS:
             size.steps = 0
-            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
+            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
             self._choose_kind(size, survivals)
         wanted = size.best if self._probe is None else self._probe.kind
         self._plain = 0 if size.best.drafts else self._plain + 1
@@ -202,8 +203,8 @@ class DraftPolicy:
         if sum(most) <= rows:
             return DraftChoice(kind, most)
         if survivals is None:
-            survivals = [self.estimates.survivals(one, floats=floats) for one in sequences]
-        return DraftChoice(kind, admit(survivals, most, rows))
+            survivals = [self.estimates.survivals(one, unresolved=unresolved) for one in sequences]
+        return DraftChoice(kind, select_drafts(survivals, most, rows))
 
     def record_time(self, batch: int, num_drafts: int, proposed: StepKind, seconds: float) -> None:
         """Record the time of a step in which every sequence decodes.
@@ -232,11 +233,11 @@ class DraftPolicy:
         # Padding sequences need a padding token.
         return padded * kind.width - (batch < padded)
 
-    def _size_of(self, batch: int) -> _Size:
+    def _size_of(self, batch: int) -> _SizeMeasurements:
         key = self.padded(batch) if self._sizes else batch.bit_length()
         size = self._measured.get(key)
         if size is None:
-            size = self._measured[key] = _Size()
+            size = self._measured[key] = _SizeMeasurements()
             nearest = min(
                 (other for other in self._measured if other != key),
                 key=lambda other: abs(other - key),
@@ -258,12 +259,12 @@ class DraftPolicy:
             return PLAIN
         return FILL
 
-    def _goes_on(self, probe: _Probe) -> bool:
+    def _continues(self, probe: _Probe) -> bool:
         if self.kind == probe.kind:
             probe.steps += 1
         return probe.timed < SAMPLES and probe.steps < PATIENCE
 
-    def _choose_kind(self, size: _Size, survivals: Items[Items[float]]) -> None:
+    def _choose_kind(self, size: _SizeMeasurements, survivals: Items[Items[float]]) -> None:
         batch = len(survivals)
         tokens = expected_tokens(
             survivals, {kind: self._tokens(batch, kind) - batch for kind in self.kinds}
@@ -276,7 +277,7 @@ class DraftPolicy:
             if time is not None:
                 rates[kind] = tokens[kind] / time
         if not rates:
-            # Nothing is known about this size: measure the kind that is the best for the nearest.
+            # This size has no measurements yet: first measure the best kind of the nearest size.
             return
         best = max(rates, key=lambda kind: rates[kind])
         if size.best not in rates or rates[best] > (1 + MARGIN) * rates[size.best]:
@@ -285,12 +286,12 @@ class DraftPolicy:
 
     def _begin_probe(
         self,
-        size: _Size,
+        size: _SizeMeasurements,
         rates: Mapping[StepKind, float],
         tokens: Mapping[StepKind, float],
         batch: int,
     ) -> None:
-        """Probe the next kind that could be the best, if what that may lose is not too much."""
+        """Probe the next kind that could be the best, unless the probe may cost too much time."""
         if size.best not in rates:
             return
         rate = rates[size.best]
@@ -301,7 +302,7 @@ class DraftPolicy:
                 continue
             time = self._time_at_most(size, kind)
             fastest = self._time_at_least(size, kind)
-            # Even if all drafts of its rows were accepted.
+            # The kind would be slower even if the model accepted all drafts.
             if min(self._tokens(batch, kind), batch * (1 + kind.drafts)) <= rate * fastest:
                 continue
             lost = (SAMPLES + 1) * max(0.0, time - tokens[kind] / rate)
@@ -318,16 +319,16 @@ class DraftPolicy:
             self._probe = _Probe(kind)
             return
 
-    def _time_at_most(self, size: _Size, kind: StepKind) -> float:
-        """The measured time, or that of a step with fewer tokens as if all time were theirs."""
+    def _time_at_most(self, size: _SizeMeasurements, kind: StepKind) -> float:
+        """The measured time, or an upper bound: a measured time, scaled up by the width."""
         time = size.time(kind)
         if time is not None:
             return time
         known = [(other.width, size.time(other)) for other in self.kinds if size.time(other)]
         return max((t * max(1.0, kind.width / width) for width, t in known if t), default=0.0)
 
-    def _time_at_least(self, size: _Size, kind: StepKind) -> float:
-        """The measured time, or the longest of steps with fewer tokens and drafts."""
+    def _time_at_least(self, size: _SizeMeasurements, kind: StepKind) -> float:
+        """The measured time, or a lower bound: the longest time of kinds that compute no more."""
         time = size.time(kind)
         if time is not None:
             return time
@@ -342,10 +343,10 @@ class DraftPolicy:
 def expected_tokens(
     survivals: Items[Items[float]], rows: Mapping[StepKind, int]
 ) -> dict[StepKind, float]:
-    """The number of tokens that a step of each kind is expected to give in all.
+    """The expected number of tokens of a step of each kind, over all sequences.
 
     Args:
-        survivals: of the drafts of each sequence.
+        survivals: the survival of each draft of each sequence.
         rows: the most drafts that a step of each kind verifies.
     """
     ordered: dict[int, list[float]] = {}
@@ -358,8 +359,8 @@ def expected_tokens(
     return found
 
 
-def admit(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
-    """The number of drafts of each sequence if the `rows` drafts of the highest survival get rows.
+def select_drafts(survivals: Items[Items[float]], limits: Items[int], rows: int) -> list[int]:
+    """Choose the `rows` drafts with the highest survival; returns each sequence's number of drafts.
 
     Survivals do not increase along a sequence, so its admitted drafts are its first ones. Of equal
     survivals, earlier drafts and earlier sequences come first.

@@ -1,4 +1,4 @@
-"""Decides how many drafts the chunks of a step verify, and how many they get. No torch.
+"""Decides how many drafts a step's chunks verify, and how many new ones they get. No torch.
 
 Drafts use free pages only: no sequence is preempted for a draft.
 """
@@ -11,7 +11,7 @@ from finwhale.engine.plan.sequences import Chunk, Sequence
 
 
 class DraftRules:
-    """Adds drafts to a step's chunks.
+    """Sets the drafts of a step's chunks.
 
     Args:
         max_model_len: the most tokens of a sequence, drafts included.
@@ -45,7 +45,7 @@ class DraftRules:
                 most = 0
             limits.append(max(0, most))
             budget -= limits[-1]
-        self._set_drafts(chunks, limits, floats=False)
+        self._set_drafts(chunks, limits, unresolved=False)
 
     def add_proposals(self, chunks: Items[Chunk]) -> None:
         """Let chunks that complete their sequences get drafts after the step."""
@@ -76,40 +76,40 @@ class DraftRules:
             sequence, start = chunk.sequence, chunk.start + 1
             if len(sequence.token_ids) + 1 >= sequence.max_len:
                 continue  # The in-flight step samples this sequence's last token.
-            # If all drafts are accepted, the chunk begins later by their number.
+            # If all drafts are accepted, the chunk begins that many tokens later.
             latest = start + 1 + len(chunk.drafts) + chunk.propose
             if not self._has_room(sequence, start, latest):
                 return []
-            following.append(Chunk(sequence, start, start + 1, floats=True))
+            following.append(Chunk(sequence, start, start + 1, unresolved=True))
             limits.append(chunk.propose)
         if not following:
             return []
         accepted = {chunk.sequence.key: len(chunk.drafts) for chunk in chunks}
-        self._set_drafts(following, limits, floats=True)
+        self._set_drafts(following, limits, unresolved=True)
         for chunk in following:
-            # Rows for the next drafts follow the chunk.
+            # The rows of the next drafts follow the chunk.
             end = self._with_drafts(chunk.end + accepted[chunk.sequence.key], self.draft_tokens)
             if not self._has_room(chunk.sequence, chunk.start, end):
                 return []
             chunk.propose = self.draft_tokens
         return following
 
-    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, floats: bool) -> None:
+    def _set_drafts(self, chunks: Items[Chunk], limits: Items[int], *, unresolved: bool) -> None:
         assert self.chooser is not None
         sequences = [chunk.sequence for chunk in chunks]
-        counts = self.chooser.choose(sequences, limits, floats=floats).counts
+        counts = self.chooser.choose(sequences, limits, unresolved=unresolved).counts
         for chunk, count in zip(chunks, counts, strict=True):
             if count:
-                drafts = (0,) * count if floats else tuple(chunk.sequence.drafts[:count])
+                drafts = (0,) * count if unresolved else tuple(chunk.sequence.drafts[:count])
                 chunk.drafts = drafts
                 chunk.end += count
                 chunk.confidences = chunk.sequence.confidences
-                chunk.old_confidences = floats
+                chunk.stale_confidences = unresolved
 
     def _num_proposals(self, chunk: Chunk) -> int:
         """Number of drafts that a sequence can get after a step. Allocates pages for their rows."""
         sequence = chunk.sequence
-        # A step gives one token more than it accepts drafts. It lies in row `end` at most.
+        # A step adds the accepted drafts and one more token, in row `end` or before.
         most = min(sequence.max_len - chunk.known - 2, sequence.max_len - chunk.end + 1)
         count = min(self.draft_tokens, most)
         end = self._with_drafts(chunk.end, count)

@@ -50,8 +50,8 @@ class DeviceDrafts:
         sizes: the numbers of sequences to which steps that verify drafts are padded, ascending;
             empty: no step is padded.
         plain_sizes: the same for steps with one token of each sequence.
-        kinds: pairs of a step's tokens for each padded sequence, and the drafts that each sequence
-            gets after the step.
+        kinds: pairs (width, number of drafts). The width is the number of tokens of each padded
+            sequence; each sequence gets that number of drafts after the step.
     """
 
     max_seqs: int
@@ -91,7 +91,7 @@ class DeviceDrafts:
 
 @dataclass(frozen=True, slots=True)
 class RoutedExpertsForm:
-    """The form of the routed experts of a token.
+    """Shape and dtype of the routed experts of one token.
 
     Attributes:
         shape: number of layers, and of experts that each of them chooses.
@@ -104,13 +104,13 @@ class RoutedExpertsForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankDescription:
-    """All that the engine knows about an opened rank.
+    """The properties of an opened rank that the engine needs.
 
     Attributes:
         device: torch's name of the device, such as "cuda:0".
         num_ranks: number of ranks of the model.
-        asynchronous: the host can go on while the device computes, so the engine runs a step ahead.
-        needs_warm_up: warm-up requests must trigger lazy initialisation that is still left.
+        asynchronous: the host need not wait for the device, so the engine runs a step ahead.
+        needs_warm_up: some initialisation is lazy, and warm-up requests must trigger it.
         groups: the model's cache groups.
         num_pages: number of pages of each group, including page 0.
         max_model_len: the most tokens of a sequence.
@@ -211,9 +211,9 @@ class StepResult(NamedTuple):
         token_ids: the sampled token of each row of the sampling plan.
         valid: for each row, whether its logits gave a token.
         logprobs: log-probabilities; None: no row asked for them.
-        drafts: the next drafts of each chunk that proposes. A list may be longer than the chunk's
+        drafts: the next drafts of each chunk that gets any. A list may be longer than the chunk's
             `propose`; the drafts beyond it are undefined.
-        confidences: the draft head's confidence in each of them; None: it gives none.
+        confidences: the draft head's confidence in each draft; None: the head gives none.
         verify_seconds: duration of forward and sampling; None: not measured.
         draft_seconds: duration of the draft head; None: not measured.
         scored: one entry for each of the plan's `scored`.

@@ -26,7 +26,7 @@ class PageGroup(Protocol):
     def block_tokens(self) -> int: ...
     def first_needed(self, num_tokens: int) -> int: ...
     def first_written(self, start: int, end: int) -> int: ...
-    def forgets_at(self, first_page: int) -> int: ...
+    def unneeded_at(self, first_page: int) -> int: ...
 
 
 @dataclass(slots=True)
@@ -145,7 +145,7 @@ class PageManager:
         return tables
 
     def renew(self, tables: BlockTables) -> None:
-        """Mark tables that another class has filled as changed."""
+        """Mark tables as changed, after another class has filled them."""
         tables.version = object()
         for table in tables.values():
             table.version = tables.version
@@ -253,7 +253,7 @@ class PageManager:
                     del table.pages[:unneeded]
                     table.first += unneeded
                     table.version = tables.version = object()
-                table.due = group.forgets_at(table.first)
+                table.due = group.unneeded_at(table.first)
             if table.due < again:
                 again = table.due
         return again

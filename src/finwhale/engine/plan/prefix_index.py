@@ -90,7 +90,7 @@ class PrefixIndex:
             keys.append(parent)
 
     def _root(self, owner: str) -> bytes:
-        """The key that stands before a sequence's first block and separates owners."""
+        """The parent key of a sequence's first block, which separates owners."""
         if not owner:
             return b""
         return hashlib.blake2b(

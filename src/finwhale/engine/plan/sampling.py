@@ -1,8 +1,8 @@
 """The sampling state of sequences, and its part in step plans.
 
 The engine keeps the state that grows with the output: the tokens that penalties count, and the
-matcher of a grammar. A step plan has what the step needs of it. Settings that never change are sent
-to the ranks once, on admission.
+matcher of a grammar. A step plan has the part of this state that the step needs. The ranks receive
+settings that never change once, on admission.
 """
 
 import secrets
@@ -71,7 +71,7 @@ class History:
         seen: the tokens that penalties count; None: the request has no penalties.
         matcher: the state of the request's grammar; None: the request has no grammar.
         withheld: tokens that may not come yet, because they would end the output too early.
-        num_withheld: number of next tokens for which that holds.
+        num_withheld: for how many more tokens `withheld` applies.
     """
 
     __slots__ = ("matcher", "num_withheld", "seen", "withheld")
@@ -97,7 +97,7 @@ class History:
         return self.matcher is not None or (self.num_withheld > 0 and bool(self.withheld))
 
     def allow(self, words: NDArray[np.int32]) -> None:
-        """Write which tokens may come next (AllowedRows.words)."""
+        """Write the mask of the tokens that may come next (AllowedRows.words)."""
         if self.matcher is None:
             words[:] = -1
         else:
@@ -141,8 +141,8 @@ class RequestSampling:
 
     Args:
         index: index among the params.n continuations. Each continuation has its own random draws.
-        matcher: the sequence's own matcher of its grammar; None: any text.
-        ends: tokens that end the sequence; none of them comes before params.min_tokens others.
+        matcher: the matcher of the sequence's grammar; None: the request has no grammar.
+        ends: tokens that end the sequence. The first params.min_tokens tokens are none of them.
 
     Raises:
         RequestError: a prompt token under a repetition penalty is outside the vocabulary.

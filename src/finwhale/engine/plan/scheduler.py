@@ -47,7 +47,7 @@ class SchedulerCounts:
 
 
 class Scheduler:
-    """Schedules the waiting and the running sequences.
+    """Chooses the chunks of each step among the waiting and the running sequences.
 
     Args:
         prefix_caching: let sequences reuse blocks that others have computed.
@@ -164,7 +164,7 @@ class Scheduler:
         return sequence.remaining > self.max_num_batched_tokens
 
     def _prefill(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Add a chunk of a prompt, as long as the budget allows; returns its number of tokens."""
+        """Add the longest chunk of a prompt that fits the budget; returns its number of tokens."""
         start = sequence.num_computed
         end = start + min(sequence.remaining, budget)
         if end <= start or not sequence.running or not self._make_room(sequence, end, chunks):
@@ -279,8 +279,8 @@ class Scheduler:
             prefix.extend_keys(sequence.keys, sequence.token_ids[:end], sequence.prefix_owner)
         key = sequence.keys[place]
         block = prefix.add(sequence.chain, key, sequence.tables)
-        # A request with the same prompt computes at least its last token. A longer prompt may begin
-        # with the whole of this one.
+        # A request with the same prompt computes at least its last token, so it resumes before that
+        # token. A longer prompt may contain this one and resume at its end.
         ends_prompt = end <= sequence.num_prompt < end + prefix.block_tokens or (
             end < sequence.num_prompt <= end + prefix.block_tokens
         )

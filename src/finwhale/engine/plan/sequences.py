@@ -1,4 +1,4 @@
-"""Sequences, and the chunks of sequences that a step computes. Pure Python: no torch."""
+"""Sequences, and the chunks of them that a step computes. Pure Python: no torch."""
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ class Sequence:
         prefix_owner: only sequences of the same owner share cached prefixes.
         keys: prefix-cache keys of its complete blocks.
         chain: the cached blocks that it uses.
-        sharing: whether its blocks are added to the prefix cache.
+        sharing: whether the scheduler adds its blocks to the prefix cache.
         diverges_at: number of tokens in common with cached blocks, if it could not resume there.
         newest: the last block of output that it completed.
         prompt_logprobs: number of most likely tokens to return with each prompt token's
@@ -101,10 +101,11 @@ class Chunk:
     Attributes:
         drafts: the chunk's last tokens, which come after token_ids and which the step verifies.
         propose: number of drafts that the draft head makes after the step; they have pages.
-        floats: the result of the previous step is not known yet. The chunk begins at `start` plus
-            the number of drafts that the previous step accepts, and its drafts are on the device.
+        unresolved: the result of the previous step is not known yet. The chunk begins at `start`
+            plus the number of drafts that the previous step accepts, and its drafts are on the
+            device.
         confidences: the confidences from which the number of drafts was chosen.
-        old_confidences: they are those of the drafts before the chunk's.
+        stale_confidences: `confidences` are those of the previous drafts, not of the chunk's.
     """
 
     sequence: Sequence
@@ -112,17 +113,17 @@ class Chunk:
     end: int
     drafts: tuple[int, ...] = ()
     propose: int = 0
-    floats: bool = False
+    unresolved: bool = False
     confidences: Items[float] = ()
-    old_confidences: bool = False
+    stale_confidences: bool = False
 
     def resolve(self, num_accepted: int, drafts: Items[int]) -> None:
-        """Set the start and the drafts of a floating chunk once the host knows them."""
-        assert self.floats and len(drafts) >= len(self.drafts)
+        """Set the start and the drafts of an unresolved chunk once the host knows them."""
+        assert self.unresolved and len(drafts) >= len(self.drafts)
         self.start += num_accepted
         self.end += num_accepted
         self.drafts = tuple(drafts[: len(self.drafts)])
-        self.floats = False
+        self.unresolved = False
 
     @property
     def known(self) -> int:
@@ -131,8 +132,8 @@ class Chunk:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the chunk's tokens, drafts included; zeros while the chunk floats."""
-        if self.floats:
+        """Ids of the chunk's tokens, drafts included; zeros while the chunk is unresolved."""
+        if self.unresolved:
             return [0] * (self.end - self.start)
         ids = self.sequence.token_ids[self.start : self.known]
         return [*ids, *self.drafts] if self.drafts else ids
@@ -150,7 +151,7 @@ class Chunk:
     @property
     def decodes(self) -> bool:
         """Whether the chunk is a decode: one known token, the sequence's last, and its drafts."""
-        return self.floats or (self.known == self.start + 1 and self.completes)
+        return self.unresolved or (self.known == self.start + 1 and self.completes)
 
     @property
     def num_logits(self) -> int:
@@ -167,5 +168,5 @@ class Chunk:
 
     @property
     def pending(self) -> bool:
-        """Whether the id of the chunk's last token before the drafts is only on the device yet."""
+        """Whether only the device knows the id of the chunk's last token before the drafts."""
         return self.sequence.token_ids[self.end - len(self.drafts) - 1] == PENDING

@@ -85,8 +85,8 @@ class PenaltyRows(NamedTuple):
 
 
 class AllowedRows(NamedTuple):
-    """Masks: of grammars, and of tokens that may not come yet. The engine computes them, because
-    matchers cannot leave its process.
+    """Masks of grammars, and of tokens that would end the output too early. The engine computes
+    them, because matchers cannot leave its process.
 
     Attributes:
         rows: rows of the sampling plan that have a mask.
@@ -128,7 +128,7 @@ class DraftPlan(NamedTuple):
         links: None: the plan has all tokens. Otherwise the result of the previous step is not known
             yet, and the entry is the chunk's row in that step. The chunk begins as many tokens
             later as that row has accepted drafts, and its token and drafts are on the device.
-        head: the draft head computes the step's tokens; if not, no chunk gets drafts.
+        head: the draft head computes the step's tokens. False: no chunk gets drafts.
     """
 
     drafts: tuple[tuple[int, ...], ...]
@@ -172,8 +172,8 @@ class StepPlan(NamedTuple):
         sampling: the sampling of the step. None: a separate sampling plan follows once the previous
             step's tokens are known, because penalties or grammars need them.
         draft: the drafts; None: the engine does not draft.
-        scored: prompt tokens whose log-probabilities are wanted. Such a plan is no decode.
-        routed: bring the routed experts of the step's tokens to the host.
+        scored: prompt tokens whose log-probabilities are wanted. Then the plan is not a decode.
+        routed: return the routed experts of the step's tokens.
     """
 
     slots: tuple[int, ...]

@@ -49,7 +49,7 @@ class SamplingInputs(NamedTuple):
 
 
 class StepPlanner:
-    """Turns chunks into plans that name slots and refer to no live object.
+    """Makes plans from chunks. A plan names slots and refers to no live object.
 
     Args:
         vocab_size: number of tokens of the model, and of a grammar's mask.

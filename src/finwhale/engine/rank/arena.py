@@ -1,8 +1,8 @@
-"""Memory that can be given back to the system and later comes back at the same addresses.
+"""Memory that can be freed and later allocated again at the same addresses.
 
 Captured graphs contain addresses, and so do numpy's views on a CPU. An arena therefore keeps its
-range of addresses while the memory behind it is gone: on a GPU by the driver's virtual memory
-management (cuMemUnmap and cuMemMap), on a CPU by madvise.
+address range while its memory is freed: on a GPU by the driver's virtual memory management
+(cuMemUnmap and cuMemMap), on a CPU by madvise.
 """
 
 import ctypes
@@ -21,28 +21,28 @@ ALIGN = 256
 
 
 class Chunk(Protocol):
-    """One range of addresses, with memory behind it or not.
+    """One range of addresses, with or without memory.
 
     Attributes:
-        bytes: uint8 tensor of all of it. Only mapped memory may be read or written.
+        bytes: uint8 tensor of the whole range. It may be used only while the range is mapped.
     """
 
     bytes: Tensor
 
     def unmap(self) -> None:
-        """Give the memory back. Its contents are lost."""
+        """Free the memory. Its contents are lost."""
         ...
 
     def map(self) -> None:
-        """Put memory behind the addresses again, with undefined contents."""
+        """Allocate memory for the addresses again, with undefined contents."""
         ...
 
 
 class Arena:
-    """Tensors whose memory comes and goes together.
+    """Tensors whose memory is freed and allocated together.
 
     Attributes:
-        mapped: whether the memory is there.
+        mapped: whether the memory is allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class Arena:
         return self._chunks[-1].bytes[begin : self._used]
 
     def adopt(self, tensors: list[Tensor]) -> None:
-        """Move the memory of tensors into this arena. They remain the same objects."""
+        """Move tensors into this arena. They remain the same objects."""
         moved: dict[int, Tensor] = {}
         for tensor in tensors:
             old = tensor.untyped_storage()
@@ -87,10 +87,10 @@ class Arena:
                 torch.cuda.empty_cache()
 
     def release(self, *, keep: bool) -> None:
-        """Give the memory back.
+        """Free the memory.
 
         Args:
-            keep: save the contents in the host's memory, or on a CPU in a temporary file.
+            keep: save the contents in host memory, or on a CPU in a temporary file.
         """
         assert self.mapped
         if self._device.type == "cuda":
@@ -102,7 +102,7 @@ class Arena:
         self.mapped = False
 
     def restore(self) -> None:
-        """Take memory again, with the contents that were saved."""
+        """Allocate the memory again, with the saved contents."""
         assert not self.mapped
         for chunk in self._chunks:
             chunk.map()
@@ -135,7 +135,7 @@ class _CpuChunk:
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def map(self) -> None:
-        """The system gives memory when it is written."""
+        """Do nothing: the system allocates memory at the first write."""
 
 
 # --- The driver of an NVIDIA GPU ------------------------------------------------------------------

@@ -40,7 +40,7 @@ class BatchBuilder:
     Args:
         tables: the page tables of the plans' slots.
         sampled: [num_seqs] int64 on the device: the ids sampled in the previous step, row by row.
-            None if no token is ever pending.
+            None: no token is ever pending.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Call a function on every rank of a model: for measurements and tests.
+"""Calls a function on every rank of a model: for measurements and tests.
 
-The function travels to the workers in the order of the plans, so that all ranks call it at the same
+The function is sent to the workers in order with the plans, so that all ranks call it at the same
 point. Serving never does this: import-linter forbids this module there.
 """
 
@@ -27,6 +27,4 @@ def call_ranks(executor: Executor, work: Callable[[LocalExecutor], T]) -> list[T
     """
     if isinstance(executor, Ranks):
         return executor.call(work)
-    local = local_executor(executor)
-    local.runner.use_device()
-    return [work(local)]
+    return local_executor(executor).on_ranks(work)

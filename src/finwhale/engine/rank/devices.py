@@ -16,8 +16,8 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     """The device of each rank, as torch names it.
 
     Args:
-        fewest: how many ranks the model needs, if that many GPUs are there; called if the options
-            leave it open.
+        fewest: returns the number of ranks that the model needs, given the number of GPUs. It is
+            called if the options do not say how many.
 
     Raises:
         FinwhaleError: the options contradict each other.
@@ -32,7 +32,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in indices:
         if index >= count:
-            raise ResourceError(f"device {given!r} asked for, but torch sees {count} GPUs")
+            raise ResourceError(f"device {given!r} is not available: torch sees {count} GPUs")
     if indices:
         if size not in (None, len(indices)):
             raise FinwhaleError(
@@ -46,7 +46,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
             )
         return tuple(f"cuda:{index}" for index in indices)
     if not count:
-        raise ResourceError(f"device {given!r} asked for, but torch sees 0 GPUs")
+        raise ResourceError(f"device {given!r} is not available: torch sees 0 GPUs")
     size = size or fewest(count)
     if size > count:
         raise ResourceError(f"tensor_parallel_size is {size}, but torch sees {_gpus(count)}")
@@ -56,7 +56,7 @@ def choose_devices(config: EngineConfig, fewest: Callable[[int], int]) -> tuple[
 
 
 def device_kind(config: EngineConfig, size: int) -> str:
-    """The kind of device of `size` ranks that a launcher has placed, one GPU for each.
+    """The kind of device ("cpu" or "cuda") of `size` ranks that a launcher has placed.
 
     Raises:
         FinwhaleError: the options contradict the launcher.
@@ -80,7 +80,7 @@ def device_kind(config: EngineConfig, size: int) -> str:
 
 
 def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
-    """The kind of device, None if it is left open, and the GPUs that are named.
+    """The kind of device (None: the name is None) and the indices of the named GPUs.
 
     Raises:
         FinwhaleError: the name has none of the known forms, or names a GPU twice.
@@ -98,15 +98,15 @@ def parse_device(name: str | None) -> tuple[str | None, tuple[int, ...]]:
 
 
 def choose_device(name: str | None) -> tuple[Platform, torch.device]:
-    """The one device that is named, or by default a GPU if one exists, else the CPU.
+    """The named device. None: a GPU if one exists, else the CPU.
 
     Raises:
-        FinwhaleError: the name is not that of one device.
+        FinwhaleError: the name does not name exactly one device.
         ResourceError: the GPU does not exist.
     """
     kind, indices = parse_device(name)
     if len(indices) > 1:
-        raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs, and one is wanted")
+        raise FinwhaleError(f"device {name!r} names {len(indices)} GPUs instead of one")
     if kind is None:
         platform = Platform.detect()
         return platform, torch.device(platform.device_type)
@@ -115,7 +115,7 @@ def choose_device(name: str | None) -> tuple[Platform, torch.device]:
     index = indices[0] if indices else 0
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        raise ResourceError(f"device {name!r} asked for, but torch sees {count} GPUs")
+        raise ResourceError(f"device {name!r} is not available: torch sees {count} GPUs")
     return Platform.detect(index), torch.device(name or kind)
 
 
@@ -124,7 +124,7 @@ def check_host_memory(
     what: str = "on a CPU the weights",
     remedy: str = "`finwhale inspect` says which GPUs hold the model",
 ) -> None:
-    """Checks that weights fit the host's free memory. Otherwise the system would kill the process.
+    """Check that weights fit the host's free memory. Otherwise the system would kill the process.
 
     Raises:
         ResourceError: they do not fit. The message names `what` and the remedy.

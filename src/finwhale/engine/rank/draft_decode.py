@@ -1,11 +1,11 @@
-"""Decode steps that verify and draft, each of which takes its input from the one before it.
+"""Decode steps that verify drafts and make new ones, each with inputs from the previous step.
 
 In a step the model processes a token and some drafts of every sequence (`verify`), and the sampler
 chooses a token after each of them. The draft head then processes the same tokens and makes K more
 drafts after the last accepted draft (`draft`). The tokens and positions of the next step stay on
 the device, so the host can launch that step before it knows them. Sequences may have different
-numbers of drafts. The step is padded to a captured number of sequences and of tokens: on a GPU,
-each half is one captured graph for a batch size, a width and a K.
+numbers of drafts. The step is padded to a captured number of sequences and of tokens. On a GPU,
+`verify` and `draft` are one captured graph each for a batch size, a width and a K.
 
 Legend: B sequences of a step (padded to a captured size), W the width, N = B * W tokens, H residual
 streams, D hidden, X tokens of this rank's part of the vocabulary.
@@ -39,7 +39,7 @@ from finwhale.models.protocol import (
 )
 from finwhale.ops.paging import PageTable, Tokens
 
-# Page tables have columns for at least this many tokens of a step: drafts and those after them.
+# Page tables have columns for at least this many tokens of a step.
 ROOM = 32
 
 
@@ -55,8 +55,8 @@ class _Step:
 
     Attributes:
         inputs: inputs of the model's forward.
-        verifying: the first half's graph; None: nothing is captured.
-        drafting: the graphs of the second half, by K; empty: nothing is captured.
+        verifying: the graph of `verify`; None: nothing is captured.
+        drafting: the graphs of `draft`, by K; empty: nothing is captured.
         logits: [N,X] float32.
         streams: residual streams [N,H,D].
     """
@@ -72,9 +72,9 @@ class StepDrafts(NamedTuple):
     """The drafts that a step verifies.
 
     Attributes:
-        ids, positions: int64: of the N tokens of the step, without padding.
-        rows: [count,K] int64: the tokens that have a draft after them. A sequence with fewer than K
-            drafts is filled with numbers that are at least N.
+        ids, positions: int64: ids and positions of the step's N tokens, without padding.
+        rows: [count,K] int64: indices of the tokens that have a draft after them. For a sequence
+            with fewer than K drafts, the remaining numbers are at least N.
     """
 
     ids: Tensor
@@ -82,12 +82,12 @@ class StepDrafts(NamedTuple):
     rows: Tensor
 
 
-# Gives the confidences [count,K] float32 of drafts whose positions [count,K] int64 it gets.
+# Maps the positions [count,K] int64 of drafts to their confidences [count,K] float32.
 Estimate = Callable[[Tensor], Tensor]
 
 
-class Verifications:
-    """Runs steps in which every sequence verifies its drafts and gets K new ones.
+class VerificationSteps:
+    """The steps in which every sequence verifies its drafts and gets K new ones, captured or not.
 
     Args:
         kinds: pairs of a width and a K.
@@ -97,8 +97,9 @@ class Verifications:
         memory: the memory pool of the captured graphs; None: the host launches every kernel.
 
     Attributes:
-        drafts: of the last step; None: it did not run here, or it verified no draft.
-        confidences: of the last call of `draft`: [count,K] float32; empty: the head gives none.
+        drafts: the drafts of the last step; None: it did not run here, or it verified no draft.
+        confidences: confidences [count,K] float32 in the drafts of the last call of `draft`; empty:
+            the head gives none.
     """
 
     def __init__(
@@ -133,20 +134,21 @@ class Verifications:
         def integers(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        # For each row of the last step: its next tokens, and by how many tokens it is ahead of what
-        # the host knew, repeated. The last row belongs to no sequence: nothing is carried over.
+        # For each row of the last step: its next tokens, and by how many tokens it is ahead of the
+        # host's plan, repeated. The last row belongs to no sequence: it carries nothing over.
         self._carried = integers(rows + 1, longest)
         self._advanced = integers(rows + 1, longest)
         self._confidences = torch.zeros(rows, longest - 1, dtype=torch.float32, device=device)
         self._gives_confidences = False
         self._estimate: Estimate | None = None
-        # For each token, the element of _carried that is its id if it is not in _carried's last
-        # row. For each sequence, its first token, and the tokens that have a draft after them;
-        # where there is none, the element of _right that is never set.
+        # For each token, the index in _carried of its id; the last row of _carried stands for ids
+        # from the host. For each sequence, the index of its first token, and the indices of the
+        # tokens that have a draft after them; a missing draft has the index in _matches that is
+        # never set.
         self._sources = integers(tokens).fill_(rows * longest)
         self._first = integers(rows)
         self._places = integers(rows, longest - 1).fill_(tokens)
-        self._right = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
+        self._matches = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
         self._sent_layout: tuple[object, ...] = ()
         self._positions, self._chosen = integers(tokens), integers(tokens)
         self._noise = StaticDraftNoise(rows, longest - 1, device)
@@ -184,11 +186,11 @@ class Verifications:
         return [self._confidences[:count, : self._num_drafts].clone()]
 
     def estimate_with(self, estimate: Estimate | None) -> None:
-        """Replace the confidences of a head that gives some: for measurements. None: its own."""
+        """Replace the confidences of a head that gives some: for measurements. None: keep them."""
         self._estimate = estimate
 
     def forget(self) -> None:
-        """The next step does not continue the last one."""
+        """Record that the next step does not continue the last one."""
         self._step = None
 
     @torch.inference_mode()
@@ -196,7 +198,7 @@ class Verifications:
         """Run the model's forward: logits [count * W, X] float32, valid until the next step.
 
         Args:
-            settings: of the plan's slots.
+            settings: the settings of the plan's slots.
         """
         assert plan.draft is not None
         count, self._lengths = len(plan.slots), plan.lengths
@@ -222,7 +224,7 @@ class Verifications:
         return self._step.logits[: sum(plan.lengths)]
 
     @torch.inference_mode()
-    def further(self) -> Tensor:
+    def tokens_ahead(self) -> Tensor:
         """Number of tokens by which each row of the logits is ahead of its chunk: int64."""
         return self._advanced.view(-1).index_select(0, self._sources[: sum(self._lengths)])
 
@@ -255,7 +257,7 @@ class Verifications:
     def _send_layout(
         self, lengths: Items[int], draft: DraftPlan, size: int, num_tokens: int
     ) -> None:
-        """Send where the step's tokens and drafts are, if the last step's were elsewhere."""
+        """Send the indices of the step's tokens and drafts, if they differ from the last step's."""
         layout = (lengths, draft.links, size, num_tokens)
         if layout == self._sent_layout:
             return
@@ -268,7 +270,7 @@ class Verifications:
         places = first[:, None] + np.arange(most - 1)
         missing = np.ones(places.shape, bool)
         missing[: len(lengths)] = np.arange(1, most) >= np.array(lengths)[:, None]
-        places[missing] = len(self._right) - 1
+        places[missing] = len(self._matches) - 1
         if draft.links is not None:
             rows = np.repeat(np.array(draft.links, np.int64) * most, lengths)
             offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
@@ -294,7 +296,7 @@ class Verifications:
         )
 
     def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
-        """The step's logits and residual streams; it continues where the last step ended."""
+        """Run the model's forward after the last step; returns logits and residual streams."""
         self._take_over(inputs)
         streams = self._model(inputs, self._cache, segments)
         return self._model.compute_logits(streams), streams
@@ -319,10 +321,10 @@ class Verifications:
         if inputs.tokens.max_query == 1:
             self._advanced[:size].zero_()
         else:
-            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._right[: num_tokens - 1])
+            torch.eq(chosen[:-1], inputs.token_ids[1:], out=self._matches[: num_tokens - 1])
             places = self._places[:size]
-            right = self._right.index_select(0, places.view(-1)).view(places.shape)
-            accepted = right.cumprod(1).sum(1)
+            matches = self._matches.index_select(0, places.view(-1)).view(places.shape)
+            accepted = matches.cumprod(1).sum(1)
             last = last + accepted
             self._advanced[:size].copy_(accepted[:, None])
         self._carried[:size, 0].copy_(chosen.index_select(0, last))
@@ -354,7 +356,7 @@ class Verifications:
             with torch.cuda.stream(memory.stream):
                 self._captured[size, width] = self._capture(inputs, width, memory)
         torch.cuda.synchronize(self._device)
-        # Other streams cannot use the memory that the warm-ups cached on the capture stream.
+        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
         # No sequence continues from the warm-up's tokens.
         self._carried.zero_()

@@ -4,8 +4,8 @@ A request that is not greedy draws the token with the largest logit + temperatur
 noise is a function of its seed, its continuation, the position and the token (ops/sampling). The
 draft head chooses its drafts in the same way from its own logits, with the same noise. Two
 distributions with total variation distance TV then choose the same token with probability at least
-(1 - TV) / (1 + TV). The likeliest token of the head would be accepted only with the probability
-that the model gives it. Output tokens depend on the model's draws only.
+(1 - TV) / (1 + TV). If the head chose its most likely token instead, the model would accept it only
+with the probability that the model gives it. Output tokens depend only on the model's draws.
 
 Drafts ignore min_p, top_k and top_p, which would need more kernels for each draft and, with several
 ranks, all logits. They also ignore penalties, biases and grammars.
@@ -23,8 +23,8 @@ from finwhale.engine.rank.sampler import draw_arrays
 from finwhale.models.protocol import ChooseDraft
 from finwhale.ops.sampling import Filters, Sample, SamplingBatch
 
-# The position of a draw is the number of output tokens before it. The last verified token, at
-# position p of the text, is followed by the newest token, and that one by draft 0 at p + 2.
+# The position of a draw is the number of output tokens before it. After the last verified token, at
+# position p of the text, come the newest token and then draft 0, at p + 2.
 FIRST_DRAFT = 2
 
 
@@ -35,7 +35,7 @@ def choose_drafts(
 
     Args:
         sample: samples from the model's logits (Model.sample).
-        settings: of each of the B sequences.
+        settings: the settings of each of the B sequences.
         last_B: [B] int64: positions of the last verified tokens.
     """
     drawing = [row for row, one in enumerate(settings) if not one.greedy]
@@ -65,9 +65,9 @@ def choose_drafts(
 class StaticDraftNoise:
     """The settings of the rows of captured steps, at fixed addresses.
 
-    One graph serves greedy rows and rows that draw, in any mixture: a greedy row is one of
-    temperature 0, for which the kernel computes no noise. So a draft takes as many launches as if
-    all rows were greedy, and the positions of all drafts take one more.
+    One graph serves any mixture of greedy rows and rows that draw: a greedy row has temperature 0,
+    for which the kernel computes no noise. So a draft takes as many launches as if all rows were
+    greedy, and the positions of all drafts take one more.
     """
 
     def __init__(self, num_rows: int, num_drafts: int, device: torch.device) -> None:
@@ -84,7 +84,7 @@ class StaticDraftNoise:
         rows = [settings[slot] for slot in slots]
         if rows == self._held:
             return
-        # Padding is greedy. Its position is -1, and that of its drafts is not negative.
+        # Padding is greedy. Its position is -1, and the positions of its drafts are not negative.
         words = np.zeros(self._block.shape, np.int64)
         words[3:] = np.arange(1, 1 + len(self._first))[:, None]
         count = len(rows)
@@ -95,7 +95,7 @@ class StaticDraftNoise:
         self._held = rows
 
     def choose_drafts(self, sample: Sample, last_B: Tensor) -> ChooseDraft:
-        """See `choose_drafts`. The rows are the first B of those of `fill`."""
+        """See `choose_drafts`. The rows are the first B rows of `fill`."""
         size = len(last_B)
         filters = Filters(
             rows_R=None,

@@ -1,8 +1,8 @@
 """Drafting in steps that the host plans one by one: steps with prefill, and all steps on a CPU.
 
 After each forward of the model the draft head processes the same tokens, each with the token that
-follows it. It then drafts after the last token that is certain. The device decides which drafts of
-the step are accepted, so the next drafts do not wait for the host.
+follows it. It then drafts after the last accepted token. The device decides which drafts of the
+step are accepted, so the next drafts do not wait for the host.
 
 Legend: N tokens of the step, M rows whose logits are wanted, B sequences that get drafts, G of them
 with equal numbers of drafts, K the most drafts of a sequence, H residual streams, D hidden,
@@ -44,7 +44,7 @@ class Forward:
 
 
 def check_can_draft(draft_tokens: DraftTokens, config: ModelConfig) -> None:
-    """Raises FinwhaleError if the checkpoint has no draft head for that many drafts."""
+    """Raise FinwhaleError if the checkpoint has no draft head for that many drafts."""
     most = config.max_draft_tokens
     if draft_tokens == 0 or (most and (draft_tokens == "auto" or draft_tokens <= most)):
         return
@@ -62,7 +62,7 @@ class Drafter:
         sample: samples from the model's logits (Model.sample).
 
     Attributes:
-        confidences: of the last call of `propose`: [K,B] float32, laid out as the drafts; empty:
+        confidences: confidences [K,B] float32 in the drafts of the last call of `propose`; empty:
             the head gives none.
     """
 
@@ -85,7 +85,7 @@ class Drafter:
 
         Args:
             chosen_M: int64: the tokens sampled from the logits; None: none were sampled.
-            settings: of the plan's slots.
+            settings: the settings of the plan's slots.
 
         Returns:
             int64 [K,B]: drafts of the chunks that get any, in order. A chunk that gets fewer than K

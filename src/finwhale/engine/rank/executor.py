@@ -10,7 +10,6 @@ from finwhale.distributed.collectives import Alone, Collectives
 from finwhale.distributed.connect import disconnect
 from finwhale.distributed.weight_group import WeightGroup
 from finwhale.engine.plan.executor import (
-    DeviceDrafts,
     Executor,
     RankDescription,
     RankState,
@@ -20,10 +19,9 @@ from finwhale.engine.plan.executor import (
 )
 from finwhale.engine.plan.step_plan import SamplingPlan, StepPlan
 from finwhale.engine.rank.arena import Arena
-from finwhale.engine.rank.draft_decode import Verifications
 from finwhale.engine.rank.drafter import Forward
-from finwhale.engine.rank.host_transfer import Arrival, Instant, NoReceiver, Receiver
-from finwhale.engine.rank.prompt_scores import ArrivingScores, score
+from finwhale.engine.rank.host_transfer import Instant, NoReceiver, Receiver, Transfer
+from finwhale.engine.rank.prompt_scores import PendingScores, score
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.engine.rank.weight_update import Loader, WeightUpdate
@@ -37,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What a rank reports of itself with its heartbeats (RankState describes the fields)."""
+    """The state that a rank sends with its heartbeats (RankState describes the fields)."""
 
     late_compilations: Mapping[str, int] = field(default_factory=dict)
     times: RankTimes = field(default_factory=RankTimes)
@@ -66,7 +64,7 @@ class LocalExecutor:
     Attributes:
         receiver: transfers results to the host.
         loader: loads weights as this rank does; None: the weights cannot be replaced.
-        arenas: the memory of "weights" and "cache", if it can be given back.
+        arenas: the memory of "weights" and "cache", if it can be freed while the engine sleeps.
         update: the new weights that are being staged.
         groups: the process groups over which trainers send weights, by name.
     """
@@ -95,7 +93,7 @@ class LocalExecutor:
         self.runner.tables.apply(plan)
         self.sampler.admit(plan.admitted, plan.freed)
         if plan.sampling is None:
-            # The sampling waits for the host, so the step's time would say nothing.
+            # The sampling waits for the host, so the step's time has no meaning.
             self._open = self._launch(plan)
             return None
         watch = self.runner.times.step
@@ -109,16 +107,16 @@ class LocalExecutor:
         runner = self.runner
         if plan.draft is None:
             if plan.scored:
-                read = runner.read(plan)
-                return _OpenStep(plan, read.logits, scores=self._score(plan, read.streams))
+                forward = runner.forward_with_logits(plan)
+                return _OpenStep(plan, forward.logits, scores=self._score(plan, forward.streams))
             return _OpenStep(plan, runner.logits(plan))
-        began, steps = Instant(runner.device), runner.verifications
+        began, steps = Instant(runner.device), runner.verification_steps
         if plan.draft.on_device:
             assert steps is not None
             return _OpenStep(plan, steps.verify(plan, self.sampler.settings), None, began)
         if steps is not None:
             steps.forget()
-        forward = runner.read(plan)
+        forward = runner.forward_with_logits(plan)
         scores = self._score(plan, forward.streams) if plan.scored else ()
         return _OpenStep(plan, forward.logits, forward, began, scores)
 
@@ -127,31 +125,31 @@ class LocalExecutor:
 
     def sample(self, plan: SamplingPlan) -> "LocalResult":
         step = self._open
-        assert step is not None, "no step waits for its choice of tokens"
+        assert step is not None, "no step waits for sampling"
         logits = step.logits if plan.rows is None else self.runner.rows(step.logits, plan.rows)
-        further, steps = None, self.runner.verifications
+        ahead, steps = None, self.runner.verification_steps
         if step.plan.draft is not None and step.plan.draft.links is not None:
             assert steps is not None
-            further = steps.further()
-        sampled = self.sampler.sample(plan, logits, further) if plan.slots else None
-        arrival, routed = bring(self.receiver, sampled), self._routed(step.plan)
+            ahead = steps.tokens_ahead()
+        sampled = self.sampler.sample(plan, logits, ahead) if plan.slots else None
+        transfer, routed = begin_transfer(self.receiver, sampled), self._routed(step.plan)
         scores = None
         if step.scores:
-            scores = ArrivingScores.begin(step.plan, self.receiver, step.scores)
+            scores = PendingScores.begin(step.plan, self.receiver, step.scores)
         if step.plan.draft is None:
             if sampled is not None:
                 self.runner.feed(sampled.ids_S)
             self._open = None
-            return LocalResult(arrival, scores=scores, routed=routed)
+            return LocalResult(transfer, scores=scores, routed=routed)
         chosen = Instant(self.runner.device)
         drafts = self._draft(step, None if sampled is None else sampled.ids_S)
         assert step.began is not None
         instants = (step.began, chosen, Instant(self.runner.device))
         proposed = None if drafts is None else self.receiver.begin(drafts)
         self._open = None
-        return LocalResult(arrival, proposed, instants, scores, routed)
+        return LocalResult(transfer, proposed, instants, scores, routed)
 
-    def _routed(self, plan: StepPlan) -> Arrival | None:
+    def _routed(self, plan: StepPlan) -> Transfer | None:
         """Begin the transfer of a step's routed experts; None: the plan does not want them."""
         routed = self.runner.routed
         if not plan.routed or routed is None:
@@ -160,12 +158,12 @@ class LocalExecutor:
         return self.receiver.begin([routed[: plan.num_tokens].clone()])
 
     def _draft(self, step: _OpenStep, ids: Tensor | None) -> list[Tensor] | None:
-        """The next drafts [B,K] of the chunks that get drafts, and the confidences in them if the
-        head gives any; None: no chunk gets drafts.
+        """The next drafts [B,K] of the chunks that get drafts, and their confidences if the head
+        gives any; None: no chunk gets drafts.
         """
         assert step.plan.draft is not None
         if step.forward is None:
-            steps = self.runner.verifications
+            steps = self.runner.verification_steps
             assert steps is not None and ids is not None
             drafts = steps.draft(ids, step.plan.draft)
             if not drafts.shape[1]:
@@ -193,7 +191,7 @@ class LocalExecutor:
         for group in self.groups.values():
             group.close()
         runner = self.runner
-        runner.graphs = runner.prefill_graphs = runner.verifications = None
+        runner.graphs = runner.prefill_graphs = runner.verification_steps = None
         disconnect(self.collectives)
 
     def ready(self) -> None:
@@ -209,7 +207,7 @@ class LocalExecutor:
         return (RankState(about.device, about.memory, self.late_compilations(), times=times),)
 
     def status(self) -> RankStatus:
-        """What changes while the rank runs: for the process of rank 0."""
+        """The state that changes while the rank runs, for the process of rank 0."""
         return RankStatus(dict(self.late_compilations()), self.runner.times.read())
 
 
@@ -218,7 +216,7 @@ class LocalResult:
 
     Args:
         tokens: ids, validity and log-probabilities.
-        proposed: drafts [B,K], and the confidences in them if the head gives any.
+        proposed: drafts [B,K], and their confidences if the head gives any.
         instants: the instants before the forward, after sampling and after drafting.
         scores: log-probabilities of prompt tokens.
         routed: the routed experts of the step's tokens.
@@ -226,22 +224,22 @@ class LocalResult:
 
     def __init__(
         self,
-        tokens: Arrival,
-        proposed: Arrival | None = None,
+        tokens: Transfer,
+        proposed: Transfer | None = None,
         instants: Sequence[Instant] = (),
-        scores: ArrivingScores | None = None,
-        routed: Arrival | None = None,
+        scores: PendingScores | None = None,
+        routed: Transfer | None = None,
     ) -> None:
         self._tokens, self._proposed, self._instants = tokens, proposed, instants
         self._scores, self._routed = scores, routed
 
     def done(self) -> bool:
         """Whether `wait` returns at once."""
-        arrivals = (
+        transfers = (
             *(self._tokens, self._proposed, self._scores, self._routed),
             *self._instants[-1:],
         )
-        return all(arrival is None or arrival.done() for arrival in arrivals)
+        return all(transfer is None or transfer.done() for transfer in transfers)
 
     def wait(self) -> StepResult:
         parts = self._tokens.wait()
@@ -272,7 +270,7 @@ class LocalResult:
         )
 
 
-def bring(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Arrival:
+def begin_transfer(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Transfer:
     """Begin the transfer of a step's sampled tokens; None: the step sampled none."""
     if sampled is None:
         return receiver.begin(())
@@ -281,13 +279,6 @@ def bring(receiver: Receiver | NoReceiver, sampled: SampledTokens | None) -> Arr
         found = sampled.logprobs
         parts += [found.token_S, found.rank_S, found.top_SL, found.top_ids_SL]
     return receiver.begin(parts)
-
-
-def device_drafts(steps: Verifications | None) -> DeviceDrafts | None:
-    """Describe the drafting decodes that the rank runs on the device; None: it runs none."""
-    if steps is None:
-        return None
-    return steps.description
 
 
 def local_executor(executor: Executor) -> LocalExecutor:

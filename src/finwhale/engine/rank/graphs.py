@@ -28,9 +28,9 @@ A = TypeVar("A")
 T = TypeVar("T")
 Forward = Callable[[StepInputs, Segments], Tensor]
 
-WARM_UP_STEPS = 1  # allocates what outlives a step; the kernels are built before
-# Numbers of tokens of a step with prefill. In larger steps the kernels run longer than the host
-# takes to launch them, about 2.5 ms a layer.
+WARM_UP_STEPS = 1  # allocates memory that outlives a step; the kernels are built before
+# Numbers of tokens of a step with prefill. In larger steps a graph gains nothing: the kernels run
+# longer than the host takes to launch them, about 2.5 ms a layer.
 PREFILL_SIZES = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024),
     *(1280, 1536, 1792, 2048),
@@ -63,7 +63,7 @@ class GraphMemory:
 
 
 class Recorder:
-    """Segments that record a forward: `eager` interrupts a graph (prefill) or not (decode)."""
+    """Segments that record a forward. `eager` ends the graph in a prefill, and not in a decode."""
 
     def __init__(self, breaks: bool, pool: Any) -> None:
         self.parts: list[torch.cuda.CUDAGraph | tuple[Callable[..., None], Any, Any]] = []
@@ -72,7 +72,7 @@ class Recorder:
 
     @property
     def whole(self) -> torch.cuda.CUDAGraph:
-        """The only graph, if `eager` does not interrupt graphs."""
+        """The only graph, if `eager` ends no graph."""
         (graph,) = self.parts
         assert isinstance(graph, torch.cuda.CUDAGraph)
         return graph
@@ -190,7 +190,7 @@ class Graphs:
             self._captured[size] = _Captured(inputs, recorder.parts, _without_holding(out))
             del out
         torch.cuda.synchronize(device)
-        # Other streams cannot use the memory that the warm-ups cached on the capture stream either.
+        # Other CUDA streams cannot use the memory that the warm-ups cached on the capture stream.
         torch.cuda.empty_cache()
 
     def fits(self, plan: StepPlan) -> bool:

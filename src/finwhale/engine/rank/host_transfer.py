@@ -43,10 +43,10 @@ def send(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
 
 
 class Instant:
-    """The present point in a device's stream of work.
+    """The point in a device's work at which this object was made.
 
     Attributes:
-        time: the host's time when it made this object (time.monotonic()).
+        time: the host's time at construction (time.monotonic()).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Instant:
             self._event.record(torch.cuda.current_stream(device))
 
     def seconds_to(self, later: "Instant") -> float:
-        """Seconds until `later`. Waits until the device reaches it, which it usually has."""
+        """Seconds from this point to `later`. Waits until the device has reached `later`."""
         if self._event is None or later._event is None:
             return later.time - self.time
         later._event.synchronize()
@@ -75,20 +75,20 @@ class Receiver:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
+    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
         """Begin the transfer of tensors that the current CUDA stream has computed so far."""
-        return Arrival(tensors, self._stream)
+        return Transfer(tensors, self._stream)
 
 
 class NoReceiver:
-    """Transfers nothing: for a rank whose results nobody reads."""
+    """Transfers nothing: for all ranks except rank 0, whose results the engine reads."""
 
-    def begin(self, tensors: Sequence[Tensor]) -> "Arrival":
-        return Arrival((), None)
+    def begin(self, tensors: Sequence[Tensor]) -> "Transfer":
+        return Transfer((), None)
 
 
-class Arrival:
-    """A transfer of tensors to the host; done at once if the tensors are on the host."""
+class Transfer:
+    """A transfer of tensors to the host. It is done at once if the tensors are on the host."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
         # Keep the device's tensors alive until the transfer is done.

@@ -10,9 +10,9 @@ from finwhale.engine.rank.arena import Arena
 from finwhale.errors import ResourceError
 from finwhale.models.protocol import CacheField, CacheGroup, PagedCache, PageLayout
 
-# Once every sequence can run, 1/STATE_SHARE of the remaining memory is for states at the ends of
-# blocks, from which other sequences resume. A state of Flash takes as much memory as five blocks,
-# and a conversation of some thousand tokens needs one or two states.
+# Once every sequence can run, 1/STATE_SHARE of the remaining memory is for the states at block ends
+# from which other sequences resume. A state of Flash takes as much memory as five blocks, and a
+# conversation of some thousand tokens needs one or two states.
 STATE_SHARE = 8
 
 
@@ -23,7 +23,7 @@ class CachePlan:
     Attributes:
         num_pages: number of pages by group, including page 0.
         capacity_tokens: number of tokens for which the groups that keep every row have pages.
-        num_states: number of block-end states that fit beside what running sequences need.
+        num_states: number of block-end states that fit beside the running sequences' pages.
         total_bytes: bytes of all pools.
     """
 
@@ -54,7 +54,7 @@ def plan_cache(
         itemsize, packed: bytes of an activation, and whether rows are packed.
         wanted_tokens: upper limit of the capacity.
         least_tokens: states get memory only once the capacity is at least this.
-        shares: sequences resume from each other's blocks, so the cache also keeps states.
+        shares: prefix caching is on, so the cache also keeps states at block ends.
         drafts: sequences have drafts.
 
     Raises:
@@ -72,7 +72,7 @@ def plan_cache(
     wanted = -(-wanted_tokens // block)
     states = 0
     if keeping:
-        # Each group needs page 0 besides.
+        # Each group also needs page 0.
         fixed += sum(g.page_bytes(itemsize, packed) for g in keeping)
         left = budget_bytes - fixed
         wanted = min(wanted, left // per_block)
@@ -109,7 +109,7 @@ def allocate_cache(
     """Allocate the memory of every group, with each layer's views (see PagedCache).
 
     Args:
-        arena: allocate it there; None: as torch does.
+        arena: allocate the memory there; None: with torch.
     """
     pools: dict[str, dict[int, torch.Tensor]] = {}
     memory: dict[str, torch.Tensor] = {}

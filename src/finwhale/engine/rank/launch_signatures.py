@@ -1,9 +1,10 @@
-"""Call every operator of a model once for each launch signature, so that kernels are built ahead.
+"""Calls every operator of a model once for each launch signature, so that kernels are built ahead.
 
 A kernel is compiled once for each launch signature. The signatures of a step follow from its number
-of tokens, whether each sequence has one, the longest sequence, and the rows whose logits are
-wanted. The files of the kernels publish the sizes at which their signatures change (LaunchSizes).
-This module makes a step for each class of sizes and runs it through one layer of each kind.
+of tokens, whether each sequence has only one token, the longest sequence, and the number of rows
+whose logits are wanted. The kernel files publish the sizes at which their signatures change
+(LaunchSizes). This module makes a step for each class of sizes and runs it through one layer of
+each kind.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from finwhale.engine.rank.memory import (
     PAGE,
-    Largest,
+    StepLimits,
+    all_sampling_options,
     draft_after,
-    every_choice,
     without_filters,
 )
 from finwhale.engine.rank.static_inputs import aligned
@@ -29,7 +30,7 @@ from finwhale.ops.sampling import SamplingBatch
 
 P = ParamSpec("P")
 
-# Context of a step if another step has already covered all contexts for its signatures.
+# Context of a step if an earlier step has covered all contexts of its signatures.
 ORDINARY_CONTEXT = 16384
 
 
@@ -46,7 +47,7 @@ class _Bounds:
 
 
 class SignatureRun:
-    """Calls a model's operators with tensors of any contents, once for each launch signature.
+    """Calls a model's operators with arbitrary tensors, once for each launch signature.
 
     Args:
         cache: a cache with at least two pages of each group.
@@ -60,7 +61,7 @@ class SignatureRun:
         groups: Sequence[CacheGroup],
         ops: Ops,
         cache: PagedCache,
-        largest: Largest,
+        largest: StepLimits,
         *,
         eager: bool,
     ) -> None:
@@ -72,7 +73,7 @@ class SignatureRun:
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        with self.model.apart():
+        with self.model.without_collectives():
             self._call_all()
 
     def _call_all(self) -> None:
@@ -84,9 +85,9 @@ class SignatureRun:
         for rows in sorted({*self.sizes.rows(most), *self.largest.decode_graphs}):
             self._logits(rows)
         # Sampling kernels have one signature with filters and one without. Log-probabilities use
-        # no such kernel, and would look up a token that was not drawn.
+        # none of these kernels, and would look up a token that was not drawn.
         whole, part = self.model.config.vocab_size, len(self.model.vocab_part)
-        every = replace(every_choice(1, whole, self.device), logprobs=())
+        every = replace(all_sampling_options(1, whole, self.device), logprobs=())
         logits = torch.zeros((1, whole), device=self.device)
         self.ops.sample(logits, every)
         self.ops.sample(logits, without_filters(every))
@@ -128,7 +129,7 @@ class SignatureRun:
             yield n, n, self._bounds(n, (1, n), seen)
 
     def _draft_passes(self) -> list[int]:
-        """Numbers of sequences of draft passes whose blocks cover every class of steps."""
+        """Numbers of sequences whose draft passes, in blocks, cover every class of steps."""
         block = self.model.config.draft_block_tokens
         largest = self.largest
         if not self.drafts or not block or largest.max_len <= block:
@@ -172,14 +173,14 @@ class SignatureRun:
         logits = self.model.compute_logits(streams)
         self.model.sample(logits, SamplingBatch())
         if logits.shape[1] < self.model.config.vocab_size:
-            # Other signatures than those of whole rows, which steps with filters sample from.
+            # Steps with filters sample from the joined logits of all ranks.
             joined = torch.empty((rows, self.model.config.vocab_size), device=self.device)
             self.ops.sample(joined, SamplingBatch())
         if self.drafts and self.model.draft_head is not None:
-            self.model.draft_head.compute_logits(streams, 0)
+            self.model.draft_head.compute_logits(streams)
 
     def _inputs(self, num_tokens: int, max_len: int, max_query: int) -> StepInputs:
-        """A step laid out as the engine's steps. Positions and pages have no meaning."""
+        """A step with the layout of the engine's steps. Positions and pages have no meaning."""
         num_seqs = num_tokens if max_query == 1 else 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

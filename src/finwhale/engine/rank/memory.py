@@ -36,13 +36,13 @@ from finwhale.ops.sampling import (
 from finwhale.request import MAX_LOGPROBS
 
 PAGE = 1  # all tokens of these steps read and write this page; no sequence owns page 0
-# Memory of the driver for one captured graph, beside its tensors: some thousand kernels.
+# The driver's memory for one captured graph of some thousand kernels, without its tensors.
 GRAPH_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Largest:
-    """The sizes of the largest steps.
+class StepLimits:
+    """The sizes of the largest steps, and of captured steps.
 
     Attributes:
         num_tokens: tokens of a step with prefill.
@@ -117,15 +117,15 @@ class LargestSteps:
         cache = allocate_cache(groups, pages, model.dtype, model.device, packed)
         return cls(model, groups, cache)
 
-    def workspace_bytes(self, largest: Largest) -> int:
-        """GPU memory of the steps beside weights and cache, captured graphs included.
+    def workspace_bytes(self, largest: StepLimits) -> int:
+        """GPU memory that the steps need besides weights and cache, captured graphs included.
 
         Raises:
             torch.OutOfMemoryError: the GPU does not have enough memory.
         """
         workspace = self._peak(lambda: self.run(largest))
         if largest.graphs:
-            # Graphs have their own pool: the memory of the largest, and what each graph keeps.
+            # Graphs have their own pool: the memory of the largest graph, and what each one keeps.
             workspace += max(
                 self._peak(lambda: self.decode(largest)),
                 self._peak(lambda: self.prefill(max(largest.graphs), largest)),
@@ -150,19 +150,19 @@ class LargestSteps:
         return torch.cuda.max_memory_reserved(self.device) - before
 
     @torch.inference_mode()
-    def run(self, largest: Largest) -> None:
+    def run(self, largest: StepLimits) -> None:
         """Run all of the largest steps, one after the other."""
         self.prefill(largest.num_tokens, largest)
         self.decode(largest)
 
     @torch.inference_mode()
-    def prefill(self, num_tokens: int, largest: Largest) -> None:
+    def prefill(self, num_tokens: int, largest: StepLimits) -> None:
         """Run the last num_tokens tokens of one sequence, or of as many sequences as needed."""
         full, rest = divmod(num_tokens, largest.max_len)
         self._run([largest.max_len] * full + [rest] * bool(rest), largest)
 
     @torch.inference_mode()
-    def decode(self, largest: Largest) -> None:
+    def decode(self, largest: StepLimits) -> None:
         self._run([1] * largest.num_seqs, largest)
         if largest.draft_tokens:
             # A context shorter than 1 + K tokens limits the number of drafts.
@@ -172,18 +172,18 @@ class LargestSteps:
             count = max(count, *largest.verify_graphs, 1)
             self._run([verified] * count, largest)
 
-    def _run(self, lengths: Sequence[int], largest: Largest) -> None:
+    def _run(self, lengths: Sequence[int], largest: StepLimits) -> None:
         inputs = self._inputs(lengths, largest.max_len)
         streams = self.model(inputs, self.cache, Inline())
         rows = largest.num_seqs * (1 + largest.draft_tokens)
         logits = self.model.compute_logits(streams[:rows])
         self.model.sample(
-            logits, every_choice(len(logits), self.model.config.vocab_size, self.device)
+            logits, all_sampling_options(len(logits), self.model.config.vocab_size, self.device)
         )
         if largest.draft_tokens:
             assert self.model.draft_head is not None
             streams = self.model.draft_head(inputs, streams, inputs.token_ids, self.cache, Inline())
-            self.model.draft_head.compute_logits(streams[: largest.num_seqs], 0).argmax(-1)
+            self.model.draft_head.compute_logits(streams[: largest.num_seqs]).argmax(-1)
             block = self.model.config.draft_block_tokens
             if block and largest.max_len > block:
                 last = self._inputs([1] * largest.num_seqs, largest.max_len - block)
@@ -237,8 +237,8 @@ def draft_after(model: Model, last: StepInputs, cache: PagedCache) -> None:
     model.draft_head.draft(start, most, cache, Inline(), lambda logits, k: ids)
 
 
-def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
-    """Every sampling option on every row, with masks that allow every token."""
+def all_sampling_options(num_rows: int, vocab_size: int, device: torch.device) -> SamplingBatch:
+    """A batch with every sampling option on every row, and masks that allow every token."""
     rows = torch.arange(num_rows, device=device)
 
     def each(value: float, dtype: torch.dtype) -> Tensor:
@@ -279,7 +279,7 @@ def every_choice(num_rows: int, vocab_size: int, device: torch.device) -> Sampli
 
 
 def without_filters(batch: SamplingBatch) -> SamplingBatch:
-    """Only the random draws of a batch that has some."""
+    """A batch with only the random draws of another."""
     f = batch.filters
     assert f is not None
     draws = Filters(
@@ -291,7 +291,7 @@ def without_filters(batch: SamplingBatch) -> SamplingBatch:
     return SamplingBatch(filters=draws, positions_R=batch.positions_R)
 
 
-def left_bytes(device: torch.device, utilization: float) -> int:
+def remaining_bytes(device: torch.device, utilization: float) -> int:
     """Bytes of GPU memory left, if at most the fraction `utilization` of it may be used."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)

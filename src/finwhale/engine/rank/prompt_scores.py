@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed from the residual streams of a step.
 
 Logits of a whole prompt would not fit into memory. So the rank computes them in blocks of at most
-as many rows as a decode has. Startup has measured the memory and built the kernels for that number.
+as many rows as the largest decode, for which startup has measured the memory and built the kernels.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.executor import PromptScores, RowLogprobs
 from finwhale.engine.plan.step_plan import StepPlan
-from finwhale.engine.rank.host_transfer import Arrival, NoReceiver, Receiver
+from finwhale.engine.rank.host_transfer import NoReceiver, Receiver, Transfer
 from finwhale.engine.rank.sampler import Sampler
 from finwhale.models.protocol import Model
 from finwhale.ops.sampling import SampledTokens
@@ -24,7 +24,7 @@ _TENSORS = 5  # of each chunk
 def score(
     plan: StepPlan, streams_NHD: Tensor, model: Model, sampler: Sampler, max_rows: int
 ) -> list[Tensor]:
-    """Compute what the plan's `scored` wants: five tensors for each entry.
+    """Compute the scores of the plan's `scored`: five tensors for each entry.
 
     Args:
         max_rows: number of rows of a block.
@@ -50,7 +50,7 @@ def score(
 
 
 @dataclass(frozen=True, slots=True)
-class ArrivingScores:
+class PendingScores:
     """The scores of a step while they are transferred to the host.
 
     Attributes:
@@ -58,19 +58,19 @@ class ArrivingScores:
     """
 
     chunks: Sequence[int]
-    arrival: Arrival
+    transfer: Transfer
 
     @staticmethod
     def begin(
         plan: StepPlan, receiver: Receiver | NoReceiver, tensors: Sequence[Tensor]
-    ) -> "ArrivingScores":
-        return ArrivingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
+    ) -> "PendingScores":
+        return PendingScores([one.chunk for one in plan.scored], receiver.begin(tensors))
 
     def done(self) -> bool:
-        return self.arrival.done()
+        return self.transfer.done()
 
     def wait(self) -> tuple[PromptScores, ...]:
-        parts = [tensor.tolist() for tensor in self.arrival.wait()]
+        parts = [tensor.tolist() for tensor in self.transfer.wait()]
         found = []
         for index, chunk in enumerate(self.chunks):
             valid, token, rank, top, top_ids = parts[_TENSORS * index :][:_TENSORS]

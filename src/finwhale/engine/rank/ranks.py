@@ -1,10 +1,10 @@
 """The executor of several ranks: one in this process, the others in worker processes.
 
-teams.py says where the worker processes come from.
+rank_processes.py says where the worker processes come from.
 
 Every rank opens the same model with its own share of the weights, and executes every plan. Only
-rank 0 brings results to the host. The ranks wait for each other inside the model, so that none can
-go on without the others: if one fails, in whatever way, the engine dies.
+rank 0 transfers results to the host. The ranks wait for each other inside the model, so none can
+continue without the others: if one fails, in whatever way, the engine dies.
 """
 
 import atexit
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Store
 
 from finwhale.config import RANK_COUNTS, EngineConfig
 from finwhale.distributed.hosts import Place
-from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, Seat, Workers
+from finwhale.distributed.launch import CONNECTING, OPENING, Answer, Opened, OwnerLink, Workers
 from finwhale.distributed.peers import Peers, StoreAddress
 from finwhale.distributed.rank import Rank
 from finwhale.engine.plan.executor import Executor, RankDescription, RankState, StepResult
@@ -39,9 +39,9 @@ from finwhale.engine.rank.executor import (
     local_executor,
 )
 from finwhale.engine.rank.host_transfer import NoReceiver
+from finwhale.engine.rank.rank_processes import RankProcesses, at_place, on_ray, spawn
 from finwhale.engine.rank.start_times import freeze_heap
 from finwhale.engine.rank.startup import choose_dtype, open_rank
-from finwhale.engine.rank.teams import Team, at_place, on_ray, spawn
 from finwhale.errors import EngineDeadError, FinwhaleError
 from finwhale.models.protocol import ModelConfig
 from finwhale.models.registry import architecture_of
@@ -53,10 +53,10 @@ logger = logging.getLogger(__name__)
 OpenRank = Callable[[Peers], LocalExecutor]
 T = TypeVar("T")
 
-# What follows the first byte of a message to the workers.
+# The first byte of a message to the workers says what the message is.
 _EXECUTE, _SAMPLE, _READY, _CALL = b"e", b"s", b"r", b"c"
-CLOSE_S = 2.0  # for the device and NCCL to be closed
-EXIT_S = 5  # for the exit of a process whose device waits for a rank that is gone
+CLOSE_S = 2.0  # time limit for closing the device and NCCL
+EXIT_S = 5  # time limit for the exit of a process whose device waits for a rank that is gone
 
 
 def open_executor(
@@ -65,33 +65,33 @@ def open_executor(
     """Open the ranks of a model: the one of this process, and worker processes for others.
 
     Args:
-        place: of this process, which has rank 0; None: no launcher has placed ranks.
+        place: the place of this process, which has rank 0; None: no launcher has placed ranks.
 
     Raises:
         ResourceError: a device does not exist or has too little memory.
         CheckpointError: the weights do not match the configuration.
     """
     if place is not None:
-        team = at_place(config, place)
+        processes = at_place(config, place)
     elif config.distributed_executor == "ray":
-        team = on_ray(config)
+        processes = on_ray(config)
     else:
         devices = choose_devices(config, partial(fewest_ranks, config, model_config))
         if len(devices) == 1:
             return open_one(config, model_config, weights, devices, Peers())
-        team = spawn(devices)
+        processes = spawn(devices)
     return open_ranks(
-        partial(open_one, config, model_config, weights, team.devices),
-        partial(open_one, config, model_config, weights.without_progress(), team.devices),
-        team,
+        partial(open_one, config, model_config, weights, processes.devices),
+        partial(open_one, config, model_config, weights.without_progress(), processes.devices),
+        processes,
     )
 
 
 def fewest_ranks(config: EngineConfig, model_config: ModelConfig, num_gpus: int) -> int:
-    """The fewest GPUs that hold the model, with a tenth of the allowed memory left for the rest.
+    """The fewest GPUs that hold the model and leave a tenth of the allowed memory for the rest.
 
-    The first GPUs of the machine count, all as large as the first one. If all of them are too
-    small, the result is the most that can divide the model.
+    All GPUs are taken to be as large as the first one. If all of them together are too small, the
+    result is the largest number that can divide the model.
     """
     if num_gpus == 1:
         return 1
@@ -127,7 +127,7 @@ def open_one(
     return open_rank(mine, model_config, weights, peers)
 
 
-def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Ranks":
+def open_ranks(open_first: OpenRank, open_worker: OpenRank, processes: RankProcesses) -> "Ranks":
     """Open all ranks: the first in this process, the others in a process each.
 
     Args:
@@ -137,22 +137,22 @@ def open_ranks(open_first: OpenRank, open_worker: OpenRank, team: Team) -> "Rank
     Raises:
         FinwhaleError: a rank cannot be opened. The error has the class of the rank's own error.
     """
-    workers = Workers(partial(run_worker, open_worker, team.address), team.crew)
+    workers = Workers(partial(run_worker, open_worker, processes.address), processes.workers)
     try:
-        local = open_first(Peers(Rank(0, workers.size), team.store, workers.check))
+        local = open_first(Peers(Rank(0, workers.size), processes.store, workers.check))
         workers.wait_opened()
     except BaseException as error:
-        # Without a rank, its connections break.
+        # When a rank is gone, its connections break.
         failure = workers.cause(1.0 if isinstance(error, RuntimeError) else 0.0)
         workers.close()
         if failure is not None and isinstance(error, Exception):
             raise failure from error
         raise
-    return Ranks(local, workers, team.store)
+    return Ranks(local, workers, processes.store)
 
 
 def first_rank(executor: Executor) -> LocalExecutor:
-    """The rank of this process: for measurements. What it runs alone must not communicate."""
+    """The rank of this process: for measurements, which must not call collectives on it alone."""
     return executor.local if isinstance(executor, Ranks) else local_executor(executor)
 
 
@@ -209,12 +209,12 @@ class Ranks:
         return found  # type: ignore[return-value]
 
     def _died(self, error: BaseException) -> BaseException:
-        """What to raise for an error of rank 0; the ranks cannot go on after it."""
+        """The exception to raise for an error of rank 0, after which the ranks cannot continue."""
         failure: FinwhaleError | None = None
         if isinstance(error, EngineDeadError):
             failure = error
         elif isinstance(error, RuntimeError):
-            failure = self.workers.cause()  # without a rank, its connections break
+            failure = self.workers.cause()  # when a rank is gone, its connections break
         if failure is None:
             reason = str(error).strip().partition("\n")[0]
             device = self.description.device
@@ -274,7 +274,7 @@ class Ranks:
 
 
 def _or_error(work: Callable[[LocalExecutor], T], executor: LocalExecutor) -> T | FinwhaleError:
-    """What `work` returns or raises: an error of one rank must not end the others."""
+    """The result of `work`, or its error: an error of one rank must not end the others."""
     try:
         return work(executor)
     except EngineDeadError:
@@ -294,8 +294,8 @@ class RanksResult:
 
 
 def _close(owner: int, workers: Workers, local: LocalExecutor) -> None:
-    """End the workers, and close the rank of this process, unless that takes long: its device may
-    wait for a rank that is gone.
+    """End the workers, and close the rank of this process within CLOSE_S: its device may wait for a
+    rank that is gone.
     """
     if os.getpid() != owner:  # a forked process ends nobody
         return
@@ -317,17 +317,17 @@ def _limit_exit() -> None:
     signal.alarm(EXIT_S)
 
 
-def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None:
+def run_worker(open_worker: OpenRank, address: StoreAddress, owner: OwnerLink) -> None:
     """Open one rank in its process, and execute the plans that arrive."""
-    seat.report(CONNECTING)
+    owner.report(CONNECTING)
     store = address.join()
-    seat.report(OPENING)
-    executor = open_worker(Peers(seat.rank, store))
+    owner.report(OPENING)
+    executor = open_worker(Peers(owner.rank, store))
     executor.receiver = NoReceiver()
     logger.info("%s holds %s", executor.description.device, executor.description.memory)
-    seat.report(Opened(executor.description.memory))
+    owner.report(Opened(executor.description.memory))
     while True:
-        message = seat.read()
+        message = owner.read()
         executor.check()
         kind, content = message[:1], memoryview(message)[1:]
         if kind == _EXECUTE:
@@ -335,9 +335,9 @@ def run_worker(open_worker: OpenRank, address: StoreAddress, seat: Seat) -> None
         elif kind == _SAMPLE:
             executor.sample(pickle.loads(content))
         elif kind == _CALL:
-            seat.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
+            owner.report(Answer(pickle.dumps(pickle.loads(content)(executor), 5)))
         else:
             assert kind == _READY, kind
             executor.ready()
             freeze_heap()
-            seat.status = executor.status
+            owner.status = executor.status

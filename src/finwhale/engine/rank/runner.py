@@ -9,7 +9,7 @@ from torch import Tensor
 
 from finwhale.engine.plan.step_plan import StepPlan
 from finwhale.engine.rank.batch import Batch, BatchBuilder
-from finwhale.engine.rank.draft_decode import Verifications
+from finwhale.engine.rank.draft_decode import VerificationSteps
 from finwhale.engine.rank.drafter import Drafter, Forward
 from finwhale.engine.rank.graphs import Graphs
 from finwhale.engine.rank.host_transfer import send
@@ -23,14 +23,14 @@ from finwhale.platform import Platform
 
 @dataclass(kw_only=True, eq=False)
 class ModelRunner:
-    """Runs forwards on one device. startup.py makes it.
+    """Runs forwards on one device. startup.py creates it.
 
     Attributes:
         tables: the page tables of the plans' slots.
         sampled: [max_num_seqs] int64 on the device: the ids sampled in the last step, row by row
             (StepPlan.pending_rows).
         drafter: makes drafts; None: the engine does not draft.
-        verifications: runs drafting decodes that continue on the device; None: the host plans
+        verification_steps: runs drafting decodes that continue on the device; None: the host plans
             every step, as on a CPU.
         graphs: captured decodes; None: nothing is captured.
         prefill_graphs: captured steps of few tokens; None: nothing is captured.
@@ -50,7 +50,7 @@ class ModelRunner:
     max_model_len: int
     tables: SlotTables
     drafter: Drafter | None = None
-    verifications: Verifications | None = None
+    verification_steps: VerificationSteps | None = None
     graphs: Graphs | None = None
     prefill_graphs: Graphs | None = None
     routed: Tensor | None = None
@@ -68,7 +68,7 @@ class ModelRunner:
         self.batches = BatchBuilder(self.groups, self.tables, self.device, sampled)
 
     def use_device(self) -> None:
-        """Make the device the current one of this thread, on which kernels are launched."""
+        """Make the device this thread's current device, on which it launches kernels."""
         if self.device.index:
             torch.cuda.set_device(self.device)
 
@@ -91,8 +91,8 @@ class ModelRunner:
         return self._logits_of(streams, rows)
 
     @torch.inference_mode()
-    def read(self, plan: StepPlan) -> Forward:
-        """Launch the step from the host; returns the drafter's input."""
+    def forward_with_logits(self, plan: StepPlan) -> Forward:
+        """Compute the plan's logits, and keep the batch and the residual streams."""
         batch = self.batches.build(plan)
         if self.prefill_graphs is not None and self.prefill_graphs.fits(plan):
             streams = self.prefill_graphs.run(plan)

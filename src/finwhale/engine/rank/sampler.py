@@ -28,12 +28,12 @@ from finwhale.ops.sampling import (
     SamplingBatch,
 )
 
-# A bias that makes its token the most likely one, whatever the (finite) logits are.
+# A bias that makes its token the most likely one for any finite logits.
 CERTAIN = 1e30
 
 
 @dataclass(frozen=True, slots=True)
-class _Fixed:
+class _SlotInputs:
     """Inputs of the operator that depend only on the slots and their order; reused between steps.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sampler:
 
     Args:
         sample: samples from the model's logits (Model.sample).
-        vocab_size: of the whole model.
+        vocab_size: size of the whole vocabulary.
 
     Attributes:
         settings: the settings of each slot.
@@ -65,7 +65,7 @@ class Sampler:
     def __init__(self, sample: Sample, vocab_size: int) -> None:
         self._sample, self._vocab_size = sample, vocab_size
         self.settings: dict[int, SamplingSettings] = {}
-        self._fixed = _Fixed()
+        self._slot_inputs = _SlotInputs()
 
     def choose_with(self, sample: Sample) -> None:
         """Replace `sample`: for measurements."""
@@ -78,20 +78,20 @@ class Sampler:
         for slot, settings in admitted:
             self.settings[slot] = settings
         if admitted:
-            self._fixed = _Fixed()
+            self._slot_inputs = _SlotInputs()
 
     def sample(
-        self, plan: SamplingPlan, logits_SX: Tensor, further_S: Tensor | None = None
+        self, plan: SamplingPlan, logits_SX: Tensor, ahead_S: Tensor | None = None
     ) -> SampledTokens:
         """Launch the sampling of one token for each row.
 
         Args:
             logits_SX: [S,X] float32, this rank's logits of each row of the plan; not changed.
-            further_S: int64 on the device: for each row, a number to add to the position in the
+            ahead_S: int64 on the device: for each row, a number to add to the position in the
                 plan.
         """
-        assert len(logits_SX) == len(plan.slots), "one row of logits for each choice"
-        return self._sample(logits_SX, self._batch(plan, logits_SX.device, further_S))
+        assert len(logits_SX) == len(plan.slots), "one row of logits for each row of the plan"
+        return self._sample(logits_SX, self._batch(plan, logits_SX.device, ahead_S))
 
     def score(self, logits_SX: Tensor, token_ids: Sequence[int], num_top: int) -> SampledTokens:
         """Find the log-probabilities of given tokens, one for each row.
@@ -114,24 +114,24 @@ class Sampler:
         return self._sample(logits_SX, SamplingBatch(bias=bias, logprobs=(wanted,)))
 
     def _batch(
-        self, plan: SamplingPlan, device: torch.device, further_S: Tensor | None
+        self, plan: SamplingPlan, device: torch.device, ahead_S: Tensor | None
     ) -> SamplingBatch:
-        fixed = self._fixed
-        if fixed.slots != plan.slots:
-            fixed = self._fixed = self._fix(plan.slots, device)
+        inputs = self._slot_inputs
+        if inputs.slots != plan.slots:
+            inputs = self._slot_inputs = self._make_slot_inputs(plan.slots, device)
         positions_R = None
-        if fixed.filters is not None:
-            positions_R = _positions(fixed.drawing, plan, further_S, device)
+        if inputs.filters is not None:
+            positions_R = _positions(inputs.drawing, plan, ahead_S, device)
         return SamplingBatch(
-            filters=fixed.filters,
+            filters=inputs.filters,
             positions_R=positions_R,
             penalties=self._penalties(plan.slots, plan.penalties, device),
-            bias=fixed.bias,
+            bias=inputs.bias,
             allowed=_allowed(plan.allowed, device),
-            logprobs=fixed.logprobs,
+            logprobs=inputs.logprobs,
         )
 
-    def _fix(self, slots: tuple[int, ...], device: torch.device) -> _Fixed:
+    def _make_slot_inputs(self, slots: tuple[int, ...], device: torch.device) -> _SlotInputs:
         vocab_size = self._vocab_size
         settings = [self.settings[slot] for slot in slots]
         wanted: dict[int, list[int]] = {}
@@ -143,7 +143,7 @@ class Sampler:
             for num, rows in sorted(wanted.items())
         )
         drawing = [row for row, one in enumerate(settings) if not one.greedy]
-        return _Fixed(
+        return _SlotInputs(
             slots=slots,
             drawing=drawing,
             filters=_filters(settings, drawing, vocab_size, device),
@@ -181,20 +181,20 @@ class Sampler:
 
 
 def _positions(
-    drawing: Sequence[int], plan: SamplingPlan, further_S: Tensor | None, device: torch.device
+    drawing: Sequence[int], plan: SamplingPlan, ahead_S: Tensor | None, device: torch.device
 ) -> Tensor:
-    """The positions of the rows that draw: the plan's, or as many later as the device says."""
+    """The positions of the rows that draw: the plan's, plus the numbers in ahead_S."""
     planned = np.array(plan.positions, np.int64)
-    if further_S is None:
+    if ahead_S is None:
         return send(device, planned)[0]
     planned_R, rows_R = send(device, planned, np.array(drawing, np.int64))
-    return planned_R + further_S.index_select(0, rows_R)
+    return planned_R + ahead_S.index_select(0, rows_R)
 
 
 def draw_arrays(
     rows: Sequence[SamplingSettings],
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-    """The temperature, seed and index of rows that draw, as `Filters` has them."""
+    """The temperature, seed and index of rows that draw, as `Filters` expects them."""
     return (
         np.array([s.temperature for s in rows], np.float32),
         # The 64 lowest bits of any integer.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Phases:
-    """Measure how long each phase takes, in seconds.
+    """Measures how long each phase takes, in seconds.
 
     The first phase begins when this object is constructed. Each other phase begins when the
     previous phase ends.
@@ -25,7 +25,7 @@ class Phases:
 
 
 def process_start() -> float:
-    """time.monotonic() when this process began; the present time if the system does not tell."""
+    """time.monotonic() when this process began; the present time if the system does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])

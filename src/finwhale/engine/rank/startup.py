@@ -20,20 +20,27 @@ from finwhale.engine.plan.draft_policy import step_kinds
 from finwhale.engine.plan.executor import MemoryUse, RankDescription, RoutedExpertsForm
 from finwhale.engine.rank.arena import Arena
 from finwhale.engine.rank.devices import check_host_memory, choose_device
-from finwhale.engine.rank.draft_decode import Verifications, verification_sizes
+from finwhale.engine.rank.draft_decode import VerificationSteps, verification_sizes
 from finwhale.engine.rank.drafter import Drafter, check_can_draft
-from finwhale.engine.rank.executor import LocalExecutor, device_drafts
+from finwhale.engine.rank.executor import LocalExecutor
 from finwhale.engine.rank.graphs import GraphMemory, Graphs, decode_sizes, prefill_sizes
 from finwhale.engine.rank.kv_cache import CachePlan, allocate_cache, plan_cache
 from finwhale.engine.rank.launch_signatures import SignatureRun
-from finwhale.engine.rank.memory import Largest, LargestSteps, left_bytes, tensor_bytes
+from finwhale.engine.rank.memory import LargestSteps, StepLimits, remaining_bytes, tensor_bytes
 from finwhale.engine.rank.runner import ModelRunner
 from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.engine.rank.start_times import Phases
 from finwhale.engine.rank.static_inputs import StaticInputs
-from finwhale.engine.rank.weight_update import Loader, tensors_of
+from finwhale.engine.rank.weight_update import Loader
 from finwhale.errors import FinwhaleError, ResourceError
-from finwhale.models.protocol import Model, ModelConfig, Segments, StepInputs, WeightStream
+from finwhale.models.protocol import (
+    Model,
+    ModelConfig,
+    Segments,
+    StepInputs,
+    WeightStream,
+    tensors_of,
+)
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import Weights
 from finwhale.ops import load_ops
@@ -52,7 +59,7 @@ def open_rank(
     """Open the rank of this process.
 
     Args:
-        config: with the device of this rank.
+        config: names the device of this rank.
         peers: all ranks of the model. They open at the same time.
 
     Raises:
@@ -105,6 +112,17 @@ class _Start:
             self.compiled_mode = CompiledMode(self.ops)
             self.ops = self.compiled_mode.ops
         self.capabilities = self.ops.capabilities
+        self.loader = Loader(
+            architecture=self.architecture,
+            model_config=model_config,
+            ops=self.ops,
+            dtype=self.dtype,
+            device=self.device,
+            rank=peers.rank,
+            round_activations=self.round_activations,
+            round_wo_a=config.wo_a_input == "fp8",
+            storages=dict(self.stream.storages),
+        )
         self.phases = Phases()
         self.builds = load_builds(self.ops, self.platform, self.device.index or 0, config.cache_dir)
         self.longest = _longest(config, model_config)
@@ -127,7 +145,7 @@ class _Start:
             torch.cuda.empty_cache()
             allocated = torch.cuda.memory_allocated(self.device)
             reserved = torch.cuda.memory_reserved(self.device)
-        self.peers.meet()  # here every rank has checked its options
+        self.peers.barrier()  # here every rank has checked its options
         self.collectives = self._connect()
         weights = self._load()
         if self.arenas:
@@ -159,11 +177,12 @@ class _Start:
         if config.draft_tokens and head is not None:
             runner.drafter = Drafter(head, runner.model.sample, runner.cache, self.device)
             if self.capabilities.captures_steps and config.enforce_eager:
-                runner.verifications = new_verifications(runner, config, None)
+                runner.verification_steps = new_verification_steps(runner, config, None)
         runner.keep_sampled_in(self._capture(runner))
         self.phases.end("graphs")
         memory = self._hold(runner, weight_bytes, reserved)
         self.phases.end("memory")
+        steps = runner.verification_steps
         return LocalExecutor(
             runner,
             self.builds,
@@ -176,7 +195,7 @@ class _Start:
                 num_pages=cache_plan.num_pages,
                 max_model_len=max_model_len,
                 can_draft=runner.drafter is not None,
-                device_drafts=device_drafts(runner.verifications),
+                device_drafts=None if steps is None else steps.description,
                 memory=memory,
                 kernels=built.kernels,
                 compiled_kernels=built.compiled,
@@ -185,24 +204,9 @@ class _Start:
                 routed_experts=_form(self.routed),
             ),
             self.collectives,
-            self._loader(),
+            # The compiled mode keeps copies of some weights, which an update could not replace.
+            self.loader if self.compiled_mode is None else None,
             self.arenas,
-        )
-
-    def _loader(self) -> Loader | None:
-        """How this rank loads weights; None: the compiled mode keeps copies of some."""
-        if self.compiled_mode is not None:
-            return None
-        return Loader(
-            architecture=self.architecture,
-            model_config=self.model_config,
-            ops=self.ops,
-            dtype=self.dtype,
-            device=self.device,
-            rank=self.peers.rank,
-            round_activations=self.round_activations,
-            round_wo_a=self.config.wo_a_input == "fp8",
-            storages=dict(self.stream.storages),
         )
 
     def _connect(self) -> Collectives:
@@ -220,20 +224,11 @@ class _Start:
 
     def _load(self) -> Any:
         if self.device.type == "cpu":
-            # The ranks of a CPU share its memory, and hold at least this together.
+            # Ranks on a CPU share its memory. Together they hold at least all weights.
             check_host_memory(
                 self.architecture.weight_bytes(self.model_config, self.dtype, self.ops)
             )
-        return self.architecture.begin_loading(
-            self.model_config,
-            storages=self.stream.storages,
-            dtype=self.dtype,
-            device=self.device,
-            round_activations=self.round_activations,
-            round_wo_a=self.config.wo_a_input == "fp8",
-            ops=self.ops,
-            rank=self.peers.rank,
-        ).fill(self.stream)
+        return self.loader.begin(self.device).fill(self.stream)
 
     def _build(self, weights: Any, max_positions: int) -> Model:
         model = self.architecture.build(
@@ -244,15 +239,15 @@ class _Start:
             max_positions=max_positions,
             collectives=self.collectives,
         )
-        # All ranks choose the same experts, and only rank 0 brings results to the host.
+        # All ranks choose the same experts, and only rank 0 transfers results to the host.
         if self.config.enable_return_routed_experts and not self.peers.rank.index:
             largest = self._largest(max_positions)
             most = max(largest.num_tokens, largest.num_seqs * (1 + largest.draft_tokens))
             self.routed = model.record_routed_experts(most)
         return model
 
-    def _largest(self, max_len: int) -> Largest:
-        return largest_steps(
+    def _largest(self, max_len: int) -> StepLimits:
+        return step_limits(
             self.config, self.model_config, self.capabilities.captures_steps, max_len
         )
 
@@ -262,10 +257,10 @@ class _Start:
     def _prepare_in_turn(self, model: Model, max_len: int) -> Built:
         """Build the kernels on rank 0. The other ranks then find them in the cache."""
         if self.peers.rank.index:
-            self.peers.meet()
+            self.peers.barrier()
         built = self._prepare(model, max_len)
         if not self.peers.rank.index:
-            self.peers.meet()
+            self.peers.barrier()
         return built
 
     def _prepare(self, model: Model, max_len: int) -> Built:
@@ -291,11 +286,11 @@ class _Start:
             steps = LargestSteps.alone(model, self.groups, self.ops)
             workspace = steps.workspace_bytes(self._largest(self.longest))
             del steps
-            budget = max(0, left_bytes(self.device, config.gpu_memory_utilization) - workspace)
+            budget = max(0, remaining_bytes(self.device, config.gpu_memory_utilization) - workspace)
         elif budget is None:
-            # The reference operators serve comparisons; nothing bounds their temporaries.
-            budget = left_bytes(self.device, config.gpu_memory_utilization) // 2
-        budget = self.peers.least(budget)  # from it, every rank plans the same pages
+            # The reference operators are for comparisons, and nothing bounds their workspace.
+            budget = remaining_bytes(self.device, config.gpu_memory_utilization) // 2
+        budget = self.peers.minimum(budget)  # so that every rank plans the same pages
         wanted = -(-self.longest // BLOCK_TOKENS) * BLOCK_TOKENS * config.max_num_seqs
         if config.enable_prefix_caching:
             wanted = max(wanted, self.capabilities.prefix_cache_tokens)
@@ -331,9 +326,9 @@ class _Start:
         arena = self.arenas.get("cache")
         cache = allocate_cache(self.groups, cache_plan, self.dtype, self.device, packed, arena)
         if self.config.draft_tokens == "auto" and not self.model_config.draft_block_tokens:
-            # "auto" leaves out the MTP layer where drafting does not pay. A later draft then reads
-            # rows that were perhaps never written, which must be finite. (The model's own forward
-            # writes the window of a head that drafts in blocks.)
+            # "auto" skips the MTP layer where drafting does not pay. A later draft may then read
+            # rows that were never written, so these must be finite. (The model's own forward writes
+            # the window of a head that drafts in blocks.)
             cache.pages["window"].zero_()
         return ModelRunner(
             platform=self.platform,
@@ -396,7 +391,7 @@ class _Start:
                 memory=memory,
             )
         if runner.drafter is not None:
-            runner.verifications = new_verifications(runner, config, memory)
+            runner.verification_steps = new_verification_steps(runner, config, memory)
             return torch.zeros(max_seqs, dtype=torch.int64, device=self.device)
         runner.graphs = Graphs(
             logits,
@@ -433,13 +428,13 @@ class _Start:
         return MemoryUse(weights=weights, workspace=max(0, held - elsewhere), cache=cache)
 
 
-def new_verifications(
+def new_verification_steps(
     runner: ModelRunner, config: EngineConfig, memory: GraphMemory | None
-) -> Verifications:
-    """Make the decodes of a drafting engine: captured, or launched by the host without `memory`."""
+) -> VerificationSteps:
+    """Make the decodes of a drafting engine. Without `memory`, the host launches every kernel."""
     model_config, can_capture = runner.model.config, runner.ops.capabilities.captures_steps
-    largest = largest_steps(config, model_config, can_capture, runner.max_model_len)
-    return Verifications(
+    largest = step_limits(config, model_config, can_capture, runner.max_model_len)
+    return VerificationSteps(
         runner.model,
         runner.cache,
         runner.groups,
@@ -453,37 +448,37 @@ def new_verifications(
     )
 
 
-def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> Verifications:
+def draft_on_device(executor: LocalExecutor, config: EngineConfig) -> VerificationSteps:
     """Run drafting decodes as on a GPU, launched by the host: for tests and measurements."""
     runner = executor.runner
-    steps = runner.verifications = new_verifications(runner, config, None)
-    executor.description = replace(executor.description, device_drafts=device_drafts(steps))
+    steps = runner.verification_steps = new_verification_steps(runner, config, None)
+    executor.description = replace(executor.description, device_drafts=steps.description)
     return steps
 
 
-def largest_steps(
+def step_limits(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
-) -> Largest:
+) -> StepLimits:
     """The sizes of the largest steps and of the graphs to capture."""
     decodes: Iterable[int] = ()
-    verifications: Iterable[int] = ()
+    verifies: Iterable[int] = ()
     prefills: tuple[int, ...] = ()
     most = config.max_num_batched_tokens
     kinds = draft_kinds(config, model_config)
     if can_capture and not config.enforce_eager:
         if any(width == 1 for width, _ in kinds):
-            # Where drafting does not pay, a step is padded as in an engine that does not draft.
+            # "auto" pads steps without drafts as an engine that does not draft.
             decodes = config.graph_sizes or decode_sizes(config.max_num_seqs)
         if config.draft_tokens:
-            verifications = config.graph_sizes or verification_sizes(config.max_num_seqs)
+            verifies = config.graph_sizes or verification_sizes(config.max_num_seqs)
         if config.graph_sizes is None:
             prefills = tuple(prefill_sizes(most))
-    return Largest(
+    return StepLimits(
         num_tokens=most,
         num_seqs=config.max_num_seqs,
         max_len=max_len,
         decode_graphs=tuple(sorted(set(decodes))),
-        verify_graphs=tuple(sorted(set(verifications))),
+        verify_graphs=tuple(sorted(set(verifies))),
         prefill_graphs=prefills,
         draft_kinds=kinds,
     )
@@ -492,10 +487,10 @@ def largest_steps(
 def launches(
     config: EngineConfig, model_config: ModelConfig, can_capture: bool, max_len: int
 ) -> object:
-    """Everything that determines launch signatures. Equal values need the same kernels."""
+    """The values that determine launch signatures. Equal values need the same kernels."""
     return {
         "model": asdict(model_config),  # type: ignore[call-overload]
-        "steps": asdict(largest_steps(config, model_config, can_capture, max_len)),
+        "steps": asdict(step_limits(config, model_config, can_capture, max_len)),
         "batch_invariant": config.batch_invariant,
         "wo_a_input": config.wo_a_input,
         "eager": config.enforce_eager,
@@ -531,7 +526,7 @@ def _table_serves(
         reasons.append("activations are not as trained")
     reasons += architecture_of(model_config).kernel_obstacles(model_config, stream.storages)
     if reasons:
-        logger.warning("the slow references run, because %s", " and ".join(reasons))
+        logger.warning("running the slow reference operators, because %s", " and ".join(reasons))
     return not reasons
 
 
@@ -552,7 +547,9 @@ def _longest(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _check_fits_machine(num_bytes: int) -> None:
-    """Raises ResourceError. The allocation itself may succeed, and its use end the process."""
+    """Raise ResourceError if the cache exceeds the machine's memory. The allocation might succeed,
+    but its use would end the process.
+    """
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if num_bytes > memory:
         raise ResourceError(

@@ -1,7 +1,7 @@
 """The inputs of captured steps at fixed addresses.
 
 One set of buffers serves every graph: a graph of n tokens reads the first n elements of each
-buffer. The host writes into one of two pinned copies, by turns: while the device still reads one
+buffer. The host has two pinned copies and alternates between them: while the device still reads one
 step's copy, the host writes the next step into the other. Page tables stay on the device; the host
 sends changes as pairs of index and page.
 """
@@ -21,9 +21,9 @@ from finwhale.engine.rank.slot_tables import SlotTables
 from finwhale.models.protocol import CacheGroup, StepInputs
 from finwhale.ops.paging import PageTable, StepCache, Tokens
 
-MAX_UPDATES = 8192  # page updates of a step that the buffers hold; a step may have more
+MAX_UPDATES = 8192  # page updates that the pinned buffers hold; a step may have more
 # The device's copy of one sequence's table: version, table, `first` and number of pages.
-Held = tuple[object, BlockTable | None, int, int]
+DeviceTable = tuple[object, BlockTable | None, int, int]
 ALIGN = 16  # words: alignment of page tables and their rows, for wide loads
 NO_STEP = StepPlan((), (), (), (), (), decodes=True)
 
@@ -66,7 +66,7 @@ class StaticInputs:
         self._layout = _PageLayout(groups, num_tokens, num_seqs, max_len)
         self._page_device = torch.zeros(self._layout.words, dtype=torch.int32, device=device)
         self._updates = torch.zeros(3 * MAX_UPDATES, dtype=torch.int32, device=device)
-        self._twins = [_Twin(self, device) for _ in range(2)]
+        self._copies = [_PinnedCopy(self, device) for _ in range(2)]
         self._turn = 0
         self._forget_pages()
         self.fill(NO_STEP, decode=True)
@@ -92,7 +92,7 @@ class StaticInputs:
         )
 
     def gather_ids(self, num_tokens: int) -> None:
-        """Gather the tokens' ids; a graph does this first."""
+        """Gather the tokens' ids. This is the first operation of a graph."""
         torch.index_select(self._sources, 0, self._source[:num_tokens], out=self._ids[:num_tokens])
 
     def fill(self, plan: StepPlan, *, decode: bool) -> None:
@@ -102,24 +102,24 @@ class StaticInputs:
             decode: each chunk has one token.
         """
         self._turn = 1 - self._turn
-        twin = self._twins[self._turn]
-        twin.wait()
-        twin.write_step(plan, decode)
-        self._step_device.copy_(twin.step, non_blocking=True)
+        pinned = self._copies[self._turn]
+        pinned.wait()
+        pinned.write_step(plan, decode)
+        self._step_device.copy_(pinned.step, non_blocking=True)
         try:
-            self._fill_pages(twin, plan.slots)
+            self._fill_pages(pinned, plan.slots)
         except BaseException:
-            # After an interruption it is unknown which pages arrived.
+            # After an interruption, the host does not know which pages have arrived.
             self._forget_pages()
             raise
-        twin.sent()
+        pinned.sent()
 
     def _forget_pages(self) -> None:
         self._versions: list[object] = [None] * self.num_seqs
-        nothing: Held = (None, None, 0, 0)
-        self._held = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
+        nothing: DeviceTable = (None, None, 0, 0)
+        self._device_tables = [[nothing] * len(self.groups) for _ in range(self.num_seqs)]
 
-    def _fill_pages(self, twin: "_Twin", slots: Items[int]) -> None:
+    def _fill_pages(self, pinned: "_PinnedCopy", slots: Items[int]) -> None:
         """Send the pages that the device does not have yet."""
         held, count = self._versions, len(slots)
         versions = self._tables.versions(slots)
@@ -132,7 +132,7 @@ class StaticInputs:
                 self._update(row, self._tables[slots[row]], places, values)
         held[:count] = versions
         if len(places) <= MAX_UPDATES:
-            words = twin.write_updates(places, values)
+            words = pinned.write_updates(places, values)
             updates = self._updates[: len(words)]
             updates.copy_(words, non_blocking=True)
             where, what = _cut_updates(updates)
@@ -144,7 +144,7 @@ class StaticInputs:
 
     def _update(self, row: int, tables: BlockTables, places: list[int], values: list[int]) -> None:
         """Append the changes of a row's tables: indices of words in the block, and values."""
-        held = self._held[row]
+        held = self._device_tables[row]
         for group, table in enumerate(tables.values()):
             version, before, first, length = held[group]
             if version is table.version:
@@ -163,7 +163,7 @@ class StaticInputs:
             held[group] = (table.version, table, table.first, len(pages))
 
 
-class _Twin:
+class _PinnedCopy:
     """One of the two pinned copies. The host may write to it once its transfers are done."""
 
     def __init__(self, static: StaticInputs, device: torch.device) -> None:
@@ -213,7 +213,7 @@ class _Twin:
             self._source[np.flatnonzero(self._ids[:count] == PENDING)] = plan.pending_rows
 
     def write_updates(self, places: list[int], values: list[int]) -> Tensor:
-        """The words that `_cut_updates` splits."""
+        """Write page updates; returns the words, which `_cut_updates` splits."""
         words = self._updates[: 3 * len(places)]
         where, what = _cut_updates(words)
         where.numpy()[:] = places
@@ -229,7 +229,7 @@ class _PageLayout:
     ) -> None:
         self._num_seqs = num_seqs
         self._firsts = aligned(num_seqs)
-        self._widths = [aligned(_pages_a_sequence(g, max_len, num_tokens)) for g in groups]
+        self._widths = [aligned(_pages_per_sequence(g, max_len, num_tokens)) for g in groups]
         self._before = self._firsts * len(self._widths)
         self._row = sum(self._widths)
         self.words = self._before + num_seqs * self._row
@@ -285,8 +285,8 @@ def _cut_step(block: Tensor, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, T
     )
 
 
-def _pages_a_sequence(group: CacheGroup, max_len: int, num_tokens: int) -> int:
-    """The most pages that one sequence holds at a time, in steps of at most num_tokens tokens."""
+def _pages_per_sequence(group: CacheGroup, max_len: int, num_tokens: int) -> int:
+    """The most pages that one sequence holds at once, in steps of at most num_tokens tokens."""
     whole = -(-max_len // group.tokens_per_page)
     if group.keep is None:
         return whole

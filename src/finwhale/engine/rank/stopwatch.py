@@ -23,11 +23,11 @@ class Stopwatch:
     """Measures spans of a device's work; on a CPU, the processor time of this process.
 
     Args:
-        every: measure every span with a number that this divides.
+        every: measure one of this many spans.
 
     Attributes:
-        mean: seconds, of the last WINDOW measured spans; None: none was measured. Other threads may
-            read it.
+        mean: mean seconds of the last WINDOW measured spans; None: none was measured. Other threads
+            may read it.
     """
 
     def __init__(self, device: torch.device, every: int) -> None:
@@ -69,7 +69,7 @@ class Stopwatch:
             self._read()
 
     def _read(self) -> None:
-        """Take the last measured span, if the device has finished it."""
+        """Record the last measured span, if the device has finished it."""
         seconds = self._ended - self._began
         if self._events:
             begin, end = self._events

@@ -1,13 +1,13 @@
 """Replaces the weights of one rank in place: entirely, or not at all.
 
 The code that loads a checkpoint first fills a second copy of the rank's weights, in host memory.
-Nothing is written to the old ones before the copy is complete on every rank. Writing it is then a
-plain copy of each tensor into its present memory, so captured graphs remain valid.
+Only when this copy is complete on every rank, each tensor is copied into the memory of the old one,
+so captured graphs remain valid.
 """
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from finwhale.checkpoint.spec import Storage
 from finwhale.distributed.rank import Rank
 from finwhale.engine.rank.devices import check_host_memory
 from finwhale.errors import CheckpointError, FinwhaleError
-from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading
+from finwhale.models.protocol import Architecture, ModelConfig, WeightLoading, tensors_of
 from finwhale.models.registry import parse_config
 from finwhale.ops import Ops
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CPU = torch.device("cpu")
-# Bounds of what a sender may announce. No tensor of a model is near them.
+# Limits for announced tensors. No tensor of a model is near them.
 MAX_DIM, MAX_TENSOR_BYTES = 2**20, 2**40
 
 
@@ -40,8 +40,8 @@ class Loader:
     """The arguments with which this rank's weights are loaded.
 
     Attributes:
-        model_config: the whole model's.
-        storages: the stored format of each weight that was loaded first.
+        model_config: the configuration of the whole model.
+        storages: the stored format of each weight of the loaded checkpoint.
     """
 
     architecture: Architecture
@@ -54,13 +54,13 @@ class Loader:
     round_wo_a: bool
     storages: Mapping[str, Storage]
 
-    def begin(self) -> WeightLoading:
-        """Begin to load a copy of the weights in host memory."""
+    def begin(self, device: torch.device) -> WeightLoading:
+        """Begin to load the weights, or a copy of them, on a device."""
         return self.architecture.begin_loading(
             self.model_config,
             storages=self.storages,
             dtype=self.dtype,
-            device=CPU,
+            device=device,
             round_activations=self.round_activations,
             round_wo_a=self.round_wo_a,
             ops=self.ops,
@@ -73,7 +73,7 @@ class WeightUpdate:
 
     Args:
         weights: the weights that the model runs with.
-        partial: leave weights that do not come as they are.
+        partial: weights that do not arrive keep their values.
     """
 
     def __init__(self, loader: Loader, weights: Any, *, partial: bool) -> None:
@@ -84,7 +84,7 @@ class WeightUpdate:
                 "new weights, which are staged in host memory,",
                 "end other programs, or start the engine again with the new weights",
             )
-        self._loading: WeightLoading | None = loader.begin()
+        self._loading: WeightLoading | None = loader.begin(CPU)
         architecture, config = loader.architecture, loader.model_config
         self._specs = architecture.weight_specs(config, loader.rank)
         self._ignored = architecture.ignored_prefixes(config)
@@ -97,10 +97,10 @@ class WeightUpdate:
         self._staged: list[tuple[Tensor, Tensor]] = []
 
     def announce(self, tensors: Iterable[Announced], *, last: bool) -> None:
-        """Check the names, dtypes and shapes of tensors before they come. Raises CheckpointError.
+        """Check the names, dtypes and shapes of tensors before they arrive. Raises CheckpointError.
 
         Args:
-            last: no other tensors will come.
+            last: no other tensors will follow.
         """
         for one in tensors:
             if any(not 0 < size < MAX_DIM for size in one.shape) or one.nbytes > MAX_TENSOR_BYTES:
@@ -151,7 +151,7 @@ class WeightUpdate:
 
     @torch.inference_mode()
     def commit(self) -> None:
-        """Write the staged weights into the memory of the present ones."""
+        """Write the staged weights into the memory of the current ones."""
         for old, new in self._staged:
             old.copy_(new)
             # Operators keep derived forms of a weight as attributes of its tensor.
@@ -160,76 +160,44 @@ class WeightUpdate:
             torch.cuda.synchronize(self._loader.device)
 
 
-def tensors_of(value: object) -> list[Tensor]:
-    """The tensors in a structure of data classes, tuples and lists, in a fixed order."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts: Sequence[object] = ()
-    if is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-    elif isinstance(value, tuple | list):
-        parts = value
-    return [tensor for part in parts for tensor in tensors_of(part)]
+# --- Work that the engine sends to its ranks ------------------------------------------------------
 
 
-# --- What the engine sends to its ranks -----------------------------------------------------------
+def begin_update(executor: "LocalExecutor", *, partial: bool) -> None:
+    """Begin to stage an update (WeightUpdate)."""
+    loader = loader_of(executor)
+    executor.update = None
+    executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=partial)
 
 
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Begin to stage an update."""
-
-    partial: bool
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        loader = loader_of(executor)
-        executor.update = None
-        executor.update = WeightUpdate(loader, executor.runner.model.weights, partial=self.partial)
+def stage_tensors(executor: "LocalExecutor", *, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    update_of(executor).add(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    """Stage tensors."""
-
-    tensors: Sequence[tuple[str, Tensor]]
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).add(self.tensors)
+def stage_bytes(executor: "LocalExecutor", *, tensors: Sequence[tuple[Announced, Tensor]]) -> None:
+    """Stage tensors that are given as their bytes."""
+    parts = ((form.name, data.view(form.dtype).view(form.shape)) for form, data in tensors)
+    update_of(executor).add(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """Stage a checkpoint's weights."""
-
-    path: Path
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).read(self.path)
+def stage_checkpoint(executor: "LocalExecutor", *, path: Path) -> None:
+    update_of(executor).read(path)
 
 
-@dataclass(frozen=True, slots=True)
-class Prepare:
+def prepare_update(executor: "LocalExecutor") -> None:
     """Complete the staged weights."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).prepare()
+    update_of(executor).prepare()
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Write the staged weights: after every rank has prepared its own."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        update_of(executor).commit()
-        executor.update = None
+def commit_update(executor: "LocalExecutor") -> None:
+    """Write the staged weights, after every rank has prepared its own."""
+    update_of(executor).commit()
+    executor.update = None
 
 
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """Drop what is staged."""
-
-    def __call__(self, executor: "LocalExecutor") -> None:
-        executor.update = None
+def discard_update(executor: "LocalExecutor") -> None:
+    """Drop the staged weights."""
+    executor.update = None
 
 
 def loader_of(executor: "LocalExecutor") -> Loader:

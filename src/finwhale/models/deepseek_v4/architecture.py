@@ -1,4 +1,4 @@
-"""DeepSeek-V4's entry for the registry: the functions that engine and commands use."""
+"""DeepSeek-V4's entry in the registry: the functions that the engine and the commands use."""
 
 from collections.abc import Mapping
 
@@ -18,9 +18,9 @@ from finwhale.ops import Ops
 
 
 def kernel_obstacles(config: ModelConfig, storages: Mapping[str, Storage]) -> list[str]:
-    """Reasons why the kernels for packed weights cannot run this model.
+    """The reasons why the kernels for packed weights cannot run this model.
 
-    They need FP4 experts, and sizes that are multiples of the groups of activations and rows.
+    These kernels need FP4 experts, and sizes that are multiples of their rounding groups.
     """
     obstacles = []
     if any(s != "fp4" for name, s in storages.items() if ".ffn.experts." in name):

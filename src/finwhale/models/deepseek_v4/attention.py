@@ -54,7 +54,7 @@ class Attention:
 
     Args:
         config: the sizes of this rank's part.
-        partial_dtype: dtype of the result; None: that of the activations.
+        partial_dtype: dtype of the result; None: the activations' dtype.
     """
 
     def __init__(
@@ -138,9 +138,9 @@ class Attention:
         return self.linear(q_lora, w.wq_b)
 
     def empty_output(self, q_NX: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Allocate the memory that `attend` writes and `output` reads: [N,A,C], and scales [N,S].
+        """Allocate the tensors that `attend` writes and `output` reads: [N,A,C], and scales [N,S].
 
-        There are scales only if the output projection needs a rounded input.
+        The scales are None unless the output projection needs a rounded input.
         """
         num_tokens, rounded = q_NX.shape[0], self.rounded_output
         if rounded is None or num_tokens < rounded.min_tokens:
@@ -164,9 +164,9 @@ class Attention:
         out_NAC: Tensor,
         scales_NS: Tensor | None,
     ) -> None:
-        """Select entries and compute attention: the part that depends on the sequences' lengths.
+        """Select entries and compute attention; writes the tensors from `empty_output`.
 
-        Writes the tensors from `empty_output`.
+        This is the part of the layer that depends on the sequences' lengths.
         """
         entries = self.choose(q_NX, projected, inputs, rotary, cache)
         window = Window(cache.pool("window", self.layer), inputs.tables["window"], self.window)
@@ -180,7 +180,7 @@ class Attention:
         rotary: Tensor,
         cache: PagedCache,
     ) -> Selected | Complete | None:
-        """Select the entries that each token sees, or the further rows of a layer without any."""
+        """Select the entries that each token sees; without entries, StepInputs.further_slots."""
         if self.entries is None or projected is None:
             if inputs.further_slots is None:
                 return None

@@ -1,21 +1,27 @@
 """Allocates the model's weights and maps each checkpoint tensor to its destination.
 
-The builder allocates storage before loading. Each official name has one setter, which copies a
-stored tensor to its destination, so experts and fused projections never exist twice. A table that
-supports packed weights gets the stored FP8 and FP4 codes with their scales; other tables get the
-dequantised values.
+The builder allocates memory before loading. Each official name has one setter, which copies a
+stored tensor to its destination, so experts and fused projections never exist twice. An operator
+table that supports packed weights gets the stored FP8 and FP4 codes with their scales; other tables
+get the dequantised values.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from finwhale.checkpoint.formats import FP4_BLOCK, e8m0_bytes, fp8_scale_shape, scale_to_float32
+from finwhale.checkpoint.formats import (
+    FP4_BLOCK,
+    FP8_BLOCK,
+    e8m0_bytes,
+    fp8_scale_shape,
+    scale_to_float32,
+)
 from finwhale.checkpoint.loading import StoredWeight
 from finwhale.checkpoint.spec import Storage, WeightSpec
 from finwhale.distributed.rank import ALONE, Rank
@@ -30,7 +36,7 @@ from finwhale.models.deepseek_v4.model import ModelWeights, MtpWeights
 from finwhale.models.deepseek_v4.moe import MoeWeights
 from finwhale.models.deepseek_v4.sharding import rank_config
 from finwhale.models.deepseek_v4.weights import weight_specs
-from finwhale.models.protocol import WeightStream
+from finwhale.models.protocol import WeightStream, tensors_of
 from finwhale.ops import Ops
 from finwhale.ops.compressor import CompressorWeight
 from finwhale.ops.linear import LinearWeight
@@ -38,7 +44,6 @@ from finwhale.ops.mhc import HcHeadWeight, MhcWeight
 from finwhale.ops.moe import ExpertWeight
 
 Setter = Callable[[StoredWeight], object]
-FP8_BLOCK = 128
 
 
 class WeightBuilder:
@@ -47,12 +52,12 @@ class WeightBuilder:
     On the "meta" device it allocates nothing, and `num_bytes` is the size of the weights.
 
     Args:
-        config: the whole model's configuration.
+        config: the configuration of the whole model.
         dtype: dtype of the projections that the checkpoint stores in FP8, FP4 or bf16. Norms,
             router, compressors, sinks and mHC are float32.
         round_activations: round the inputs of FP8 and FP4 projections to E4M3.
         round_wo_a: with round_activations, also round the input of wo_a.
-        ops: the table whose operators read the weights; it chooses their memory layout.
+        ops: the operator table that reads the weights and chooses their memory layout.
         storages: the stored format of each weight; by default the configuration's.
         rank: the rank that holds the weights.
 
@@ -113,13 +118,13 @@ class WeightBuilder:
         return tensor
 
     def _set(self, name: str, setter: Setter, *targets: Tensor) -> None:
-        """Add a setter, which writes to `targets`, to those that `name` has."""
+        """Add a setter for a tensor. The setter writes to `targets`."""
         first = self.setters.get(name)
         self.setters[name] = setter if first is None else _both(first, setter)
         self.targets[name] = (*self.targets.get(name, ()), *targets)
 
     def _copy_to(self, name: str, target: Tensor) -> None:
-        """Copy values, and convert them during the copy to avoid a second, float32 embedding."""
+        """Set a tensor by a copy that also converts, which avoids a second, float32 embedding."""
 
         def copy(stored: StoredWeight) -> None:
             dtype = torch.float32 if stored.scale is not None else stored.data.dtype
@@ -128,7 +133,7 @@ class WeightBuilder:
         self._set(name, copy, target)
 
     def _tensor(self, name: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Allocate storage for one tensor that needs no special layout."""
+        """Allocate memory for one tensor that needs no special layout."""
         tensor = self._empty(self.specs[name].local_shape, dtype)
         self._copy_to(name, tensor)
         return tensor
@@ -161,7 +166,7 @@ class WeightBuilder:
         return weight, self._empty(fp8_scale_shape(shape), torch.float32)
 
     def _set_fp8(self, name: str, weight: Tensor, scale: Tensor) -> None:
-        """weight: the tensor's destination; scale: the scales from its first block row on."""
+        """Set an FP8 weight. scale: the destination of its scales, and possibly of later ones."""
 
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp8_block"
@@ -188,7 +193,7 @@ class WeightBuilder:
         return w
 
     def _in_float32(self, *names: str) -> LinearWeight:
-        """Allocate matrices stored in bf16 for float32 GEMMs; packed tables keep them in bf16."""
+        """Allocate bf16 matrices for GEMMs with float32 results. Packed tables keep the bf16."""
         weights = tuple(f"{name}.weight" for name in names)
         dtype = self.dtype if self.quantised else torch.float32
         return self._stacked(weights, dtype, out_dtype=torch.float32)
@@ -315,7 +320,7 @@ class WeightBuilder:
             if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < experts):
                 raise CheckpointError(
                     f"{name} holds expert ids from {int(ids.min())} to {int(ids.max())}, wanted "
-                    f"0 to {experts - 1}; the file is damaged or of another model"
+                    f"0 to {experts - 1}; the file is damaged or belongs to another model"
                 )
             table.copy_(ids)
 
@@ -378,7 +383,7 @@ class WeightBuilder:
         return self.prepare_experts(ExpertWeight(w13, w2, self.round, scale13, scale2))
 
     def _set_fp4(self, name: str, codes: Tensor, exponents: Tensor) -> None:
-        """codes, exponents: the destinations of their bytes."""
+        """Set an FP4 weight by copying the bytes of its codes and exponents."""
 
         def copy(stored: StoredWeight) -> None:
             assert stored.scale is not None and stored.storage == "fp4"
@@ -407,8 +412,8 @@ class WeightBuilder:
     def _dspark(self, head: DsparkConfig) -> DsparkWeights:
         stages = [f"mtp.{i}" for i in range(NUM_STAGES)]
         layers = tuple(self._layer(stage, 0, False) for stage in stages)
-        # A stage multiplies the rows of a block by its wkv, and those of the context by a copy
-        # that lies beside the other stages' wkv.
+        # A stage multiplies the rows of a block by its wkv, and the rows of the context by a copy
+        # that is stacked with the other stages' wkv.
         names = [f"{stage}.attn.wkv" for stage in stages]
         context_kv = self._projection(*names)
         last = stages[-1]
@@ -438,10 +443,10 @@ def _both(first: Setter, second: Setter) -> Setter:
 
 
 class WeightLoading:
-    """A rank's weights while they are loaded, one tensor after the other, in any order.
+    """A rank's weights during loading, one tensor after the other, in any order.
 
     Args:
-        config: the whole model's configuration.
+        config: the configuration of the whole model.
         storages: the stored format of each weight.
     """
 
@@ -473,18 +478,18 @@ class WeightLoading:
 
     @property
     def places(self) -> Mapping[str, Tensor]:
-        """By name of a weight or scale, the destination of its bytes (WeightBuilder.places)."""
+        """See WeightBuilder.places."""
         return self._builder.places
 
     def add(self, spec: WeightSpec, stored: StoredWeight | None) -> None:
         """Copy a stored weight to its destination; None: its bytes are there already.
 
         Raises:
-            CheckpointError: the weight comes twice, is unknown, or holds wrong values.
+            CheckpointError: the weight occurs twice, is unknown, or has invalid values.
         """
         setter = self._waiting.pop(spec.name, None)
         if setter is None:
-            raise CheckpointError(f"tensor {spec.name} comes twice or is none of this model's")
+            raise CheckpointError(f"tensor {spec.name} occurs twice or is not in this model")
         assert spec.slice == self._builder.specs[spec.name].slice, "a stream of another rank"
         if stored is not None:
             setter(stored)
@@ -493,7 +498,7 @@ class WeightLoading:
         """Add every weight of `stream`, one at a time, and return the loaded weights.
 
         Raises:
-            CheckpointError: a tensor comes twice, is unknown, or is missing.
+            CheckpointError: a tensor occurs twice, is unknown, or is missing.
         """
         with _no_collection():
             for spec, stored in stream.into(self.places):
@@ -501,24 +506,24 @@ class WeightLoading:
         return self.finish()
 
     def finish(self) -> ModelWeights:
-        """The loaded weights. Raises CheckpointError if one never came."""
+        """The loaded weights. Raises CheckpointError if one is missing."""
         if self._waiting:
             waiting = self._waiting
-            raise CheckpointError(f"{len(waiting)} tensors never came, such as {min(waiting)}")
+            raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
         if self._builder.device.type == "cuda":
-            # Free the temporaries of loading now. Otherwise `_finish` allocates small tensors in
-            # their segments, and each such tensor keeps up to a gigabyte reserved.
+            # Free the temporary tensors of loading now. Otherwise `_finish` allocates small tensors
+            # in their segments, and each such tensor keeps up to a gigabyte reserved.
             torch.cuda.empty_cache()
         return _finish(self._builder.weights, lambda experts: self._ops.finish_experts(experts))
 
     def finish_part(self, device: torch.device) -> tuple[ModelWeights, frozenset[int]]:
-        """The weights, of which only some may have come.
+        """The weights, some of which may be missing.
 
-        Tensors that several weights share must have all of them.
+        A tensor that contains several weights must have all of them, or none.
 
         Args:
-            device: where the operators convert the experts. The results return to the device of
-                the other weights.
+            device: the device on which the operators convert the experts. The results return to the
+                device of the other weights.
 
         Returns:
             The weights, and the id of each tensor in them that is complete.
@@ -527,9 +532,9 @@ class WeightLoading:
             CheckpointError: a tensor has only some of its weights.
         """
         targets = self._builder.targets
-        came = {_memory(t) for name in targets.keys() - self._waiting for t in targets[name]}
+        arrived = {_memory(t) for name in targets.keys() - self._waiting for t in targets[name]}
         for name in sorted(self._waiting):
-            if any(_memory(target) in came for target in targets[name]):
+            if any(_memory(target) in arrived for target in targets[name]):
                 raise CheckpointError(
                     f"the update lacks {name}, which shares a packed tensor with weights that it "
                     "has: send them together"
@@ -537,18 +542,18 @@ class WeightLoading:
         complete: set[int] = set()
 
         def convert(experts: ExpertWeight) -> ExpertWeight:
-            if _memory(experts.w13) not in came or _memory(experts.w2) not in came:
-                if _memory(experts.w13) in came or _memory(experts.w2) in came:
+            if _memory(experts.w13) not in arrived or _memory(experts.w2) not in arrived:
+                if _memory(experts.w13) in arrived or _memory(experts.w2) in arrived:
                     raise CheckpointError("the update has only some matrices of a layer's experts")
                 return experts
             home = experts.w13.device
             done = self._ops.finish_experts(_moved(experts, device))
             done = _moved(done, home)
-            complete.update(map(id, _tensors(done)))
+            complete.update(map(id, tensors_of(done)))
             return done
 
         weights = _finish(self._builder.weights, convert)
-        complete.update(id(t) for t in _tensors(weights) if _memory(t) in came)
+        complete.update(id(t) for t in tensors_of(weights) if _memory(t) in arrived)
         return weights, frozenset(complete)
 
 
@@ -565,22 +570,12 @@ def _moved(experts: ExpertWeight, device: torch.device) -> ExpertWeight:
     return replace(experts, **tensors)
 
 
-def _tensors(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if is_dataclass(value):
-        parts: Sequence[object] = [getattr(value, field.name) for field in fields(value)]
-    else:
-        parts = value if isinstance(value, tuple) else ()
-    return [tensor for part in parts for tensor in _tensors(part)]
-
-
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Pause Python's garbage collector.
 
-    The setters are many small objects that live on. Python would repeatedly visit every object of
-    the process, including torch's.
+    Loading creates many small objects that stay alive, so Python would repeatedly visit every
+    object of the process, including torch's.
     """
     enabled = gc.isenabled()
     gc.disable()

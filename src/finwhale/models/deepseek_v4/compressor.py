@@ -60,7 +60,7 @@ class C128Entries:
     def write(
         self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> None:
-        """Compress, and keep what later steps need."""
+        """Write the entries that complete, and the state that later steps need."""
         part = CompressPart(
             projected,
             self.weights.mix,
@@ -91,7 +91,9 @@ class C128Entries:
 
 
 class C4Entries:
-    """Writes the entries and keys that complete. A token sees the index_topk with best scores."""
+    """Writes the entries and keys that complete in a step. A token sees the index_topk entries with
+    the best scores.
+    """
 
     def __init__(
         self,
@@ -122,7 +124,7 @@ class C4Entries:
     def write(
         self, projected: Tensor, inputs: StepInputs, rotary: Tensor, cache: PagedCache
     ) -> None:
-        """Compress, and keep what later steps need."""
+        """Write the entries that complete, and the state that later steps need."""
         w = self.weights
         entries, keys, _ = projected.split(self.widths, 1)
         parts = (

@@ -1,4 +1,4 @@
-"""The model's configuration, from a checkpoint's config.json in the official or transformers' form.
+"""The model's configuration, read from a config.json in the official or in transformers' form.
 
 Sources: the config.json files of deepseek-ai/DeepSeek-V4-Flash and -Pro; for the second form,
 transformers 5.23 `models/deepseek_v4/configuration_deepseek_v4.py`.
@@ -22,8 +22,8 @@ MTP_DRAFT_TOKENS = 3
 ExpertDtype = Literal["fp4", "fp8"]
 ScaleFormat = Literal["ue8m0", "float32"]
 
-# Far above any DeepSeek-V4, and low enough that a broken or hostile config.json is refused before
-# anything is allocated for it or looped over.
+# Limits far above any DeepSeek-V4. They refuse a broken or hostile config.json before it causes
+# large allocations or loops.
 _MAX_SIZE = 1 << 20
 _MAX_NUMBER = 1e9
 _MAX = {
@@ -42,7 +42,7 @@ _MAX = {
     "rope_scaling original_max_position_embeddings": 1 << 30,
 }
 
-# The model is written for these values; a config may leave the key out or repeat the value.
+# The code supports only these values. A config may omit the key or repeat the value.
 _FIXED: dict[str, object] = {
     "num_key_value_heads": 1,
     "n_shared_experts": 1,
@@ -86,16 +86,16 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes and constants of one model, under the checkpoint's own names.
+    """Sizes and constants of one model, under the checkpoint's names.
 
-    Attributes (only those that need an explanation):
+    Attributes:
         compress_ratios: 0, 4 or 128 for each layer, then 0 for each layer of the draft head.
         num_hash_layers: number of first layers that route by token id (tid2eid), not by score.
         rope_scaling: YaRN for the layers with a ratio; None: these layers use plain rope too.
         num_nextn_predict_layers: number of loaded MTP layers; 0 unless draft_head is "mtp".
         draft_head: the checkpoint's draft head.
         dspark: the sizes of a DSpark draft head; None unless draft_head is "dspark".
-        quantised: False if every weight is plain, as in checkpoints that transformers writes.
+        quantised: False if no weight is quantised, as in checkpoints that transformers writes.
         expert_dtype, scale_format: stored formats of routed experts and FP8 scales, if quantised.
 
     Raises:
@@ -226,7 +226,7 @@ class ModelConfig:
             _check_fixed(name, getattr(self, name), fixed)
 
     def check_index_rotation(self) -> None:
-        """Raises CheckpointError if the indexer cannot round as trained at this width."""
+        """Raise CheckpointError if the indexer cannot round as trained at this width."""
         width = self.index_head_dim
         if 4 in self.compress_ratios and width & (width - 1):
             raise CheckpointError(
@@ -244,11 +244,11 @@ class ModelConfig:
     def model_type(self) -> str:
         return MODEL_TYPE
 
-    # --- Questions about layers ---
+    # --- Layers ---
 
     @property
     def layer_ratios(self) -> tuple[int, ...]:
-        """The compression ratio of each main layer, without those of the draft head."""
+        """The compression ratio of each layer of the model, without the draft head."""
         return self.compress_ratios[: self.num_hidden_layers]
 
     @property
@@ -270,19 +270,14 @@ class ModelConfig:
         return replace(self, num_experts_per_tok=top, n_routed_experts=experts)
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """The configuration of a layer; those of the draft head follow the model's."""
+        """The configuration of a layer. The draft head's layers follow the model's."""
         return self if layer < self.num_hidden_layers else self.of_stage()
-
-    @property
-    def eos_token_id(self) -> int:
-        """The first end-of-sequence token."""
-        return self.eos_token_ids[0]
 
     def is_hash_layer(self, layer: int) -> bool:
         """Whether a layer picks its experts by token id."""
         return layer < self.num_hash_layers
 
-    # --- Making one ---
+    # --- Construction ---
 
     @classmethod
     def preset(cls, name: str) -> "ModelConfig":
@@ -445,7 +440,7 @@ def _check_positive(name: str, value: Any, *kinds: type) -> None:
 
 
 def _shown(value: Any) -> str:
-    """A value as an error shows it: on one line, and short."""
+    """A value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -462,7 +457,7 @@ def _check_architecture(raw: Mapping[str, Any]) -> None:
     known = architectures is None or ARCHITECTURE in str(architectures)
     if model_type != MODEL_TYPE or not known:
         raise CheckpointError(
-            f"config.json is of another model: model_type {model_type!r}, architectures "
+            f"config.json describes another model: model_type {model_type!r}, architectures "
             f"{architectures!r}; Finwhale serves model_type {MODEL_TYPE!r}, architecture "
             f"{ARCHITECTURE!r} only"
         )

@@ -6,12 +6,12 @@ Source: arXiv 2607.05147. The head has two parts:
   and stage into the window's pages, from the residual streams after some of the model's layers.
 - `DsparkHead.draft` runs the stages on a block: the newest token and noise tokens. Each row of the
   block sees the window before the block and the whole block. The row of the newest token predicts
-  the first draft, the next row the second, and so on. A Markov head corrects each prediction by the
-  draft before it.
+  the first draft, the next row the second, and so on. A Markov head corrects each prediction, given
+  the draft before it.
 
-The stages write the block's rows into the window's pages too, at the positions of the tokens that
-they stand for. The model's next forward overwrites the rows of accepted drafts. No token sees the
-others, because the rows of a context end before the newest token.
+The stages write the block's rows into the window's pages too, at the positions of their tokens. The
+model's next forward overwrites the rows of accepted drafts. No token sees the other rows, because a
+context ends before the newest token.
 
 Legend: N tokens, R rows of this rank, B sequences, G rows of a block, D hidden, H residual streams,
 C head_dim, F features of a token (one for each target layer), S stages, V vocabulary, X tokens of
@@ -83,13 +83,13 @@ class Features:
         return layer in self._targets
 
     def add(self, layer: int, streams_RHD: Tensor) -> None:
-        """Keep the feature of the residual streams after a target layer."""
+        """Store the feature of the residual streams after a target layer."""
         at = self._targets.index(layer) * self._width
         torch.mean(streams_RHD, 1, out=self.values[:, at : at + self._width])
 
 
 class DsparkContext:
-    """Computes the stages' rows of the tokens that the model computes, and stores them."""
+    """Computes and stores the stages' rows of the tokens that the model computes."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class DsparkContext:
         self.first_layer = config.num_hidden_layers
 
     def features(self, streams_RHD: Tensor) -> Features:
-        """The features, to be filled, of a forward that begins with these residual streams."""
+        """Empty features for a forward that begins with these residual streams."""
         return Features(self.targets, streams_RHD)
 
     def write(self, features: Features, inputs: StepInputs, cache: PagedCache) -> None:
@@ -120,7 +120,7 @@ class DsparkContext:
         for stage, (layer, kv_NC) in enumerate(
             zip(w.layers, kv.split(self.head_dim, 1), strict=True)
         ):
-            # The operator also normalises a query's latent. A context has none, so its result is
+            # The operator also normalises a query's latent. A context has none, so the result is
             # not used.
             self.prepare_qkv(
                 kv_NC,
@@ -193,7 +193,7 @@ class DsparkHead:
         """
         return streams_NHD
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
         """This rank's logits [M,X] float32 of the stages' residual streams, without Markov head."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
@@ -211,7 +211,7 @@ class DsparkHead:
         streams_BGHD = self.run_block(start, cache, segments)
         first = self.config.num_rows - self.config.block_size
         streams = streams_BGHD[:, first : first + num_drafts]
-        logits = self.compute_logits(streams.flatten(0, 1), 0).unflatten(0, streams.shape[:2])
+        logits = self.compute_logits(streams.flatten(0, 1)).unflatten(0, streams.shape[:2])
         ids: list[Tensor] = []
         markov: list[Tensor] = []
         for k in range(num_drafts):
@@ -280,12 +280,12 @@ def block_tokens(last: Tokens, steps_G: Tensor) -> Tokens:
 
 
 def further_offsets(window: int, rows: int) -> Tensor:
-    """[G,G] int64: the rows that token k of a block sees beyond its own window, from the block's
-    first position.
+    """[G,G] int64: the rows that token k of a block sees beyond its own window, relative to the
+    block's first position.
 
-    The tokens of a block that begins at p see the rows p-W .. p+G-1. Token p+k sees p+k-W+1 .. p+k
-    as its window. The others are the rows after it, and then the rows before its window, the newest
-    first, so that rows before position 0, which do not exist, are last.
+    The tokens of a block that begins at p see the rows p-W .. p+G-1. The window of token p+k is the
+    rows p+k-W+1 .. p+k. The further rows are those after the token, then those before its window,
+    newest first, so that rows before position 0, which do not exist, come last.
     """
     k, j = torch.arange(rows)[:, None], torch.arange(rows)
     later = rows - 1 - k

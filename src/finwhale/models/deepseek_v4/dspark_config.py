@@ -7,7 +7,7 @@ from typing import Any
 from finwhale.errors import CheckpointError
 
 NUM_STAGES = 3
-# Far above any DeepSeek-V4: a hostile config.json is refused before anything is allocated for it.
+# A limit far above any DeepSeek-V4. It refuses a hostile config.json before large allocations.
 MAX_SIZE = 1 << 14
 # The kernels of the compressors verify at most 8 tokens of a sequence: one and its drafts.
 MAX_BLOCK_SIZE = 7
@@ -21,7 +21,7 @@ class DsparkConfig:
 
     Attributes:
         block_size: g, the most drafts that one pass makes.
-        noise_token_id: the token that stands in the block for the drafts.
+        noise_token_id: the token at the drafts' places in the block.
         markov_rank: r, width of the Markov head.
         target_layer_ids: the layers of the model whose residual streams the head reads.
         n_routed_experts, num_experts_per_tok: sizes of the stages' experts; None: the model's.
@@ -52,7 +52,7 @@ class DsparkConfig:
         return self.markov_rank if self.confidence_head_with_markov else 0
 
     def check(self, num_layers: int, vocab_size: int) -> None:
-        """Raises CheckpointError if a value is impossible in a model of these sizes."""
+        """Raise CheckpointError if a value is impossible in a model of these sizes."""
         sizes = ("block_size", "markov_rank", *_OPTIONAL_SIZES)
         for name in sizes:
             value = getattr(self, name)
@@ -111,7 +111,7 @@ class DsparkConfig:
         return {key: value for key, value in values.items() if value is not None}
 
     def within(self, num_layers: int, cut_to: int) -> tuple[int, ...]:
-        """The target layers after a model of `num_layers` layers is cut to its first ones.
+        """The target layers after a model of `num_layers` layers is cut to its first `cut_to`.
 
         They keep their distance to the last layer. Raises CheckpointError: too few layers are left.
         """

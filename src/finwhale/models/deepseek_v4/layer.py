@@ -53,14 +53,14 @@ class LayerWeights:
 class DecoderLayer:
     """Maps (x, post_mix, res_mix, residual) to the same four values for the next layer.
 
-    The last block's post step stays pending. The first layer gets the residual streams [N,H,D] as x
-    and no mixes. Every later layer gets the four values that the previous layer returned; x is then
-    the output [N,D] of that layer's last block. The layers of a draft head are decoder layers too.
-    `entered`, if given, is called with the residual streams at the layer's start.
+    The layer leaves its last block's post step to the next layer. The first layer gets the residual
+    streams [N,H,D] as x and no mixes. Every later layer gets the four values that the previous
+    layer returned; x is then the output [N,D] of that layer's last block. The layer calls `entered`
+    with the residual streams at its start. The layers of a draft head are decoder layers too.
 
-    A block's output is a partial sum. The layer adds those of all ranks before anything reads it,
-    or passes a `PartialSum` on to the next mHC operator. In steps of many tokens, arguments and
-    results have the rows of this rank only, and the blocks' inputs are gathered (`RankLinks`).
+    A block's output is a partial sum. The layer sums it over all ranks, or passes it as a
+    `PartialSum` to the next mHC operator. In steps of many tokens, arguments and results have only
+    this rank's rows, and the ranks gather the blocks' inputs (`RankLinks`).
 
     Args:
         config: the sizes of this rank's part.
@@ -117,7 +117,7 @@ class DecoderLayer:
         res_mix: Tensor | None = None,
         residual: Tensor | None = None,
     ) -> BlockInput:
-        """Compute attention's input and its mixes from the layer's arguments."""
+        """Compute attention's input and mixes from the layer's arguments."""
         w = self.weights.hc_attn
         if residual is None or post_mix is None or res_mix is None:
             assert isinstance(x, Tensor)
@@ -127,7 +127,7 @@ class DecoderLayer:
     def cross(
         self, x: Tensor | PartialSum, post_mix: Tensor, res_mix: Tensor, residual: Tensor
     ) -> BlockInput:
-        """Compute the experts' input and its mixes from attention's output."""
+        """Compute the experts' input and mixes from attention's output."""
         return self._post_pre(x, post_mix, res_mix, residual, self.weights.hc_ffn)
 
     def _post_pre(

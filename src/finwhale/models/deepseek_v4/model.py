@@ -73,16 +73,16 @@ class DeepseekV4:
     """One rank of the model, on one device.
 
     Args:
-        config: the whole model's.
+        config: the configuration of the whole model.
         weights: this rank's part of the weights.
         round_activations: round activations, cached kv and indexer inputs as the model was trained.
         max_positions: length of the longest sequence and of the rotary tables.
-        collectives: add and gather the ranks' partial results.
-        partial_dtype: dtype of the partial sums that the ranks add; None: that of the activations.
+        collectives: adds and gathers the ranks' partial results.
+        partial_dtype: dtype of the partial sums that the ranks add; None: the activations' dtype.
 
     Attributes:
         part: the sizes of this rank's part.
-        vocab_part: the ids of the tokens whose rows of the LM head this rank holds.
+        vocab_part: the token ids whose rows of the LM head this rank holds.
         sample: samples from the ranks' logits [M,X].
     """
 
@@ -183,7 +183,7 @@ class DeepseekV4:
         return streams
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
-        """Run a forward through one layer of each kind only."""
+        """See protocol.Model."""
         streams = self._embedded(inputs)
         if self.draft_context is not None:
             features = self.draft_context.features(streams)
@@ -192,9 +192,9 @@ class DeepseekV4:
             self.draft_context.write(features, inputs, cache)
         return self.run_layers(self._one_of_each(), streams, inputs, cache, segments)
 
-    def apart(self) -> AbstractContextManager[None]:
+    def without_collectives(self) -> AbstractContextManager[None]:
         """Within it, the model waits for no other rank, and its results have no meaning."""
-        return self.links.cut()
+        return self.links.without_collectives()
 
     def record_routed_experts(self, max_tokens: int) -> Tensor:
         """Let the layers write the experts that they choose to the returned tensor."""
@@ -208,7 +208,7 @@ class DeepseekV4:
         return routed
 
     def limit_positions(self, max_positions: int) -> None:
-        """Keep the rotary tables of the first positions only."""
+        """See protocol.Model."""
         self.tables.limit(max_positions)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
@@ -246,7 +246,7 @@ class DeepseekV4:
 
         Args:
             streams_RHD: only this rank's rows (`RankLinks.own`).
-            features: filled after its target layers, of this rank's rows.
+            features: filled after their target layers, with this rank's rows.
 
         Returns:
             [N,H,D]: the residual streams of all tokens.
@@ -277,7 +277,7 @@ class DeepseekV4:
 
 
 class MtpLayer:
-    """Multi-token prediction, a DraftHead: one more layer that predicts the token after the next.
+    """Multi-token prediction, a DraftHead: one more layer, which predicts the token after the next.
 
     It shares the model's embedding, LM head, rotary tables and CUDA side streams. Its layer is an
     ordinary decoder layer.
@@ -310,7 +310,7 @@ class MtpLayer:
         cache: PagedCache,
         segments: Segments,
     ) -> Tensor:
-        """The residual streams that predict the token after next_token_ids.
+        """Compute the residual streams that predict the token after next_token_ids.
 
         Args:
             streams_NHD: residual streams of the step's N tokens, from the model or, in a further
@@ -326,11 +326,8 @@ class MtpLayer:
         streams = from_streams + self.linear(embedded, w.e_proj)[:, None]
         return self.run_layers(self.layers, self.links.own(streams), inputs, cache, segments)
 
-    def compute_logits(self, streams_MHD: Tensor, draft_step: int) -> Tensor:
-        """This rank's logits [M,X] float32 of this layer's residual streams, the same for every
-        draft step.
-        """
-        assert draft_step >= 0
+    def compute_logits(self, streams_MHD: Tensor) -> Tensor:
+        """This rank's logits [M,X] float32 of this layer's residual streams."""
         hidden = self.hc_head(streams_MHD, self.weights.hc_head, self.params)
         return self.linear(hidden, self.head).float()
 
@@ -342,12 +339,12 @@ class MtpLayer:
         segments: Segments,
         choose: ChooseDraft,
     ) -> Drafts:
-        """Draft the next tokens after each sequence's newest one.
+        """Draft tokens after each sequence's newest token.
 
-        The input of each further draft is the previous draft and this layer's residual streams.
+        The inputs for each further draft are the previous draft and this layer's residual streams.
         """
         streams, tokens, positions = start.hidden, start.tokens, start.tokens.positions
-        drafts = [choose(self.compute_logits(streams, 0), 0)]
+        drafts = [choose(self.compute_logits(streams), 0)]
         for step in range(1, num_drafts):
             read = Tokens(
                 positions=torch.where(positions < 0, positions, positions + step),
@@ -358,12 +355,12 @@ class MtpLayer:
             )
             inputs = StepInputs(token_ids=drafts[-1], tokens=read, tables=start.tables)
             streams = self(inputs, streams, drafts[-1], cache, segments)
-            drafts.append(choose(self.compute_logits(streams, step), step))
+            drafts.append(choose(self.compute_logits(streams), step))
         return Drafts(ids=tuple(drafts))
 
 
 def launch_sizes(config: ModelConfig) -> ModelSizes:
-    """The sizes that launch signatures depend on. config: of a rank's part."""
+    """The sizes that launch signatures depend on. config: the sizes of a rank's part."""
     values = config.num_attention_heads * config.head_dim
     width, inner = config.hidden_size, config.moe_intermediate_size
     linears = {

@@ -16,7 +16,7 @@ SHARED_STREAM = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeWeights:
-    """The weights: gate [E,D]; bias [E] float32 or tid2eid [V,K] int64, the other one is None."""
+    """gate [E,D]; either bias [E] float32 or tid2eid [V,K] int64, the other one is None."""
 
     gate: Tensor
     bias: Tensor | None
@@ -32,10 +32,10 @@ class Moe:
 
     Args:
         config: the sizes of this rank's part.
-        partial_dtype: dtype of the result; None: that of the activations.
+        partial_dtype: dtype of the result; None: the activations' dtype.
 
     Attributes:
-        routed: [most tokens,K]: every call writes the ids of its experts here; None: it does not.
+        routed: [max tokens, K]: every call writes the chosen experts' ids here; None: no call does.
     """
 
     routed: Tensor | None = None
@@ -91,5 +91,5 @@ class Moe:
         return self.compute(x_ND, weights_NK, pairs, self.weights.experts, self.limit)
 
     def mix(self, x_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor, shared_ND: Tensor) -> Tensor:
-        """Add the routed experts' outputs to the finished shared expert's output: [N,D]."""
+        """Run the routed experts, and add their outputs to the shared expert's output: [N,D]."""
         return self.combine(self.run_experts(x_ND, ids_NK, weights_NK), ids_NK, shared_ND)

@@ -1,12 +1,13 @@
 """The model's links to the other ranks.
 
-A rank holds some of the heads, output groups, vocabulary rows, and a part of every expert's width.
-So the outputs of its blocks (after wo_b, after combine) are partial sums, and its logits are some
-columns. Everything else is the same on all ranks, in every bit.
+A rank holds some of the heads, output groups and vocabulary rows, and a part of every expert's
+width. So the outputs of its blocks (after wo_b, after combine) are partial sums, and its logits are
+some of the columns. All other values are bitwise equal on all ranks.
 
-A step of many tokens does the work between two blocks (mHC, norm) only once: each rank does it for
-its rows, and holds the residual streams of these rows only. A reduce-scatter of a block's outputs
-and an all-gather of the next block's inputs send as many bytes as the all-reduce that they replace.
+In a step of many tokens, the ranks divide the work between two blocks (mHC, norm): each rank
+computes its rows, and holds only the residual streams of these rows. A reduce-scatter of a block's
+outputs and an all-gather of the next block's inputs send as many bytes as the all-reduce that they
+replace.
 
 Legend: N tokens, R rows of this rank (R = N in steps of few tokens), D hidden, M rows of logits.
 """
@@ -25,20 +26,20 @@ from finwhale.ops.mhc import MhcOfRanks
 from finwhale.ops.ranks import Channel, PartialSum
 from finwhale.ops.sampling import SampledTokens, SamplingBatch
 
-# From this number of tokens on, the ranks share them out. Each of 8 ranks then has more rows than
-# mHC's kernels for few tokens take, so that a row has the same bits either way.
+# From this number of tokens on, the ranks divide them. Each of 8 ranks then has more rows than
+# mHC's kernels for few tokens take, so a row has the same bits either way.
 SHARED_TOKENS = 1152
 
 
 class RankLinks:
-    """Combines the results of the ranks. All layers of a model share one.
+    """Combines the results of the ranks. All layers of a model share one object.
 
     Every call runs on the current CUDA stream, never on a side stream: all ranks must make the same
     calls in the same order.
 
     Args:
-        partial_dtype: dtype of the partial sums of blocks; None: that of the activations.
-        mhc: the mHC operators that add partial sums themselves; None: the table has none.
+        partial_dtype: dtype of the blocks' partial sums; None: the activations' dtype.
+        mhc: the mHC operators that add partial sums themselves; None: there are none.
 
     Attributes:
         shared_tokens: see SHARED_TOKENS.
@@ -57,7 +58,7 @@ class RankLinks:
         self._mhc = mhc
 
     def shares(self, num_tokens: int) -> bool:
-        """Whether the ranks share out the tokens between blocks. All ranks decide alike."""
+        """Whether the ranks divide the tokens between blocks. All ranks decide alike."""
         return self.rank.size > 1 and num_tokens >= self.shared_tokens
 
     def own(self, x_NX: Tensor) -> Tensor:
@@ -69,7 +70,7 @@ class RankLinks:
         """This rank's rows of the sum of the partial sums, rounded to `dtype`: [N,D] -> [R,D].
 
         A `PartialSum` leaves the sum to the operators of `MhcOfRanks`. The choice depends only on
-        the shape, so that all ranks make the same one. May overwrite the partial sums.
+        the shape, so all ranks make the same one. The call may overwrite the partial sums.
         """
         if self.shares(len(partial_ND)):
             return self._collectives.reduce_scatter_rows(partial_ND).to(dtype)
@@ -91,10 +92,10 @@ class RankLinks:
         return self._collectives.all_gather(part_MX, 1)
 
     @contextmanager
-    def cut(self) -> Iterator[None]:
+    def without_collectives(self) -> Iterator[None]:
         """Within it, results have the right shapes but do not depend on other ranks."""
         kept = self._collectives
-        self._collectives = _Apart(self.rank)
+        self._collectives = _NoCollectives(self.rank)
         try:
             yield
         finally:
@@ -102,7 +103,7 @@ class RankLinks:
 
 
 class SampleFromParts:
-    """Samples from logits that the ranks divide: a Sample whose logits are this rank's columns.
+    """Samples from logits of which each rank has some columns (a Sample).
 
     Every rank gets the tokens that `ops.sample` chooses from the whole rows. If no row needs its
     whole logits, the ranks exchange only their best candidates, 8 bytes a row. Otherwise they join
@@ -123,8 +124,8 @@ class SampleFromParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Apart:
-    """Collectives that wait for nobody: the other ranks' tensors are taken to equal this one's."""
+class _NoCollectives:
+    """Collectives without communication. They return tensors of the right shape."""
 
     rank: Rank
 

@@ -15,7 +15,7 @@ from finwhale.distributed.rank import Rank
 from finwhale.errors import FinwhaleError
 from finwhale.models.deepseek_v4.config import ModelConfig
 
-# One scale of rounded activations covers this many values, as many as an FP8 block has columns.
+# Number of values that share a scale when activations are rounded.
 GROUP = FP8_BLOCK
 
 _ROWS = re.compile(
@@ -44,7 +44,7 @@ def rank_slice(name: str, shape: tuple[int, ...], rank: Rank) -> Slice | None:
 
 
 def rank_config(config: ModelConfig, size: int, *, round_activations: bool = False) -> ModelConfig:
-    """The sizes of one of `size` ranks. The vocabulary remains whole: only the LM head is divided.
+    """The sizes of one of `size` ranks. vocab_size stays whole: only the LM head is divided.
 
     Args:
         round_activations: the model rounds activations in groups of 128, quantised or not.

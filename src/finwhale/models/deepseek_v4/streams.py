@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class SideStreams:
-    """Two side CUDA streams. Without a GPU, or if not wanted, all work runs in order.
+    """Two side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
 
     Compressors use one (attention.py), the shared expert the other (moe.py). `start` runs work on
     a side stream after all work that is already on the current CUDA stream. `join` makes the

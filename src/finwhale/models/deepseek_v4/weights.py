@@ -18,11 +18,11 @@ def weight_specs(config: ModelConfig, rank: Rank = ALONE) -> dict[str, WeightSpe
     """Every tensor of a checkpoint of this configuration, in file order, by name.
 
     The table omits `.scale` tensors, which belong to their weights. If the configuration is not
-    quantised, the storage of every FP8 and FP4 weight is "bf16". `config` is the whole model's;
-    each spec names the slice that `rank` holds.
+    quantised, the storage of every FP8 and FP4 weight is "bf16". `config` describes the whole
+    model; each spec names the slice that `rank` holds.
 
     Raises:
-        FinwhaleError: so many ranks cannot divide the model.
+        FinwhaleError: this number of ranks cannot divide the model.
     """
     rank_config(config, rank.size)
     D, V = config.hidden_size, config.vocab_size

@@ -1,4 +1,4 @@
-"""Brings the ranks together: spawned here, placed by torchrun, or started as actors of Ray."""
+"""Gets the processes of all ranks: spawned here, placed by torchrun, or started as Ray actors."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,37 +7,37 @@ from importlib import import_module
 from torch._C._distributed_c10d import Store
 
 from finwhale.config import EngineConfig
-from finwhale.distributed.hosts import Place, Reception, RemoteCrew, RemoteWorker
-from finwhale.distributed.launch import Crew, Spawned
+from finwhale.distributed.hosts import Place, RemoteProcesses, RemoteWorker, WorkerListener
+from finwhale.distributed.launch import SpawnedProcesses, WorkerProcesses
 from finwhale.distributed.peers import StoreAddress, serve_store
 from finwhale.engine.rank.devices import device_kind
 from finwhale.errors import FinwhaleError
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class RankProcesses:
     """The processes of all ranks, of which this one has rank 0.
 
     Attributes:
-        devices: of each rank.
-        crew: the other ranks' processes.
-        store: what this process tells the other ranks.
+        devices: the device of each rank.
+        workers: the other ranks' processes.
+        store: the key-value store that this process serves.
         address: where the other ranks reach the store.
     """
 
     devices: tuple[str, ...]
-    crew: Crew
+    workers: WorkerProcesses
     store: Store
     address: StoreAddress
 
 
-def spawn(devices: Sequence[str]) -> Team:
-    """A process on this host for each device but the first."""
-    return Team(tuple(devices), Spawned(devices[1:]), *serve_store())
+def spawn(devices: Sequence[str]) -> RankProcesses:
+    """Start a process on this host for each device but the first."""
+    return RankProcesses(tuple(devices), SpawnedProcesses(devices[1:]), *serve_store())
 
 
-def at_place(config: EngineConfig, place: Place) -> Team:
-    """The processes that a launcher such as torchrun has placed.
+def at_place(config: EngineConfig, place: Place) -> RankProcesses:
+    """Connect to the processes that a launcher such as torchrun has placed.
 
     Raises:
         FinwhaleError: the options contradict the launcher, or a process does not connect.
@@ -49,15 +49,17 @@ def at_place(config: EngineConfig, place: Place) -> Team:
         )
     kind = device_kind(config, place.rank.size)
     store = place.open_store()
-    reception = Reception(place.store.host)
-    reception.publish(store)
-    workers = reception.receive(place.rank.size)
+    listener = WorkerListener(place.store.host)
+    listener.publish(store)
+    workers = listener.receive(place.rank.size)
     devices = _devices(kind, place.local_index, workers)
-    return Team(devices, RemoteCrew(_labels(devices, workers), workers), store, place.store)
+    return RankProcesses(
+        devices, RemoteProcesses(_labels(devices, workers), workers), store, place.store
+    )
 
 
-def on_ray(config: EngineConfig) -> Team:
-    """One actor of Ray for each GPU.
+def on_ray(config: EngineConfig) -> RankProcesses:
+    """Start one Ray actor for each GPU.
 
     Raises:
         FinwhaleError: ray is not installed, has too few GPUs, or an actor does not connect.
@@ -78,19 +80,19 @@ def on_ray(config: EngineConfig) -> Team:
     actors = ray_actors.Actors(size, kind)
     try:
         store, address = serve_store(actors.host)
-        reception = Reception(actors.host)
-        actors.work_for(reception.invitation)
-        workers = reception.receive(size, actors.check)
+        listener = WorkerListener(actors.host)
+        actors.work_for(listener.invitation)
+        workers = listener.receive(size, actors.check)
     except BaseException:
         actors.close()
         raise
     devices = _devices(kind, actors.local_index, workers)
-    crew = RemoteCrew(_labels(devices, workers), workers, actors.close)
-    return Team(devices, crew, store, address)
+    processes = RemoteProcesses(_labels(devices, workers), workers, actors.close)
+    return RankProcesses(devices, processes, store, address)
 
 
 def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
-    """The device of each rank. `local_index`: of rank 0."""
+    """The device of each rank. `local_index` is the device index of rank 0."""
     if kind == "cpu":
         return ("cpu",) * (1 + len(workers))
     indices = [local_index, *(worker.introduction.local_index for worker in workers)]
