@@ -389,7 +389,8 @@ class LLM(LoadedModel):
         Blocks until all members have joined. Meanwhile the engine runs no step.
 
         Args:
-            master_address, master_port: the address of the trainer's TCPStore.
+            master_address: the host of the trainer's TCPStore.
+            master_port: the port of this store.
             rank_offset: the first rank of this engine in the group.
             world_size: number of members; None: the trainer and this engine.
             backend: "nccl" or "gloo"; None: "nccl" on GPUs.
