@@ -48,9 +48,9 @@ def test_the_handle_of_a_gpu_is_chosen_by_its_uuid() -> None:
     handles = {"GPU-" + UUID.upper(): HANDLE, "0" * 8: other}
     assert handle_of(handles, UUID) is HANDLE
     assert handle_of({UUID: other}, f"GPU-{UUID}") is other
-    with pytest.raises(FinwhaleError, match=rf"GPU {UUID}; the handles are of: 0000"):
+    with pytest.raises(FinwhaleError, match=rf"GPU {UUID}, only for: 0000"):
         handle_of({"0" * 8: other}, UUID)
-    with pytest.raises(FinwhaleError, match="the handles are of: none"):
+    with pytest.raises(FinwhaleError, match="only for: none"):
         handle_of({}, UUID)
 
 

@@ -75,7 +75,7 @@ def test_generate_with_drafts(command: Callable[..., list[str]], capsys: Capture
     assert texts[1:] == texts[:1] * 2
     with pytest.raises(SystemExit):
         main(command("generate", TEXT, "--draft-tokens", "many"))
-    assert 'a number or "auto" is wanted' in capsys.readouterr().err
+    assert 'expected a number or "auto"' in capsys.readouterr().err
     assert main(command("generate", TEXT, "--draft-tokens", "9")) != 0
     assert "draft_tokens must be 0 to 7" in capsys.readouterr().err
 
