@@ -14,7 +14,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 
 def warm_up(calls: Iterable[Callable[[], object]]) -> None:
-    """Make calls on a side stream, as CUDA wants it before a capture."""
+    """Make calls on a side stream: CUDA wants warm-ups on one before a capture."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -24,7 +24,7 @@ def warm_up(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def replay_ms(replay: Callable[[], object], repeats: int) -> list[float]:
-    """The milliseconds on the GPU of each of several replays, one after the other."""
+    """Replay a graph `repeats` times; returns the GPU time of each replay in milliseconds."""
     times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

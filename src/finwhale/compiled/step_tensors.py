@@ -81,7 +81,7 @@ class StepTensors:
     def flat_entries(
         self, tokens: Tokens, table: PageTable, topk: int, row_step: int
     ) -> list[Tensor]:
-        """The rows of each token's index keys [N,E], and the number of entries that it sees [N]."""
+        """For each token: the rows of its index keys [N,E], and its number of entries [N]."""
         kept = tokens.cache.graph_keys
         found = kept.get((table, topk))
         if found is None:

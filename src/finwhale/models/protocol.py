@@ -541,7 +541,7 @@ class WeightLoading(Protocol):
             device: the device on which the operators convert weights to their final form.
 
         Returns:
-            The weights as `fill` returns them, and the id of each complete tensor in them.
+            The weights (see `fill`), and the ids of the tensors in them that are complete.
 
         Raises:
             CheckpointError: a tensor has only some of the weights that it is made of.

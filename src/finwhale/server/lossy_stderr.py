@@ -1,7 +1,7 @@
 """Standard error that makes no writer wait.
 
-A pipe that nobody reads, or a terminal whose output is stopped, blocks a process that writes to it.
-A server would stop with it. Here a thread writes, and lines that it cannot write in time are lost.
+A process that writes to a full pipe, or to a stopped terminal, waits until somebody reads. A server
+must not wait, so a thread writes, and drops the lines that it cannot write in time.
 
 Libraries, ranks and compilers write to the same file descriptor without this thread. Therefore the
 descriptor itself becomes non-blocking: they lose what a full pipe does not take.
@@ -112,7 +112,7 @@ def never_block(notice: Callable[[int], str]) -> Callable[[], None]:
     non-blocking, for this process and those that it starts, if they are pipes or terminals.
 
     Returns:
-        A function that undoes this, unless nobody reads standard error.
+        A function that restores standard error, or does nothing if nobody reads it.
     """
     before = sys.stderr
     if isinstance(before, LossyStderr):

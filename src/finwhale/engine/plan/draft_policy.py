@@ -343,7 +343,7 @@ class DraftPolicy:
 def expected_tokens(
     survivals: Items[Items[float]], rows: Mapping[StepKind, int]
 ) -> dict[StepKind, float]:
-    """The expected number of tokens of a step of each kind, over all sequences.
+    """For each kind of step, compute how many tokens all sequences together gain on average.
 
     Args:
         survivals: the survival of each draft of each sequence.

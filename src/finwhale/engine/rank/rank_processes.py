@@ -92,7 +92,7 @@ def on_ray(config: EngineConfig) -> RankProcesses:
 
 
 def _devices(kind: str, local_index: int, workers: Sequence[RemoteWorker]) -> tuple[str, ...]:
-    """The device of each rank. `local_index` is the device index of rank 0."""
+    """List the ranks' devices. `local_index` is the index of rank 0's device."""
     if kind == "cpu":
         return ("cpu",) * (1 + len(workers))
     indices = [local_index, *(worker.introduction.local_index for worker in workers)]

@@ -106,7 +106,7 @@ def _squares(a, b, c, d):
 
 @triton.jit
 def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
-    """Load fn's columns for values d of each residual stream."""
+    """Load the columns d of fn, once for each residual stream."""
     mask = (row < M)[:, None] & (d < D)[None, :]
     source = fn_ptr + row[:, None] * (4 * D) + d[None, :]
     f0 = tl.load(source, mask=mask, other=0.0)
@@ -118,7 +118,7 @@ def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
 
 @triton.jit
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
-    """Load values d of each residual stream of some tokens."""
+    """Load the columns d of each residual stream, for a block of tokens."""
     source = streams_ptr + token[:, None] * stride_n + d[None, :]
     s0 = tl.load(source, mask=mask, other=0.0)
     s1 = tl.load(source + stride_h, mask=mask, other=0.0)

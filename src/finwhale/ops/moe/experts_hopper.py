@@ -100,7 +100,7 @@ def _load(
 def _load_weights(
     descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """Load a block of each group's rows. The barrier also expects the bytes of `_load_rows`."""
+    """Copy a block of each group's rows. Its barrier counts the bytes of `_load_rows`, too."""
     x_desc, scale_desc, w_desc, steps_desc = descs
     _, _, w_ring, steps_ring, full, _ = rings
     height: gl.constexpr = x_desc.block_type.shape[0]
