@@ -52,7 +52,7 @@ def call(D: int, I: int, E: int, K: int, N: int, plan: HopperPlan | Plan) -> Non
     tiled, _ = tile_experts(w)
     x, ids, weights, each = meta(N, D), meta(N, K, dtype=torch.int32), f32(N, K), meta(N, K, D)
     if N == 1 and isinstance(plan, HopperPlan):
-        experts_hopper_one_token.launch(x, weights, ids, tiled, 10.0, each)
+        experts_hopper_one_token.launch(x, weights, ids, tiled, 10.0, each, 132)
     else:
         order = dispatch_triton.order_one_token if N == 1 else partial(order_pairs, E)
         pairs = order(ids, plan.block_rows)

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, _down_steps
-from finwhale.ops.moe.experts_hopper_one_token import STAGES, _stages
+from finwhale.ops.moe.experts_hopper_one_token import STAGES, _stages, programs_at_once
 
 
 def test_programs_share_all_rows() -> None:
@@ -31,3 +31,11 @@ def test_one_token_has_as_many_bytes_in_flight_on_every_rank() -> None:
         tiles = [rows // n * 6 * _stages(rows // n * 6, blocks) for n in (1, 2, 4, 8)]
         assert tiles[0] == rows * 6 * STAGES
         assert min(tiles) >= tiles[0] // 2
+
+
+def test_one_launch_only_where_all_programs_run_at_once() -> None:
+    """Programs wait for each other, so they would wait for ever for programs that never start."""
+    flash = max(2048 // 32, 4096 // 64) * 6
+    assert flash <= programs_at_once(4096, 2048, 132)
+    assert flash > programs_at_once(4096, 2048, 114)  # an H100 PCIe
+    assert max(3072 // 32, 7168 // 64) * 6 > programs_at_once(7168, 3072, 132)  # Pro

@@ -432,6 +432,12 @@ class Model(Protocol):
         """This rank's logits [M,X] float32 of residual streams [M,H,D]; no collective."""
         ...
 
+    def forward_with_logits(
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """A call, then `compute_logits` of all tokens: logits [N,X] and residual streams."""
+        ...
+
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Run only one layer of each kind, which launches every kernel of the forward."""
         ...

@@ -298,8 +298,7 @@ class VerificationSteps:
     def _verify(self, inputs: StepInputs, segments: Segments) -> tuple[Tensor, Tensor]:
         """Run the model's forward after the last step; returns logits and residual streams."""
         self._take_over(inputs)
-        streams = self._model(inputs, self._cache, segments)
-        return self._model.compute_logits(streams), streams
+        return self._model.forward_with_logits(inputs, self._cache, segments)
 
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""

@@ -366,7 +366,7 @@ class _Start:
             return runner.model(inputs, runner.cache, segments)
 
         def logits(inputs: StepInputs, segments: Segments) -> Tensor:
-            return runner.model.compute_logits(streams(inputs, segments))
+            return runner.model.forward_with_logits(inputs, runner.cache, segments)[0]
 
         config, max_seqs = self.config, self.config.max_num_seqs
         largest = self._largest(runner.max_model_len)

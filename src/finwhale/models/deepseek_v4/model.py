@@ -8,7 +8,7 @@ Legend: N tokens, R rows of this rank, M rows whose logits are wanted, H residua
 V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,6 +67,7 @@ class ModelWeights:
 
 
 ALONE = Alone()
+CONTEXT_STREAM = 0
 
 
 class DeepseekV4:
@@ -174,13 +175,22 @@ class DeepseekV4:
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the residual streams [N,H,D]."""
-        streams = self._embedded(inputs)
-        if self.draft_context is None:
-            return self.run_layers(self.layers, streams, inputs, cache, segments)
-        features = self.draft_context.features(streams)
-        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
-        self.draft_context.write(features, inputs, cache)
+        streams, write_context = self._forward(inputs, cache, segments)
+        write_context()
         return streams
+
+    def forward_with_logits(
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
+    ) -> tuple[Tensor, Tensor]:
+        """See protocol.Model. A draft head's context is written beside the LM head."""
+        if self.draft_context is None or self.links.shares(len(inputs.token_ids)):
+            streams = self(inputs, cache, segments)
+            return self.compute_logits(streams), streams
+        streams, write_context = self._forward(inputs, cache, segments)
+        self.side_streams.start(CONTEXT_STREAM, write_context)
+        logits = self.compute_logits(streams)
+        self.side_streams.join(CONTEXT_STREAM)
+        return logits, streams
 
     def run_one_of_each(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """See protocol.Model."""
@@ -210,6 +220,17 @@ class DeepseekV4:
     def limit_positions(self, max_positions: int) -> None:
         """See protocol.Model."""
         self.tables.limit(max_positions)
+
+    def _forward(
+        self, inputs: StepInputs, cache: PagedCache, segments: Segments
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """The residual streams [N,H,D], and a function that writes the draft head's context."""
+        streams, context = self._embedded(inputs), self.draft_context
+        if context is None:
+            return self.run_layers(self.layers, streams, inputs, cache, segments), lambda: None
+        features = context.features(streams)
+        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
+        return streams, lambda: context.write(features, inputs, cache)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""

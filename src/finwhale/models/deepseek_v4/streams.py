@@ -11,9 +11,10 @@ T = TypeVar("T")
 class SideStreams:
     """Two side CUDA streams. Without a GPU, or unless `wanted`, all work runs in order.
 
-    Compressors use one (attention.py), the shared expert the other (moe.py). `start` runs work on
-    a side stream after all work that is already on the current CUDA stream. `join` makes the
-    current CUDA stream wait for the side stream. CUDA graphs can capture both.
+    Compressors and the draft head's context use one (attention.py, model.py), the shared expert the
+    other (moe.py). `start` runs work on a side stream after all work that is already on the current
+    CUDA stream. `join` makes the current CUDA stream wait for the side stream. CUDA graphs can
+    capture both.
     """
 
     NUM = 2

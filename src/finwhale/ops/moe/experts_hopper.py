@@ -617,7 +617,13 @@ def dispatch(ids_NK: Tensor, num_experts: int) -> Dispatched:
 
 
 def compute(
-    x_ND: Tensor, weights_NK: Tensor, pairs: Dispatched, w: ExpertWeight, limit: float
+    x_ND: Tensor,
+    weights_NK: Tensor,
+    pairs: Dispatched,
+    w: ExpertWeight,
+    limit: float,
+    *,
+    num_multiprocessors: int,
 ) -> Tensor:
     """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
@@ -627,7 +633,8 @@ def compute(
             chosen = plan(pairs.ids.numel(), len(tiled.w2))
             launch(x_ND, weights_NK, pairs, tiled, limit, chosen, each)
     else:
-        experts_hopper_one_token.launch(x_ND, weights_NK, pairs.ids, tiled, limit, each)
+        one_token = (x_ND, weights_NK, pairs.ids, tiled, limit, each, num_multiprocessors)
+        experts_hopper_one_token.launch(*one_token)
     return each
 
 

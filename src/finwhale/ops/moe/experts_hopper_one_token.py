@@ -1,13 +1,18 @@
-"""The routed experts of one token on Hopper GPUs, in Gluon: two launches.
+"""The routed experts of one token on Hopper GPUs, in Gluon: one launch, or two.
 
 Read experts_hopper.py first. Here a program rounds the row of x itself while its first weights
-arrive, so no launches are needed to order and round: one launch computes gate and up, one down. The
-row is row 0 of tiles of eight rows in shared memory; the results of the other seven rows are
-ignored. The bits are those of experts_hopper.py.
+arrive, so no launches are needed to order and round. The row is row 0 of tiles of eight rows in
+shared memory; the results of the other seven rows are ignored. The bits are those of
+experts_hopper.py.
 
 Each program reads the whole row, 8 KiB from L2, and rounds it to 1 KiB of shared memory per block
-of 128 values. A token of Flash has 384 programs, three or four per multiprocessor (gate and up of
-Pro: 576, two).
+of 128 values. A token of Flash has 384 programs.
+
+If all programs fit on the GPU at once, as Flash's do, one launch computes gate and up, then down.
+Each program computes a tile of both. While it waits for the other tiles of its pair's hidden
+values, its ring already has the first weights of w2. The programs count in `arrivals`; the last one
+that has waited for a pair resets the counts. If they do not fit, as Pro's, programs would wait for
+others that never start, so one launch computes gate and up, and one down.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -41,7 +46,12 @@ from finwhale.ops.rounding import MIN_AMAX
 # one of several ranks, has up to MOST_STAGES, so that as many bytes are in flight.
 STAGES, MOST_STAGES = 6, 24
 MANY_PROGRAMS = 396  # three per multiprocessor
+# Synchronises the threads of a group of warps. Triton 3.7 renamed the function.
+_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 REGISTERS = 64  # per thread; four programs share a multiprocessor if their rows fit
+MOST_PROGRAMS = 4  # of a multiprocessor, for that reason
+# Bytes of shared memory: of a multiprocessor; of a program beyond its row and ring.
+SHARED_BYTES, PROGRAM_BYTES = 227 * 1024, 2048
 
 
 @gluon.constexpr_function
@@ -78,15 +88,18 @@ def _round_row(
 
 
 @gluon.jit
-def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32."""
+def _multiply(rings, first, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """w x^T [64,8] before the rows' factors: sums over 128 values, which are added in float32.
+
+    first: number of the tiles that the program has read from the ring before.
+    """
     w_ring, steps_ring, full, empty = rings
     operand: gl.constexpr = gl.DotOperandLayout(0, mma(_columns()), 4)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     zero = gl.full([64, _columns()], 0.0, gl.float32, mma(_columns()))
     total = zero
-    slot = 0
-    phase = 0
+    slot = first % STAGES
+    phase = (first // STAGES) & 1
     for k in range(BLOCKS):
         mbarrier.wait(full.index(slot), phase)
         steps = steps_ring.index(slot)._reinterpret(gl.int32, [64], plain)
@@ -106,12 +119,12 @@ def _multiply(rings, x, scales, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _load(descs, rings, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
-    """Load a tile's blocks of weights, one after the other."""
+def _load(descs, rings, first, tile, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """Load a tile's blocks of weights, one after the other, after `first` others."""
     w_desc, steps_desc = descs
     w_ring, steps_ring, full, empty = rings
-    slot = 0
-    phase = 1
+    slot = first % STAGES
+    phase = ((first // STAGES) & 1) ^ 1
     for k in range(BLOCKS):
         mbarrier.wait(empty.index(slot), phase)
         ready = full.index(slot)
@@ -166,7 +179,7 @@ def _group(
     """The work of four warps: round the row, then multiply 64 rows of weights with it."""
     wait_for_last(WAIT)
     _round_row(x_ptr, x, scales, BLOCKS, CHUNK, TOP, LEAST)
-    total = _multiply(rings, x, scales, BLOCKS, STAGES)
+    total = _multiply(rings, 0, x, scales, BLOCKS, STAGES)
     unit = gl.load(unit_ptr + gl.arange(0, 64, gl.SliceLayout(1, mma(_columns()))))
     STORE(total * gl.expand_dims(unit, 1), result)
 
@@ -203,7 +216,7 @@ def _run(
         [
             (_group, (rings, x, scales, x_ptr, unit_ptr, result, STORE, WAIT, BLOCKS, CHUNK,
                       STAGES, TOP, LEAST)),
-            (_load, (descs, rings, tile, BLOCKS, STAGES)),
+            (_load, (descs, rings, 0, tile, BLOCKS, STAGES)),
         ],
         [1],
         [24],
@@ -290,6 +303,136 @@ def _one_down_kernel(
         wait_for_last(PDL)
 
 
+@gluon.jit
+def _group_of_both(
+    rings,
+    x,
+    scales,
+    up,
+    down,
+    UP_BLOCKS: gl.constexpr,
+    UP_CHUNK: gl.constexpr,
+    DOWN_BLOCKS: gl.constexpr,
+    DOWN_CHUNK: gl.constexpr,
+    MOST_PAIRS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+):
+    """The work of four warps: a tile of gate and up, then a tile of down."""
+    up_expert, x_ptr, up_unit_ptr, hidden_ptr, weight_ptr, limit, stored_ptr = up
+    down_expert, row_ptr, down_unit_ptr, out_ptr, arrived_ptr = down
+    rows: gl.constexpr = gl.SliceLayout(1, mma(_columns()))
+    if up_expert >= 0:
+        _round_row(x_ptr, x, scales, UP_BLOCKS, UP_CHUNK, TOP, LEAST)
+        total = _multiply(rings, 0, x, scales, UP_BLOCKS, STAGES)
+        unit = gl.load(up_unit_ptr + gl.arange(0, 64, rows))
+        _store_hidden(total * gl.expand_dims(unit, 1), (hidden_ptr, weight_ptr, limit))
+        _barrier()
+        gl.atomic_add(stored_ptr, 1, sem="release", scope="gpu")
+    if down_expert >= 0:
+        unit = gl.load(down_unit_ptr + gl.arange(0, 64, rows))
+        arrived = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        while arrived < DOWN_BLOCKS * 4:
+            arrived = gl.atomic_add(arrived_ptr, 0, sem="acquire", scope="gpu")
+        _round_row(row_ptr, x, scales, DOWN_BLOCKS, DOWN_CHUNK, TOP, LEAST)
+        first = (up_expert >= 0).to(gl.int32) * UP_BLOCKS
+        total = _multiply(rings, first, x, scales, DOWN_BLOCKS, STAGES)
+        _store_out(total * gl.expand_dims(unit, 1), out_ptr)
+        waited = gl.atomic_add(arrived_ptr + MOST_PAIRS, 1, sem="relaxed", scope="gpu")
+        if waited == UP_BLOCKS * 2 - 1:
+            gl.store(arrived_ptr, 0)
+            gl.store(arrived_ptr + MOST_PAIRS, 0)
+
+
+@gluon.jit
+def _load_both(
+    rings, up, down, UP_BLOCKS: gl.constexpr, DOWN_BLOCKS: gl.constexpr, STAGES: gl.constexpr
+):
+    """The work of one warp: load the weights of both tiles."""
+    up_expert, up_descs, up_tile = up
+    down_expert, down_descs, down_tile = down
+    if up_expert >= 0:
+        _load(up_descs, rings, 0, up_tile, UP_BLOCKS, STAGES)
+    if down_expert >= 0:
+        first = (up_expert >= 0).to(gl.int32) * UP_BLOCKS
+        _load(down_descs, rings, first, down_tile, DOWN_BLOCKS, STAGES)
+
+
+@gluon.jit
+def _one_token_kernel(
+    x_ptr,
+    ids_ptr,
+    w13_desc,
+    steps13_desc,
+    unit13_ptr,
+    weights_ptr,
+    hidden_ptr,
+    limit,
+    w2_desc,
+    steps2_desc,
+    unit2_ptr,
+    out_ptr,
+    arrivals_ptr,
+    PAIRS: gl.constexpr,
+    UP_BLOCKS: gl.constexpr,
+    UP_CHUNK: gl.constexpr,
+    DOWN_BLOCKS: gl.constexpr,
+    DOWN_CHUNK: gl.constexpr,
+    MOST_PAIRS: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOP: gl.constexpr,
+    LEAST: gl.constexpr,
+    PDL: gl.constexpr,
+):
+    """Both GEMMs of the token's pairs. A pair has the tiles 0 .. of each GEMM, in program order.
+
+    arrivals [2, MOST_PAIRS]: for each pair, the programs that have stored their hidden values, and
+    the programs that have waited for them.
+    """
+    wait_for_last(PDL)
+    start_next(PDL)
+    up_tiles: gl.constexpr = DOWN_BLOCKS * 4  # of 32 hidden values
+    down_tiles: gl.constexpr = UP_BLOCKS * 2  # of 64 values of D
+    program = gl.program_id(0)
+    up_pair = program // up_tiles
+    down_pair = program // down_tiles
+    up_expert = gl.load(ids_ptr + gl.minimum(up_pair, PAIRS - 1)).to(gl.int32)
+    down_expert = gl.load(ids_ptr + gl.minimum(down_pair, PAIRS - 1)).to(gl.int32)
+    up_expert = gl.where(up_pair < PAIRS, up_expert, -1)
+    down_expert = gl.where(down_pair < PAIRS, down_expert, -1)
+    up_tile = up_expert * up_tiles + program % up_tiles
+    down_tile = down_expert * down_tiles + program % down_tiles
+    most: gl.constexpr = UP_BLOCKS if UP_BLOCKS > DOWN_BLOCKS else DOWN_BLOCKS
+    w = ring(w13_desc, STAGES, 64)
+    steps = ring(steps13_desc, STAGES, 1)
+    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8, rank=2
+    )
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = gl.allocate_shared_memory(gl.float8e4nv, [most, _columns(), 128], bytes_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [most, 1, _columns()], words)
+    full, empty = barriers(STAGES, 1)
+    rings = w, steps, full, empty
+    # fmt: off
+    up = (up_expert, x_ptr, unit13_ptr + up_tile * 64, hidden_ptr + program * 32,
+          weights_ptr + up_pair, limit, arrivals_ptr + up_pair)
+    down = (down_expert, hidden_ptr + down_pair * (DOWN_BLOCKS * 128), unit2_ptr + down_tile * 64,
+            out_ptr + program * 64, arrivals_ptr + down_pair)
+    gl.warp_specialize(
+        [
+            (_group_of_both, (rings, x, scales, up, down, UP_BLOCKS, UP_CHUNK, DOWN_BLOCKS,
+                              DOWN_CHUNK, MOST_PAIRS, STAGES, TOP, LEAST)),
+            (_load_both, (rings, (up_expert, (w13_desc, steps13_desc), up_tile),
+                          (down_expert, (w2_desc, steps2_desc), down_tile), UP_BLOCKS,
+                          DOWN_BLOCKS, STAGES)),
+        ],
+        [1],
+        [24],
+    )
+    # fmt: on
+
+
 # --- Launch ---------------------------------------------------------------------------------------
 
 
@@ -311,8 +454,22 @@ def _options(width: int, programs: int) -> dict[str, object]:
     }
 
 
+def programs_at_once(width: int, inner: int, num_multiprocessors: int) -> int:
+    """How many programs of the launch that computes both GEMMs run at once."""
+    blocks = max(width, inner) // 128
+    ring = STAGES * (64 * 64 + 64 * 4)
+    shared = blocks * (128 + 4) * 8 + ring + PROGRAM_BYTES
+    return num_multiprocessors * min(MOST_PROGRAMS, SHARED_BYTES // shared)
+
+
 def launch(
-    x: Tensor, weights: Tensor, ids: Tensor, w: TiledExperts, limit: float, out: Tensor
+    x: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    w: TiledExperts,
+    limit: float,
+    out: Tensor,
+    num_multiprocessors: int,
 ) -> None:
     """Compute out bfloat16 [1,K,D] of one token x bfloat16 [1,D]; ids and weights [1,K].
 
@@ -321,14 +478,35 @@ def launch(
     (_, width), inner, topk = x.shape, w.w2.shape[2] * 2, ids.shape[1]
     hidden = torch.empty((topk, inner), dtype=torch.float32, device=x.device)
     w13, steps13, unit13 = w.gate_up()
+    gate_up = (x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit)
+    w2, steps2, unit2 = w.down()
+    down = (*weight_descriptors(w2, steps2), unit2, out)
+    programs = max(inner // 32, width // 64) * topk
+    assert w.arrivals is not None
+    most_pairs = w.arrivals.shape[1]
+    if topk <= most_pairs and programs <= programs_at_once(width, inner, num_multiprocessors):
+        up, both = _options(width, programs), _options(inner, programs)
+        _one_token_kernel[(programs,)](
+            *gate_up,
+            *down,
+            w.arrivals,
+            PAIRS=topk,
+            UP_BLOCKS=up.pop("BLOCKS"),
+            UP_CHUNK=up.pop("CHUNK"),
+            DOWN_BLOCKS=both["BLOCKS"],
+            DOWN_CHUNK=both["CHUNK"],
+            MOST_PAIRS=most_pairs,
+            **up | {"STAGES": STAGES},
+            **launch_options(early=True),
+        )
+        return
     _one_gate_up_kernel[(inner // 32, topk)](
-        *(x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit),
+        *gate_up,
         **_options(width, inner // 32 * topk),
         **launch_options(early=True),
     )
-    w2, steps2, unit2 = w.down()
     _one_down_kernel[(width // 64, topk)](
-        *(hidden, ids, *weight_descriptors(w2, steps2), unit2, out),
+        *(hidden, ids, *down),
         **_options(inner, width // 64 * topk),
         **launch_options(early=True),
     )

@@ -77,7 +77,7 @@ def table(platform: Platform, batch_invariant: bool = False) -> Ops:
         route_by_score=bind(route_by_score, **few_tokens, early_launch=True),
         route_by_hash=bind(route_by_hash, **few_tokens, early_launch=True),
         experts_dispatch=dispatch,
-        experts_compute=compute,
+        experts_compute=bind(compute, num_multiprocessors=num_multiprocessors),
         experts_combine=bind(combine, early_launch=True),
         swiglu_mlp=bind(linears.swiglu_mlp, options=linear_options),
         sample=sample,
