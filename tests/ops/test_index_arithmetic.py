@@ -16,7 +16,7 @@ from .kernel_sources import kernel_names
 FEW = [
     ("sm90_compile", call)
     for call in ("activations-pro-8", "mhc-pro-8", "linear-pro-1", "linear-pro-8", "linear-pro-64")
-] + [("sm90_experts", call) for call in ("pro-hopper-16-1", "pro-hopper-16-8")]
+] + [("sm90_experts", call) for call in ("flash-hopper-16-1", "pro-hopper-16-1", "pro-hopper-16-8")]
 CALLS = [("sm90_far", call) for call in sm90_far.CALLS] + FEW
 # Findings of the analysis that other facts bound, by kernel and pointer, with the reason.
 BOUNDED = {

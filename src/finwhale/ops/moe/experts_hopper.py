@@ -5,8 +5,8 @@ intermediate width.
 
 For several tokens, `dispatch` orders the pairs (dispatch_triton.py). `compute` rounds x, runs the
 gate and up GEMM, rounds the hidden values, and runs the down GEMM. The gate and up kernel applies
-the clamped SwiGLU and the routing weights. One token needs no order and has its own kernels, in two
-launches (experts_hopper_one_token.py). The weights of an expert are read once per block of its
+the clamped SwiGLU and the routing weights. One token needs no order and has its own kernels, in one
+launch or two (experts_hopper_one_token.py). The weights of an expert are read once per block of its
 pairs. Blocks without pairs return at once, so the host need not know each expert's tokens.
 
 A program of a GEMM has one, two or four groups of four warps, each with 64 rows of weights, and a
@@ -623,9 +623,12 @@ def compute(
     w: ExpertWeight,
     limit: float,
     *,
-    num_multiprocessors: int,
+    num_multiprocessors: int = 0,
 ) -> Tensor:
-    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D]."""
+    """x bfloat16 with strided rows. Returns bfloat16 [N,K,D].
+
+    num_multiprocessors: number in the GPU; 0: one token takes two launches on every GPU.
+    """
     tiled = check_inputs(x_ND, weights_NK, pairs, w)
     each = torch.empty((*pairs.ids.shape, x_ND.shape[1]), dtype=torch.bfloat16, device=x_ND.device)
     if isinstance(pairs, OrderedPairs):

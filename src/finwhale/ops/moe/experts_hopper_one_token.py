@@ -12,9 +12,12 @@ If all programs fit on the GPU at once, as Flash's do, one launch computes gate 
 Each program computes a tile of both. While it waits for the other tiles of its pair's hidden
 values, its ring already has the first weights of w2. The programs count in `arrivals`; the last one
 that has waited for a pair resets the counts. If they do not fit, as Pro's, programs would wait for
-others that never start, so one launch computes gate and up, and one down.
+others that never start, so one launch computes gate and up, and one down. The kernels of other
+streams may delay the start of some programs, but must not wait for this launch themselves.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -441,16 +444,28 @@ def _stages(programs: int, blocks: int) -> int:
     return max(STAGES, min(blocks, MOST_STAGES, STAGES * (MANY_PROGRAMS // programs)))
 
 
-def _options(width: int, programs: int) -> dict[str, object]:
+# Of every launch.
+COMMON: dict[str, Any] = {
+    "TOP": E4M3_MAX,
+    "LEAST": MIN_AMAX,
+    "num_warps": 4,
+    "maxnreg": REGISTERS,
+    **launch_options(early=True),
+}
+
+
+def _chunk(blocks: int) -> int:
+    """The blocks of a row that a program rounds at a time: a power of two that divides them."""
+    return min(32, blocks & -blocks)
+
+
+def _options(width: int, programs: int) -> dict[str, Any]:
+    """Options of a launch that computes one GEMM."""
     blocks = width // 128
-    return {
+    return COMMON | {
         "BLOCKS": blocks,
-        "CHUNK": min(32, blocks & -blocks),
+        "CHUNK": _chunk(blocks),
         "STAGES": _stages(programs, blocks),
-        "TOP": E4M3_MAX,
-        "LEAST": MIN_AMAX,
-        "num_warps": 4,
-        "maxnreg": REGISTERS,
     }
 
 
@@ -485,28 +500,20 @@ def launch(
     assert w.arrivals is not None
     most_pairs = w.arrivals.shape[1]
     if topk <= most_pairs and programs <= programs_at_once(width, inner, num_multiprocessors):
-        up, both = _options(width, programs), _options(inner, programs)
+        up_blocks, down_blocks = width // 128, inner // 128
         _one_token_kernel[(programs,)](
-            *gate_up,
-            *down,
-            w.arrivals,
+            *(*gate_up, *down, w.arrivals),
             PAIRS=topk,
-            UP_BLOCKS=up.pop("BLOCKS"),
-            UP_CHUNK=up.pop("CHUNK"),
-            DOWN_BLOCKS=both["BLOCKS"],
-            DOWN_CHUNK=both["CHUNK"],
+            UP_BLOCKS=up_blocks,
+            UP_CHUNK=_chunk(up_blocks),
+            DOWN_BLOCKS=down_blocks,
+            DOWN_CHUNK=_chunk(down_blocks),
             MOST_PAIRS=most_pairs,
-            **up | {"STAGES": STAGES},
-            **launch_options(early=True),
+            STAGES=STAGES,
+            **COMMON,
         )
         return
-    _one_gate_up_kernel[(inner // 32, topk)](
-        *gate_up,
-        **_options(width, inner // 32 * topk),
-        **launch_options(early=True),
-    )
+    _one_gate_up_kernel[(inner // 32, topk)](*gate_up, **_options(width, inner // 32 * topk))
     _one_down_kernel[(width // 64, topk)](
-        *(hidden, ids, *down),
-        **_options(inner, width // 64 * topk),
-        **launch_options(early=True),
+        *(hidden, ids, *down), **_options(inner, width // 64 * topk)
     )
