@@ -94,9 +94,11 @@ soak seconds="600":
     for _ in {1..100}; do curl --silent --fail http://127.0.0.1:8765/health/ready > /dev/null && break; sleep 1; done
     python -m tests.server.soak --url http://127.0.0.1:8765 --seconds {{ seconds }} --pids $server
 
-# Every test that needs an NVIDIA GPU.
-gpu *args:
-    pytest tests/gpu {{ args }}
+# Every test that needs an NVIDIA GPU: first several at once, most of whose time compilers take, then the
+# others alone. Six processes need some 100 GB of GPU memory.
+gpu processes="6" *args:
+    pytest tests/gpu -m "not alone" -n {{ processes }} --dist loadfile {{ args }}
+    pytest tests/gpu -m alone -n 0 {{ args }}
 
 # Measure: `just bench`, `just bench offline --config flash --layers 8 --dummy`.
 bench what="cpu" *args:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 
 from finwhale.config import EngineConfig
@@ -14,6 +15,7 @@ from finwhale.engine.rank.memory import GRAPH_BYTES
 from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
 
+pytestmark = pytest.mark.alone
 # Allocator segments are rounded up. A process keeps its cuBLAS workspaces (32 MiB a stream): they
 # count for its first engine alone.
 SLACK = 160 * 2**20

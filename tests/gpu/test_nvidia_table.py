@@ -254,6 +254,7 @@ except EngineDeadError as error:
     assert "alive: True" in done.stdout
 
 
+@pytest.mark.alone
 def test_reported_memory_is_what_is_held() -> None:
     """Measured before serving; long prompts, full batches and any sampling add nothing."""
     gc.collect()

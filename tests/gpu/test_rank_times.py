@@ -2,11 +2,13 @@
 
 import time
 
+import pytest
 import torch
 
 from finwhale import LLM, SamplingParams
 
 
+@pytest.mark.alone
 def test_the_times_of_captured_steps() -> None:
     llm = LLM(device="cuda", max_num_seqs=4, max_model_len=1024, cache_memory_bytes=2**28)
     (state,) = llm.engine.executor.rank_states()

@@ -122,6 +122,7 @@ def test_the_demo_model_s_greedy_tokens() -> None:
     assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
 
 
+@pytest.mark.alone
 def test_the_demo_model_as_it_runs_by_default() -> None:
     """bfloat16 with the trained roundings: its own choices are likely under the CPU's float32."""
     gpu = LLM()

@@ -30,10 +30,13 @@ from finwhale.models.deepseek_v4.config import ModelConfig
 from finwhale.models.weight_sources import DummyWeights
 from finwhale.testing.stepping import Stepper
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.device_count() < 2,
-    reason=f"needs two GPUs, and torch sees {torch.cuda.device_count()}",
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2,
+        reason=f"needs two GPUs, and torch sees {torch.cuda.device_count()}",
+    ),
+]
 ROOT = Path(__file__).parents[2]
 # Two correct engines with as-trained roundings differ by this much (bench accuracy: chunked
 # against whole is 0.05, the table against float32 is 0.1).

@@ -21,6 +21,7 @@ from finwhale.models.protocol import tensors_of
 from finwhale.models.registry import architecture_of
 from finwhale.models.weight_sources import DummyWeights
 
+pytestmark = pytest.mark.alone
 CACHE_BYTES = 2**30
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=3)
 PROMPTS = [[0, *range(20, 320)], [0, 21, 22]]
