@@ -136,16 +136,17 @@ class VerificationSteps:
 
         # For each row of the last step: its next tokens, and by how many tokens it is ahead of the
         # host's plan, repeated. The last row belongs to no sequence: it carries nothing over.
-        self._carried = integers(rows + 1, longest)
-        self._advanced = integers(rows + 1, longest)
+        self._last = integers(2, rows + 1, longest)
+        self._carried, self._advanced = self._last[0], self._last[1]
         self._confidences = torch.zeros(rows, longest - 1, dtype=torch.float32, device=device)
         self._gives_confidences = False
         self._estimate: Estimate | None = None
         # For each token, the index in _carried of its id; the last row of _carried stands for ids
-        # from the host. For each sequence, the index of its first token, and the indices of the
-        # tokens that have a draft after them; a missing draft has the index in _matches that is
-        # never set.
+        # from the host, and _from_host marks them. For each sequence, the index of its first token,
+        # and the indices of the tokens that have a draft after them; a missing draft has the index
+        # in _matches that is never set.
         self._sources = integers(tokens).fill_(rows * longest)
+        self._from_host = torch.ones(tokens, dtype=torch.bool, device=device)
         self._first = integers(rows)
         self._places = integers(rows, longest - 1).fill_(tokens)
         self._matches = torch.zeros(tokens + 1, dtype=torch.bool, device=device)
@@ -279,6 +280,7 @@ class VerificationSteps:
         parts = self._sources[:num_tokens], self._first[:size], self._places[:size]
         for part, values in zip(parts, sent, strict=True):
             part.copy_(values)
+        torch.ge(parts[0], self._no_row * most, out=self._from_host[:num_tokens])
         self._sent_layout = layout
 
     def _inputs(self, size: int, num_tokens: int, max_len: int) -> StepInputs:
@@ -303,13 +305,11 @@ class VerificationSteps:
     def _take_over(self, inputs: StepInputs) -> None:
         """Take ids and positions from the host, or from the last step where a row is linked."""
         ids, positions = inputs.token_ids, inputs.tokens.positions
-        sources = self._sources[: len(ids)]
         self._static.gather_ids(len(ids))
-        carried = self._carried.view(-1).index_select(0, sources)
-        ids.copy_(torch.where(sources >= self._no_row * self._longest, ids, carried))
         given = self._static.inputs(len(ids), decode=False).tokens.positions
-        further = self._advanced.view(-1).index_select(0, sources)
-        torch.add(given, further, out=positions)
+        carried, advanced = self._last.flatten(1).index_select(1, self._sources[: len(ids)])
+        torch.where(self._from_host[: len(ids)], ids, carried, out=ids)
+        torch.add(given, advanced, out=positions)
 
     def _draft(self, step: _Step, num_drafts: int, segments: Segments) -> None:
         inputs, size = step.inputs, len(step.inputs.tokens.query_start) - 1
