@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,8 @@ from finwhale.checkpoint.loading import DTYPE_NAMES
 from finwhale.engine.loop.weight_updates import _staging
 from finwhale.engine.rank.executor import local_executor
 from finwhale.models.protocol import tensors_of
+from finwhale.ops import Ops, load_ops
+from finwhale.ops.moe import ExpertWeight
 from finwhale.testing.tiny import random_weights, write_plain_checkpoint
 
 from .weights import bits_of, in_one_buffer, weights_of
@@ -237,6 +240,42 @@ def test_a_partial_update(
         with pytest.raises(CheckpointError, match="packed tensor"):
             some = [(name, t) for name, t in layer.items() if name != lacking]
             engine.update_weights(some, partial=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Converted(ExpertWeight):
+    """Experts with a tensor that no checkpoint has, as the tables of GPUs make them."""
+
+    largest: Tensor | None = None
+
+
+def converted(w: ExpertWeight) -> ExpertWeight:
+    return Converted(w.w13, w.w2, w.round_input, w.scale13, w.scale2, w.w13.amax((1, 2)))
+
+
+def test_a_partial_update_where_the_operators_convert_experts(
+    tensors: dict[str, Tensor], old_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ops(*given: Any, **named: Any) -> Ops:
+        return replace(load_ops(*given, **named), finish_experts=converted)
+
+    monkeypatch.setattr("finwhale.engine.rank.startup.load_ops", ops)
+    engine = LLM(old_path, device="cpu", dtype="float32", max_num_seqs=2)
+    model = local_executor(engine.engine.executor).runner.model.weights
+    kept = {id(t): t.clone() for t in weights_of(engine)}
+
+    def changed() -> int:
+        return sum(not torch.equal(t, kept[id(t)]) for t in weights_of(engine))
+
+    layer = {name: t for name, t in tensors.items() if name.startswith("layers.1.")}
+    others = {name: t for name, t in layer.items() if ".experts." not in name}
+    engine.update_weights(others.items(), partial=True)
+    experts = model.layers[1].ffn.experts
+    assert isinstance(experts, Converted)
+    assert changed() == len(tensors_of(model.layers[1])) - len(tensors_of(experts))
+    engine.update_weights(layer.items(), partial=True)
+    assert changed() == len(tensors_of(model.layers[1]))
+    assert torch.equal(experts.largest, experts.w13.amax((1, 2)))
 
 
 # --- Running requests -----------------------------------------------------------------------------

@@ -540,11 +540,13 @@ class WeightLoading(Protocol):
         """
         ...
 
-    def finish_part(self, device: torch.device) -> tuple[Any, frozenset[int]]:
+    def finish_part(self, device: torch.device, current: Any) -> tuple[Any, frozenset[int]]:
         """The weights, some of which may be missing.
 
         Args:
             device: the device on which the operators convert weights to their final form.
+            current: the weights that are updated; the result has the same tensors in the same
+                order.
 
         Returns:
             The weights (see `fill`), and the ids of the tensors in them that are complete.

@@ -142,7 +142,7 @@ class WeightUpdate:
         assert self._loading is not None
         if not self._whole:
             self._incoming.check_complete(partial=self._partial)
-        staged, complete = self._loading.finish_part(self._loader.device)
+        staged, complete = self._loading.finish_part(self._loader.device, self._weights)
         self._loading = None
         pairs = list(zip(tensors_of(self._weights), tensors_of(staged), strict=True))
         for old, new in pairs:

@@ -7,7 +7,7 @@ get the dequantised values.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Literal
@@ -511,12 +511,15 @@ class WeightLoading:
             waiting = self._waiting
             raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
         if self._builder.device.type == "cuda":
-            # Free the temporary tensors of loading now. Otherwise `_finish` allocates small tensors
-            # in their segments, and each such tensor keeps up to a gigabyte reserved.
+            # Free the temporary tensors of loading now. Otherwise small tensors of converted experts
+            # are allocated in their segments, and each one keeps up to a gigabyte reserved.
             torch.cuda.empty_cache()
-        return _finish(self._builder.weights, lambda experts: self._ops.finish_experts(experts))
+        weights = self._builder.weights
+        return _with_experts(weights, map(self._ops.finish_experts, _experts_of(weights)))
 
-    def finish_part(self, device: torch.device) -> tuple[ModelWeights, frozenset[int]]:
+    def finish_part(
+        self, device: torch.device, current: ModelWeights
+    ) -> tuple[ModelWeights, frozenset[int]]:
         """The weights, some of which may be missing.
 
         A tensor that contains several weights must have all of them, or none.
@@ -524,6 +527,8 @@ class WeightLoading:
         Args:
             device: the device on which the operators convert the experts. The results return to the
                 device of the other weights.
+            current: the weights that are updated. Missing experts are taken from them, because the
+                operators may convert experts to other tensors than those that were loaded.
 
         Returns:
             The weights, and the id of each tensor in them that is complete.
@@ -541,18 +546,20 @@ class WeightLoading:
                 )
         complete: set[int] = set()
 
-        def convert(experts: ExpertWeight) -> ExpertWeight:
+        def convert(experts: ExpertWeight, known: ExpertWeight) -> ExpertWeight:
             if _memory(experts.w13) not in arrived or _memory(experts.w2) not in arrived:
                 if _memory(experts.w13) in arrived or _memory(experts.w2) in arrived:
                     raise CheckpointError("the update has only some matrices of a layer's experts")
-                return experts
+                return known
             home = experts.w13.device
             done = self._ops.finish_experts(_moved(experts, device))
             done = _moved(done, home)
             complete.update(map(id, tensors_of(done)))
             return done
 
-        weights = _finish(self._builder.weights, convert)
+        staged = self._builder.weights
+        converted = map(convert, _experts_of(staged), _experts_of(current))
+        weights = _with_experts(staged, converted)
         complete.update(id(t) for t in tensors_of(weights) if _memory(t) in arrived)
         return weights, frozenset(complete)
 
@@ -586,18 +593,27 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _finish(weights: ModelWeights, convert: Callable[[ExpertWeight], ExpertWeight]) -> ModelWeights:
-    """Convert the routed experts of the loaded weights to the table's final form."""
+def _experts_of(weights: ModelWeights) -> list[ExpertWeight]:
+    """The routed experts of all layers, those of the draft head last."""
+    layers = list(weights.layers)
+    if weights.mtp is not None:
+        layers.append(weights.mtp.layer)
+    if weights.dspark is not None:
+        layers.extend(weights.dspark.layers)
+    return [layer.ffn.experts for layer in layers]
 
-    def finish(layer: LayerWeights) -> LayerWeights:
-        return replace(layer, ffn=replace(layer.ffn, experts=convert(layer.ffn.experts)))
 
+def _with_experts(weights: ModelWeights, experts: Iterable[ExpertWeight]) -> ModelWeights:
+    """The weights with other routed experts, in the order of `_experts_of`."""
+    rest = iter(experts)
+
+    def changed(layer: LayerWeights) -> LayerWeights:
+        return replace(layer, ffn=replace(layer.ffn, experts=next(rest)))
+
+    layers = tuple(changed(layer) for layer in weights.layers)
     mtp, dspark = weights.mtp, weights.dspark
+    if mtp is not None:
+        mtp = replace(mtp, layer=changed(mtp.layer))
     if dspark is not None:
-        dspark = replace(dspark, layers=tuple(finish(layer) for layer in dspark.layers))
-    return replace(
-        weights,
-        layers=tuple(finish(layer) for layer in weights.layers),
-        mtp=None if mtp is None else replace(mtp, layer=finish(mtp.layer)),
-        dspark=dspark,
-    )
+        dspark = replace(dspark, layers=tuple(changed(layer) for layer in dspark.layers))
+    return replace(weights, layers=layers, mtp=mtp, dspark=dspark)
