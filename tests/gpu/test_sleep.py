@@ -102,8 +102,12 @@ def test_sleep_changes_nothing(engine: Engine) -> None:
 def test_updates_write_in_place(engine: Engine) -> None:
     before, addresses = outputs(engine), [tensor.data_ptr() for tensor in weights_of(engine)]
     if engine.model_config.vocab_size == 129280:
+        # Without experts, which the operators have converted.
+        others = ((n, t) for n, t in random_tensors(engine, 1) if ".experts." not in n)
+        WeightUpdates(engine).update(others, partial=True)
+        partly = outputs(engine)
         WeightUpdates(engine).update(random_tensors(engine, 1))
-        assert outputs(engine) != before
+        assert before != partly != outputs(engine)
     engine.sleep(drop_weights=True)
     engine.wake()
     WeightUpdates(engine).update(first_tensors(engine))
