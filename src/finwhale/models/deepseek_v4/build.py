@@ -511,8 +511,8 @@ class WeightLoading:
             waiting = self._waiting
             raise CheckpointError(f"{len(waiting)} tensors are missing, such as {min(waiting)}")
         if self._builder.device.type == "cuda":
-            # Free the temporary tensors of loading now. Otherwise small tensors, made when experts are
-            # converted, lie in their segments, and each one keeps up to a gigabyte reserved.
+            # Free the temporary tensors of loading now. Otherwise converting the experts allocates
+            # small tensors in their segments, and each one keeps up to a gigabyte reserved.
             torch.cuda.empty_cache()
         weights = self._builder.weights
         return _with_experts(weights, map(self._ops.finish_experts, _experts_of(weights)))
