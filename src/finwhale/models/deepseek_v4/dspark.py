@@ -18,7 +18,7 @@ C head_dim, F features of a token (one for each target layer), S stages, V vocab
 it that this rank computes, W window.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,13 +69,24 @@ class DsparkWeights:
 class Features:
     """The features of a step's tokens: the mean of their residual streams after each target layer.
 
+    Args:
+        beside: runs work on a side stream, which the caller joins; None: all work runs in order.
+
     Attributes:
         values: [R, F*D].
     """
 
-    def __init__(self, target_layers: Sequence[int], streams_RHD: Tensor) -> None:
+    def __init__(
+        self,
+        target_layers: Sequence[int],
+        streams_RHD: Tensor,
+        beside: Callable[[Callable[[], object]], object] | None = None,
+    ) -> None:
         self._targets = tuple(target_layers)
         self._width = streams_RHD.shape[2]
+        self._beside = beside
+        # What the side stream reads must not be freed before the caller has joined it.
+        self._read: list[Tensor] = []
         rows, width = len(streams_RHD), self._width * len(self._targets)
         self.values = streams_RHD.new_empty(rows, width)
 
@@ -85,7 +96,12 @@ class Features:
     def add(self, layer: int, streams_RHD: Tensor) -> None:
         """Store the feature of the residual streams after a target layer."""
         at = self._targets.index(layer) * self._width
-        torch.mean(streams_RHD, 1, out=self.values[:, at : at + self._width])
+        feature = self.values[:, at : at + self._width]
+        if self._beside is None:
+            torch.mean(streams_RHD, 1, out=feature)
+        else:
+            self._read.append(streams_RHD)
+            self._beside(lambda: torch.mean(streams_RHD, 1, out=feature))
 
 
 class DsparkContext:
@@ -107,10 +123,6 @@ class DsparkContext:
         self.round_kv = round_activations
         self.targets = config.dspark.target_layer_ids
         self.first_layer = config.num_hidden_layers
-
-    def features(self, streams_RHD: Tensor) -> Features:
-        """Empty features for a forward that begins with these residual streams."""
-        return Features(self.targets, streams_RHD)
 
     def write(self, features: Features, inputs: StepInputs, cache: PagedCache) -> None:
         """Write each stage's row kv = rope(kv_norm(wkv m)), m = main_norm(main_proj features)."""

@@ -8,7 +8,7 @@ Legend: N tokens, R rows of this rank, M rows whose logits are wanted, H residua
 V vocabulary, X tokens of it whose rows of the LM head this rank holds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,19 +175,31 @@ class DeepseekV4:
 
     def __call__(self, inputs: StepInputs, cache: PagedCache, segments: Segments) -> Tensor:
         """Compute N tokens and write their state; returns the residual streams [N,H,D]."""
-        streams, write_context = self._forward(inputs, cache, segments)
-        write_context()
+        streams = self._embedded(inputs)
+        if self.draft_context is None:
+            return self.run_layers(self.layers, streams, inputs, cache, segments)
+        features = Features(self.draft_context.targets, streams)
+        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
+        self.draft_context.write(features, inputs, cache)
         return streams
 
     def forward_with_logits(
         self, inputs: StepInputs, cache: PagedCache, segments: Segments
     ) -> tuple[Tensor, Tensor]:
-        """See protocol.Model. A draft head's context is written beside the LM head."""
-        if self.draft_context is None or self.links.shares(len(inputs.token_ids)):
+        """See protocol.Model.
+
+        A side stream computes the features for the draft head beside the layers, and writes its
+        context beside the LM head.
+        """
+        context = self.draft_context
+        if context is None or self.links.shares(len(inputs.token_ids)):
             streams = self(inputs, cache, segments)
             return self.compute_logits(streams), streams
-        streams, write_context = self._forward(inputs, cache, segments)
-        self.side_streams.start(CONTEXT_STREAM, write_context)
+        beside = partial(self.side_streams.start, CONTEXT_STREAM)
+        streams = self._embedded(inputs)
+        features = Features(context.targets, streams, beside)
+        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
+        beside(lambda: context.write(features, inputs, cache))
         logits = self.compute_logits(streams)
         self.side_streams.join(CONTEXT_STREAM)
         return logits, streams
@@ -196,7 +208,7 @@ class DeepseekV4:
         """See protocol.Model."""
         streams = self._embedded(inputs)
         if self.draft_context is not None:
-            features = self.draft_context.features(streams)
+            features = Features(self.draft_context.targets, streams)
             for layer in self.draft_context.targets:
                 features.add(layer, streams)
             self.draft_context.write(features, inputs, cache)
@@ -220,17 +232,6 @@ class DeepseekV4:
     def limit_positions(self, max_positions: int) -> None:
         """See protocol.Model."""
         self.tables.limit(max_positions)
-
-    def _forward(
-        self, inputs: StepInputs, cache: PagedCache, segments: Segments
-    ) -> tuple[Tensor, Callable[[], None]]:
-        """The residual streams [N,H,D], and a function that writes the draft head's context."""
-        streams, context = self._embedded(inputs), self.draft_context
-        if context is None:
-            return self.run_layers(self.layers, streams, inputs, cache, segments), lambda: None
-        features = context.features(streams)
-        streams = self.run_layers(self.layers, streams, inputs, cache, segments, features)
-        return streams, lambda: context.write(features, inputs, cache)
 
     def _embedded(self, inputs: StepInputs) -> Tensor:
         """The residual streams of this rank's rows."""
