@@ -51,8 +51,9 @@ from finwhale.request import SamplingParams
 FP8_BLOCK_BYTES = 4 / 128**2
 ROW_BYTES, KEY_BYTES = 584, 68
 WARM_UP = 5
-# The default numbers of timed steps: "auto" changes the number of drafts from time to time.
-STEPS, ADAPTIVE_STEPS = 30, 256
+# The default numbers of timed steps. "auto" changes the number of drafts from time to time, and one
+# such probe takes as long as about ten plain steps.
+STEPS, ADAPTIVE_STEPS = 30, 1024
 
 
 @dataclass(frozen=True, slots=True)
