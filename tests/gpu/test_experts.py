@@ -15,8 +15,8 @@ HOPPER, PORTABLE = load_ops(Platform("nvidia", "sm90")), load_ops(Platform("amd"
 
 # D, I, E, K of Flash, Pro (fewer experts) and the demo model.
 SIZES = [(4096, 2048, 256, 6), (7168, 3072, 96, 6), (256, 512, 6, 2)]
-# Those whose programs for one token run at once, also with other numbers of tiles in the two GEMMs.
-ONE_LAUNCH = [(4096, 2048, 64, 6), (4096, 1024, 64, 6), (256, 512, 6, 2)]
+# Those that one launch computes, with equal and with different numbers of tiles in the two GEMMs.
+ONE_LAUNCH = [(4096, 2048, 64, 6), (256, 512, 6, 2)]
 
 
 def weights(D: int, I: int, E: int) -> ExpertWeight:  # noqa: E741
@@ -59,7 +59,7 @@ def test_one_token_has_the_bits_it_has_among_others(D: int, I: int, E: int, K: i
             assert torch.equal(together, alone.repeat(2, 1))
 
 
-@pytest.mark.parametrize(("D", "I", "E", "K"), ONE_LAUNCH, ids=["flash", "rank of 2", "demo"])
+@pytest.mark.parametrize(("D", "I", "E", "K"), ONE_LAUNCH, ids=["flash", "demo"])
 def test_one_launch_has_the_bits_of_two(D: int, I: int, E: int, K: int) -> None:  # noqa: E741
     """Both are captured and replayed many times: a wait that ends early is wrong in some runs only.
 
@@ -82,7 +82,7 @@ def test_one_launch_has_the_bits_of_two(D: int, I: int, E: int, K: int) -> None:
         return graph, found
 
     assert isinstance(w, TiledExperts) and w.arrivals is not None
-    assert max(I // 32, D // 64) * K <= one_token.programs_at_once(D, I, 132)
+    assert one_token.takes_one_launch(D, I, K, 132) and not one_token.takes_one_launch(D, I, K, 0)
     (one, found), (two, wanted) = captured(132), captured(0)
     for run in range(300):
         x.normal_(generator=generator)

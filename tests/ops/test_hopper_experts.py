@@ -4,7 +4,14 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton, which is installed with the GPU packages")
 from finwhale.ops.moe.experts_hopper import PLANS, _cut, _down_steps
-from finwhale.ops.moe.experts_hopper_one_token import STAGES, _stages, programs_at_once
+from finwhale.ops.moe.experts_hopper_one_token import (
+    PROGRAM_BYTES,
+    STAGES,
+    _stages,
+    takes_one_launch,
+)
+
+from .conftest import Compile
 
 
 def test_programs_share_all_rows() -> None:
@@ -35,7 +42,20 @@ def test_one_token_has_as_many_bytes_in_flight_on_every_rank() -> None:
 
 def test_one_launch_only_where_all_programs_run_at_once() -> None:
     """Programs wait for each other, so they would wait for ever for programs that never start."""
-    flash = max(2048 // 32, 4096 // 64) * 6
-    assert flash <= programs_at_once(4096, 2048, 132)
-    assert flash > programs_at_once(4096, 2048, 114)  # an H100 PCIe
-    assert max(3072 // 32, 7168 // 64) * 6 > programs_at_once(7168, 3072, 132)  # Pro
+    assert takes_one_launch(4096, 2048, 6, 132)  # Flash
+    assert not takes_one_launch(4096, 2048, 6, 114)  # Flash on an H100 PCIe
+    assert not takes_one_launch(7168, 3072, 6, 132)  # Pro
+    assert not takes_one_launch(4096, 1024, 6, 132)  # Flash on one of two ranks
+    assert takes_one_launch(256, 512, 2, 132)  # the demo model
+
+
+def test_shared_memory_of_one_launch(sm90: Compile) -> None:
+    """`programs_at_once` assumes at least what the compiler reports, and 1 KiB that CUDA takes."""
+    for call, blocks in (("flash-hopper-16-1", 32), ("demo-hopper-16-1", 4)):
+        (found,) = (
+            report["shared"]
+            for report in sm90("sm90_experts", call)
+            if report["kernel"].endswith("._one_token_kernel")
+        )
+        assumed = blocks * (128 + 4) * 8 + STAGES * (64 * 64 + 64 * 4) + PROGRAM_BYTES
+        assert assumed - 2048 < found <= assumed - 1024, call

@@ -14,6 +14,9 @@ values, its ring already has the first weights of w2. The programs count in `arr
 that has waited for a pair resets the counts. If they do not fit, as Pro's, programs would wait for
 others that never start, so one launch computes gate and up, and one down. The kernels of other
 streams may delay the start of some programs, but must not wait for this launch themselves.
+
+On one of several ranks, gate and up have fewer tiles than down, and two launches too: that of gate
+and up has longer rings, so that as many bytes are in flight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -42,7 +45,7 @@ from finwhale.ops.moe.experts_hopper_parts import (
     swiglu,
     weight_descriptors,
 )
-from finwhale.ops.moe.experts_layout import TiledExperts
+from finwhale.ops.moe.experts_layout import MOST_PAIRS, TiledExperts
 from finwhale.ops.rounding import MIN_AMAX
 
 # Tiles of a program's ring. A launch with fewer than MANY_PROGRAMS programs, such as gate and up on
@@ -477,6 +480,13 @@ def programs_at_once(width: int, inner: int, num_multiprocessors: int) -> int:
     return num_multiprocessors * min(MOST_PROGRAMS, SHARED_BYTES // shared)
 
 
+def takes_one_launch(width: int, inner: int, topk: int, num_multiprocessors: int) -> bool:
+    """Whether one launch computes both GEMMs."""
+    up_tiles, down_tiles = inner // 32, width // 64
+    at_once = programs_at_once(width, inner, num_multiprocessors)
+    return up_tiles >= down_tiles and topk <= MOST_PAIRS and up_tiles * topk <= at_once
+
+
 def launch(
     x: Tensor,
     weights: Tensor,
@@ -496,19 +506,17 @@ def launch(
     gate_up = (x, ids, *weight_descriptors(w13, steps13), unit13, weights, hidden, limit)
     w2, steps2, unit2 = w.down()
     down = (*weight_descriptors(w2, steps2), unit2, out)
-    programs = max(inner // 32, width // 64) * topk
-    assert w.arrivals is not None
-    most_pairs = w.arrivals.shape[1]
-    if topk <= most_pairs and programs <= programs_at_once(width, inner, num_multiprocessors):
+    if takes_one_launch(width, inner, topk, num_multiprocessors):
+        assert w.arrivals is not None
         up_blocks, down_blocks = width // 128, inner // 128
-        _one_token_kernel[(programs,)](
+        _one_token_kernel[(inner // 32 * topk,)](
             *(*gate_up, *down, w.arrivals),
             PAIRS=topk,
             UP_BLOCKS=up_blocks,
             UP_CHUNK=_chunk(up_blocks),
             DOWN_BLOCKS=down_blocks,
             DOWN_CHUNK=_chunk(down_blocks),
-            MOST_PAIRS=most_pairs,
+            MOST_PAIRS=MOST_PAIRS,
             STAGES=STAGES,
             **COMMON,
         )
