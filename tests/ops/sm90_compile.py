@@ -64,6 +64,7 @@ Report = dict[str, Any]
 DONE: dict[str, Report] = {}  # by what decides the compiled kernel
 FOUND: list[Report] = []  # of the present call
 LAUNCHES: dict[str, list["Launch"]] = {}  # by kernel and constants: the first launch and the last
+IR: dict[str, str] = {}  # by the same, for all calls
 mode = "compile"  # or "names", or "indices"
 # Bounds of loaded values that indices are computed from. A page number is not bounded.
 LOADED = {
@@ -191,10 +192,15 @@ class Launch:
     def __post_init__(self) -> None:
         self.source = source(self.kernel, self.arguments)
         fixed = self.source.signature, self.source.constants, self.source.attrs
-        self.key = f"{name_of(self.kernel)} {fixed} {self.options}"
+        self.key = f"{TARGET.arch} {name_of(self.kernel)} {fixed} {self.options}"
 
     def ir(self) -> str:
-        """The kernel's first representation: Triton's, or Gluon's."""
+        """The kernel's first representation: Triton's, or Gluon's. It depends on the key alone."""
+        if self.key not in IR:
+            IR[self.key] = self.make_ir()
+        return IR[self.key]
+
+    def make_ir(self) -> str:
         backend, context = make_backend(TARGET), ir.context()
         ir.load_dialects(context)
         backend.load_dialects(context)
