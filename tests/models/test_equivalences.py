@@ -90,20 +90,29 @@ def _model(
         yield model
 
 
-CHUNKS = (1, 2, 3, 5, 127, 128, 129)
+SHORT, LONG = (2, 3, 5), (127, 128, 129)
 
 
-@pytest.mark.parametrize("size", CHUNKS)
+@pytest.mark.parametrize("size", [1, *LONG])
 def test_chunks_of_one_size(model: Model, size: int) -> None:
     """Size 1 is decode, token by token from the first."""
     found = model.stepper.read(model.text(), range(size, LENGTH, size))
     assert torch.equal(found, model.whole)
 
 
+def test_short_chunks(model: Model) -> None:
+    """In any order, so that each size begins at every place within an entry and a window."""
+    draw = random.Random(model.seed)
+    cuts = accumulate(draw.choice(SHORT) for _ in range(LENGTH))
+    found = model.stepper.read(model.text(), [cut for cut in cuts if cut < LENGTH])
+    assert torch.equal(found, model.whole)
+
+
 @pytest.mark.parametrize("draw_seed", range(3))
 def test_chunks_of_random_sizes(model: Model, draw_seed: int) -> None:
     draw = random.Random(draw_seed)
-    cuts = accumulate(draw.choice((*CHUNKS, draw.randint(1, 60))) for _ in range(LENGTH))
+    sizes = (draw.choice((1, *SHORT, *LONG, draw.randint(1, 60))) for _ in range(LENGTH))
+    cuts = accumulate(sizes)
     found = model.stepper.read(model.text(), [cut for cut in cuts if cut < LENGTH])
     assert torch.equal(found, model.whole)
 
@@ -155,13 +164,14 @@ def test_a_page_is_one_piece_of_memory(model: Model, cut: int) -> None:
     stepper.release(sequence)
 
 
-SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
 
 
 def test_a_seeded_request_ignores_its_company(model: Model) -> None:
     prompts = [model.text(n, salt=n) for n in (9, 140, 33)]
-    alone = [model.llm().generate([p], SAMPLED)[0].outputs[0].token_ids for p in prompts]
-    together = model.llm().generate(prompts, SAMPLED)
+    llm = model.llm()
+    alone = [llm.generate([p], SAMPLED)[0].outputs[0].token_ids for p in prompts]
+    together = llm.generate(prompts, SAMPLED)
     crowded = model.llm(max_num_seqs=2, max_num_batched_tokens=16).generate(prompts, SAMPLED)
     assert [out.outputs[0].token_ids for out in together] == alone
     assert [out.outputs[0].token_ids for out in crowded] == alone
@@ -171,9 +181,9 @@ def test_a_seeded_request_ignores_its_company(model: Model) -> None:
 def test_several_continuations_of_one_prompt(model: Model) -> None:
     """n continuations are n draws; the first is that of n=1; greedy ones are all the same."""
     prompt = model.text(50)
-    several = SamplingParams(n=3, max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
-    single = SamplingParams(n=1, max_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
-    greedy = SamplingParams(n=3, max_tokens=24, temperature=0, ignore_eos=True)
+    several = SamplingParams(n=3, max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+    single = SamplingParams(n=1, max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+    greedy = SamplingParams(n=3, max_tokens=12, temperature=0, ignore_eos=True)
     llm = model.llm()
     drawn, one, same = llm.generate([prompt] * 3, [several, single, greedy])
     assert [out.index for out in drawn.outputs] == [0, 1, 2]
