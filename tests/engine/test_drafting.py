@@ -429,6 +429,7 @@ class Machine:
         self.propose = drafter.propose
         self.stepper = Stepper(LLM(path, **options).engine)
         self.rows: dict[tuple[str, int], list[tuple[list[int], Tensor]]] = {}
+        self.whole: dict[tuple[int, ...], Tensor] = {}  # the streams of each text read as a whole
 
     def begin(self, *, blocks: int, states: int, seqs: int, step: int, drafts: int) -> Engine:
         """The engine with a new scheduler that has so many blocks and states, and no more."""
@@ -469,6 +470,13 @@ class Machine:
                 self.rows.setdefault((sequence.key, end), []).append((whole[:end], row))
         return forward
 
+    def read(self, tokens: list[int]) -> Tensor:
+        """Once for each text: several runs of a test end with the same texts."""
+        key = tuple(tokens)
+        if key not in self.whole:
+            self.whole[key] = self.stepper.read(tokens)
+        return self.whole[key]
+
     def check(self, result: RequestOutput) -> int:
         """Every logit after a text that became output is that of the text read as a whole.
 
@@ -479,7 +487,7 @@ class Machine:
         for output in result.outputs:
             tokens = [*result.prompt_token_ids, *output.token_ids]
             first = len(result.prompt_token_ids)
-            wanted = self.stepper.logits(self.stepper.read(tokens[:-1])[first - 1 :])
+            wanted = self.stepper.logits(self.read(tokens[:-1])[first - 1 :])
             for end in range(first, len(tokens)):
                 rows = self.rows[f"{result.request_id}/{output.index}", end]
                 right = [row for text, row in rows if text == tokens[:end]]
