@@ -42,7 +42,7 @@ def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
 
     Other modes name each launch's kernel ("names") or look at its indices ("indices").
 
-    The process serves all tests of this worker. Workers share what Triton compiled.
+    The process serves all tests of this worker. Workers share what it compiled.
     """
     if not TRITON:
         pytest.skip("needs triton, which is installed with the GPU packages")
@@ -50,7 +50,9 @@ def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compile]:
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(shared / "sm90")}
+    compiled = shared / "sm90"
+    compiled.mkdir(exist_ok=True)
+    env |= {"OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(compiled)}
     env["TRITON_DISABLE_LINE_INFO"] = "1"  # line numbers are not needed
     child = subprocess.Popen(
         [sys.executable, "-m", "tests.ops.sm90_worker"],

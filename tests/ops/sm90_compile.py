@@ -5,12 +5,16 @@ bfloat16; other modules named sm90_* have CALLS of their own. In sm90_worker.py,
 stands in for a launch.
 """
 
+import fcntl
+import json
+import os
 import re
 import subprocess
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -160,24 +164,39 @@ def add_report(ast: ASTSource, options: dict[str, Any], constants: dict[str, Any
         FOUND.append({"kernel": name})
         return
     key = f"{TARGET.arch} {name} {ast.signature} {ast.constants} {ast.attrs} {options}"
-    if key in DONE:
-        FOUND.append(DONE[key])
-        return
+    if key not in DONE:
+        DONE[key] = shared_report(key, ast, options) | {"constants": str(constants)}
+    FOUND.append(DONE[key])
+
+
+def shared_report(key: str, ast: ASTSource, options: dict[str, Any]) -> Report:
+    """What a source compiles to. Of all workers of a session, the first one compiles it."""
+    name = sha256(key.encode()).hexdigest()
+    with (Path(os.environ["TRITON_CACHE_DIR"]) / f"{name}.report").open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if stored := file.read():
+            found: Report = json.loads(stored)
+        else:
+            found = compiled_report(ast, options)
+            file.write(json.dumps(found))
+    return found
+
+
+def compiled_report(ast: ASTSource, options: dict[str, Any]) -> Report:
     compiled = triton.compile(ast, target=TARGET, options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [CUOBJDUMP, "-res-usage", file.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    DONE[key] = {
-        "kernel": name,
+    return {
+        "kernel": name_of(ast.fn),
         "signature": str(ast.signature),
-        "constants": str(constants),
         "registers": int(re.findall(r"REG:(\d+)", usage)[0]),
         "spilled": int(re.findall(r"STACK:(\d+)", usage)[0]),
         "shared": compiled.metadata.shared,
     }
-    FOUND.append(DONE[key])
 
 
 @dataclass
