@@ -160,12 +160,17 @@ def test_a_worker_that_reads_nothing_holds_up_the_writer_until_it_is_killed(
         raise GivenUpError
 
     processes, worker, (control, _) = connected
-    killer = threading.Timer(0.5, worker.kill)
-    killer.start()
+    killed = threading.Event()
+
+    def kill() -> None:
+        killed.set()
+        worker.kill()
+
+    threading.Timer(0.5, kill).start()
     with pytest.raises(GivenUpError):
         while True:
             processes.write(b"x" * 2**20, give_up)
-    assert killer.finished.is_set()
+    assert killed.is_set()
     assert worker.wait(None)
     with pytest.raises((EOFError, OSError)):
         control.recv_bytes()
