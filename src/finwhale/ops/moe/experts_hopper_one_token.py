@@ -167,6 +167,22 @@ def _store_first(ptr, x):
 
 
 @gluon.jit
+def _shared_memory(descs, BLOCKS: gl.constexpr, STAGES: gl.constexpr):
+    """Allocate a program's rings, and its row of BLOCKS blocks with their scales."""
+    w_desc, steps_desc = descs
+    w = ring(w_desc, STAGES, 64)
+    steps = ring(steps_desc, STAGES, 1)
+    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128, element_bitwidth=8, rank=2
+    )
+    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, _columns(), 128], bytes_layout)
+    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, _columns()], words)
+    full, empty = barriers(STAGES, 1)
+    return (w, steps, full, empty), x, scales
+
+
+@gluon.jit
 def _group(
     rings,
     x,
@@ -203,19 +219,9 @@ def _run(
     TOP: gl.constexpr,
     LEAST: gl.constexpr,
 ):
-    w_desc, steps_desc = descs
     x_ptr, unit_ptr, result = arguments
     tile = expert * gl.num_programs(0) + gl.program_id(0)
-    w = ring(w_desc, STAGES, 64)
-    steps = ring(steps_desc, STAGES, 1)
-    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8, rank=2
-    )
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(gl.float8e4nv, [BLOCKS, _columns(), 128], bytes_layout)
-    scales = gl.allocate_shared_memory(gl.float32, [BLOCKS, 1, _columns()], words)
-    full, empty = barriers(STAGES, 1)
-    rings = w, steps, full, empty
+    rings, x, scales = _shared_memory(descs, BLOCKS, STAGES)
     unit_ptr += tile * 64
     # fmt: off
     gl.warp_specialize(
@@ -391,7 +397,10 @@ def _one_token_kernel(
     LEAST: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Both GEMMs of the token's pairs. A pair has the tiles 0 .. of each GEMM, in program order.
+    """Compute both GEMMs of the token's pairs, one after the other.
+
+    Program i computes tile i of the gate and up GEMM, and tile i of the down GEMM if there is one.
+    Tiles are numbered through all pairs.
 
     arrivals [2, MOST_PAIRS]: for each pair, the programs that have stored their hidden values, and
     the programs that have waited for them.
@@ -410,16 +419,7 @@ def _one_token_kernel(
     up_tile = up_expert * up_tiles + program % up_tiles
     down_tile = down_expert * down_tiles + program % down_tiles
     most: gl.constexpr = UP_BLOCKS if UP_BLOCKS > DOWN_BLOCKS else DOWN_BLOCKS
-    w = ring(w13_desc, STAGES, 64)
-    steps = ring(steps13_desc, STAGES, 1)
-    bytes_layout: gl.constexpr = gl.NVMMASharedLayout(
-        swizzle_byte_width=128, element_bitwidth=8, rank=2
-    )
-    words: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    x = gl.allocate_shared_memory(gl.float8e4nv, [most, _columns(), 128], bytes_layout)
-    scales = gl.allocate_shared_memory(gl.float32, [most, 1, _columns()], words)
-    full, empty = barriers(STAGES, 1)
-    rings = w, steps, full, empty
+    rings, x, scales = _shared_memory((w13_desc, steps13_desc), most, STAGES)
     # fmt: off
     up = (up_expert, x_ptr, unit13_ptr + up_tile * 64, hidden_ptr + program * 32,
           weights_ptr + up_pair, limit, arrivals_ptr + up_pair)
