@@ -94,8 +94,8 @@ soak seconds="600":
     for _ in {1..100}; do curl --silent --fail http://127.0.0.1:8765/health/ready > /dev/null && break; sleep 1; done
     python -m tests.server.soak --url http://127.0.0.1:8765 --seconds {{ seconds }} --pids $server
 
-# Every test that needs an NVIDIA GPU: first several at once, most of whose time compilers take, then the
-# others alone. Six processes need some 100 GB of GPU memory.
+# Every test that needs an NVIDIA GPU. Several processes share the GPU, because compilers take most of the
+# time; then one process runs the tests that need the GPU alone. A GPU of 80 GB may need fewer processes.
 gpu processes="6" *args:
     pytest tests/gpu -m "not alone" -n {{ processes }} --dist loadfile {{ args }}
     pytest tests/gpu -m alone -n 0 {{ args }}

@@ -24,7 +24,7 @@ def warm_up(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def replay_ms(replay: Callable[[], object], repeats: int) -> list[float]:
-    """Replay a graph `repeats` times; returns the GPU time of each replay in milliseconds."""
+    """Call `replay` several times; returns how many milliseconds the GPU took for each call."""
     times: list[float] = []
     for _ in range(repeats):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -112,7 +112,8 @@ def never_block(notice: Callable[[int], str]) -> Callable[[], None]:
     non-blocking, for this process and those that it starts, if they are pipes or terminals.
 
     Returns:
-        A function that restores standard error, or does nothing if nobody reads it.
+        A function that makes standard error as it was before. If nobody reads standard error,
+        the function changes nothing.
     """
     before = sys.stderr
     if isinstance(before, LossyStderr):

@@ -85,7 +85,7 @@ class Features:
         self._targets = tuple(target_layers)
         self._width = streams_RHD.shape[2]
         self._beside = beside
-        # What the side stream reads must not be freed before the caller has joined it.
+        # The side stream reads these tensors, so they must live until the caller has joined it.
         self._read: list[Tensor] = []
         rows, width = len(streams_RHD), self._width * len(self._targets)
         self.values = streams_RHD.new_empty(rows, width)

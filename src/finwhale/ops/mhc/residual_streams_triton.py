@@ -118,7 +118,7 @@ def _fn_tile(fn_ptr, row, d, D, M: tl.constexpr):
 
 @triton.jit
 def _streams_tile(streams_ptr, token, d, stride_n, stride_h, mask):
-    """Load the columns d of each residual stream, for a block of tokens."""
+    """Load the values at columns d of all four residual streams of a block of tokens."""
     source = streams_ptr + token[:, None] * stride_n + d[None, :]
     s0 = tl.load(source, mask=mask, other=0.0)
     s1 = tl.load(source + stride_h, mask=mask, other=0.0)

@@ -100,7 +100,10 @@ def _load(
 def _load_weights(
     descs, rings, slot, chunk, blocks, boxes, COLUMNS: gl.constexpr, GROUPS: gl.constexpr
 ):
-    """Copy a block of each group's rows. Its barrier counts the bytes of `_load_rows`, too."""
+    """Start to copy 128 columns of each group's rows of weights to shared memory.
+
+    The barrier waits for these bytes and for those that `_load_rows` copies.
+    """
     x_desc, scale_desc, w_desc, steps_desc = descs
     _, _, w_ring, steps_ring, full, _ = rings
     height: gl.constexpr = x_desc.block_type.shape[0]
@@ -636,8 +639,9 @@ def compute(
             chosen = plan(pairs.ids.numel(), len(tiled.w2))
             launch(x_ND, weights_NK, pairs, tiled, limit, chosen, each)
     else:
-        one_token = (x_ND, weights_NK, pairs.ids, tiled, limit, each, num_multiprocessors)
-        experts_hopper_one_token.launch(*one_token)
+        experts_hopper_one_token.launch(
+            x_ND, weights_NK, pairs.ids, tiled, limit, each, num_multiprocessors
+        )
     return each
 
 
