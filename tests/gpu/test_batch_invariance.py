@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -22,12 +23,13 @@ LENGTHS = [700, 3, 129, 1, 1300, 260, 64, 1021]
 @pytest.fixture(scope="module", params=["demo", "flash"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """The demo model, and four layers of Flash with random weights: window, window, C4, C128."""
-    options = {"max_num_seqs": 8, "max_model_len": 4096, "batch_invariant": True}
+    options: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 4096, "batch_invariant": True}
+    options |= {"device": "cuda", "cache_memory_bytes": 2**31}
     if request.param == "demo":
-        yield LLM(device="cuda", **options).engine
+        yield LLM(**options).engine
         return
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
-    config = EngineConfig(device="cuda", max_num_batched_tokens=4096, **options)
+    config = EngineConfig(max_num_batched_tokens=4096, **options)
     yield start_engine(config, model, DummyWeights(model), None)
 
 

@@ -44,7 +44,8 @@ def engine(request: pytest.FixtureRequest) -> Engine:
         "few graphs": {"graph_sizes": (1, 4)},
     }[request.param]
     model = ModelConfig.preset("flash").without_draft_head().with_layers(4)
-    config = EngineConfig(max_num_batched_tokens=1500, max_model_len=40000, **options)
+    options |= {"max_num_batched_tokens": 1500, "cache_memory_bytes": 2**31}
+    config = EngineConfig(max_model_len=40000, **options)
     return start_engine(config, model, DummyWeights(model), None)
 
 

@@ -191,6 +191,7 @@ class KernelBuilds:
 
     def ready(self) -> None:
         self._at_ready = self._totals()
+        self._counter.warns = True
 
     def late(self) -> Mapping[str, int]:
         return {name: now - self._at_ready.get(name, 0) for name, now in self._totals().items()}

@@ -5,6 +5,7 @@ method. The launches of the calling thread then go to a visitor instead of the G
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from typing import Any
 
 from triton import knobs
 from triton.runtime.jit import JITFunction
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +119,13 @@ class Counter:
     Attributes:
         total: number of kernels compiled or loaded from Triton's cache.
         compiled: how many of them were compiled.
+        warns: whether a kernel that is compiled or loaded from now on is logged as late.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self.compiled = 0
+        self.warns = False
         me = weakref.ref(self)
         before, heard = knobs.runtime.jit_post_compile_hook, knobs.compilation.listener
 
@@ -128,6 +133,11 @@ class Counter:
             counter = me()
             if counter is not None:
                 counter.total += 1
+                if counter.warns:
+                    logger.warning(
+                        "a step waited until this kernel was compiled or loaded: %s",
+                        kwargs.get("repr"),
+                    )
             return before(*args, **kwargs) if before is not None else None
 
         def listen(*args: Any, **kwargs: Any) -> None:
