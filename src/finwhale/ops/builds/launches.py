@@ -117,14 +117,16 @@ class Counter:
     """Counts the kernels that Triton compiles or loads in this process.
 
     Attributes:
-        total: number of kernels compiled or loaded from Triton's cache.
-        compiled: how many of them were compiled.
-        warns: whether a kernel that is compiled or loaded from now on is logged as late.
+        compiled: number of kernels that were compiled.
+        total: number of kernels that were compiled, or loaded from Triton's cache.
+        late: how many of the total were not built ahead, so that a launch waited for them.
+        warns: whether each late kernel is logged.
     """
 
     def __init__(self) -> None:
-        self.total = 0
         self.compiled = 0
+        self.total = 0
+        self.late = 0
         self.warns = False
         me = weakref.ref(self)
         before, heard = knobs.runtime.jit_post_compile_hook, knobs.compilation.listener
@@ -132,12 +134,7 @@ class Counter:
         def note(*args: Any, **kwargs: Any) -> Any:
             counter = me()
             if counter is not None:
-                counter.total += 1
-                if counter.warns:
-                    logger.warning(
-                        "a step waited until this kernel was compiled or loaded: %s",
-                        kwargs.get("repr"),
-                    )
+                counter._note(kwargs["fn"].name, built_ahead=kwargs["is_manual_warmup"])
             return before(*args, **kwargs) if before is not None else None
 
         def listen(*args: Any, **kwargs: Any) -> None:
@@ -149,3 +146,10 @@ class Counter:
 
         knobs.runtime.jit_post_compile_hook = note
         knobs.compilation.listener = listen
+
+    def _note(self, kernel: str, *, built_ahead: bool) -> None:
+        self.total += 1
+        if not built_ahead:
+            self.late += 1
+            if self.warns:
+                logger.warning("a step waited until the kernel %s was compiled or loaded", kernel)

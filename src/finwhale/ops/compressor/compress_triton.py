@@ -387,7 +387,7 @@ def _part(
             )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _compress_kernel(
     projected_a_ptr,
     ape_a_ptr,
