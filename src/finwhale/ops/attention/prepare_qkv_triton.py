@@ -65,32 +65,44 @@ def _prepare_qkv_kernel(
     GROUP: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    NEXT_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv."""
+    """Program (token, 1) normalises the query's latent, program (token, 0) prepares kv.
+
+    NEXT_FIRST: let the next kernel start before this one waits for the previous kernel.
+    """
     token = tl.program_id(0).to(tl.int64)
-    if PDL:
+    if PDL and NEXT_FIRST:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     if tl.program_id(1) == 1:
         place = tl.arange(0, BLOCK_Q)
         mask = place < Q
-        q = tl.load(q_ptr + token * stride_q + place, mask=mask, other=0.0).to(tl.float32)
         norm = tl.load(q_norm_ptr + place, mask=mask, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+            if not NEXT_FIRST:
+                tl.extra.cuda.gdc_launch_dependents()
+        q = tl.load(q_ptr + token * stride_q + place, mask=mask, other=0.0).to(tl.float32)
         q = q * tl.rsqrt(tl.sum(q * q) / Q + eps) * norm
         tl.store(q_out_ptr + token * Q + place, q.to(q_out_ptr.dtype.element_ty), mask=mask)
         return
 
     position = tl.load(positions_ptr + token)
-    if position < 0:
-        return
     sequence = tl.load(sequence_ptr + token).to(tl.int64)
     columns = tl.arange(0, BLOCK_C)
     mask = columns < C
-    kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
     norm = tl.load(kv_norm_ptr + columns, mask=mask, other=0.0)
     place = position // ROWS - tl.load(first_ptr + sequence)
-    page = tl.load(pages_ptr + sequence * stride_pages + place).to(tl.int64)
+    page_at = pages_ptr + sequence * stride_pages + place
+    page = tl.load(page_at, mask=position >= 0, other=0).to(tl.int64)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not NEXT_FIRST:
+            tl.extra.cuda.gdc_launch_dependents()
+    if position < 0:
+        return
+    kv = tl.load(kv_ptr + token * stride_kv + columns, mask=mask, other=0.0).to(tl.float32)
     row = kv * tl.rsqrt(tl.sum(kv * kv) / C + eps) * norm
     row = rotate(row[None, :], rotary_ptr + position * R, C, R, 1.0, 1, BLOCK_C)
     row = tl.reshape(row, [BLOCK_C])
@@ -170,6 +182,9 @@ def prepare_qkv(
         GROUP=NOPE_GROUP,
         BLOCK_Q=block_q,
         BLOCK_C=block_c,
+        # With one token, the next kernel prefetches its weights into registers. With more tokens,
+        # it would only take the room of the compressors' kernels on a side stream.
+        NEXT_FIRST=num_tokens == 1,
         num_warps=max(1, min(4, max(block_q, block_c) // VALUES_PER_WARP)),
         **launch_options(early_launch),
     )

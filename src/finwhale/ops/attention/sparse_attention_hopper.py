@@ -53,7 +53,7 @@ from finwhale.ops.attention.sparse_attention_triton import (
     shared_contexts,
     shared_tokens,
 )
-from finwhale.ops.launch.early_launch_hopper import start_early
+from finwhale.ops.launch.early_launch_hopper import start_next, wait_for_last
 from finwhale.ops.launch.sizes import ModelSizes, up_to
 from finwhale.ops.paging import Tokens
 
@@ -73,8 +73,13 @@ def _consume(
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     ROUND: gl.constexpr,
+    WAIT: gl.constexpr,
 ):
-    """The consumers' work: the query, both GEMMs of every tile, and the output."""
+    """The consumers' work: the query, both GEMMs of every tile, and the output.
+
+    WAIT: wait for the previous kernel first.
+    """
+    wait_for_last(WAIT)
     # fmt: off
     (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
@@ -203,6 +208,8 @@ def _attend_kernel(
 ):
     H: gl.constexpr = ROWS
     PRODUCERS: gl.constexpr = 1 if ROWS == 64 else 2
+    # Each group of warps waits for the previous kernel itself, unless all have waited here.
+    WAIT: gl.constexpr = PDL and ENTRIES != 1
     C: gl.constexpr = 512
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, rank=2)
@@ -212,7 +219,7 @@ def _attend_kernel(
     token = gl.program_id(0).to(gl.int64)
     split = gl.program_id(1)
     head0 = gl.program_id(2) * HEADS_EACH
-    start_early(PDL)
+    start_next(PDL)
     position = gl.load(positions_ptr + token).to(gl.int32)
     sequence = gl.load(sequence_ptr + token).to(gl.int64)
     window_pages_ptr += sequence * stride_window
@@ -220,6 +227,8 @@ def _attend_kernel(
     entry_first = 0
     num_entries = 0
     if ENTRIES == 1:
+        # An earlier kernel of this step wrote the slots.
+        wait_for_last(PDL)
         entry_rows_ptr += token * stride_entry
         slots_layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         place = gl.arange(0, BLOCK_S, slots_layout)
@@ -264,8 +273,8 @@ def _attend_kernel(
     if ROWS == 64:
         gl.warp_specialize(
             [
-                (_consume, (heads, W, SPLITS, BLOCK_K, ROUND)),
-                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP)),
+                (_consume, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
+                (produce, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, STEP, WAIT)),
             ],
             [PRODUCER_WARPS],
             [PRODUCER_REGISTERS],
@@ -273,9 +282,9 @@ def _attend_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND)),
-                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0)),
-                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 1)),
+                (consume_few_heads, (heads, W, SPLITS, BLOCK_K, ROUND, WAIT)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 0, WAIT)),
+                (produce_half, (keys, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, BLOCK_K, 1, WAIT)),
             ],
             [PRODUCER_WARPS, PRODUCER_WARPS],
             [PRODUCER_REGISTERS, PRODUCER_REGISTERS],

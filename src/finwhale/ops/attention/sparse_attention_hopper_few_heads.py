@@ -27,12 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from finwhale.ops.attention.sparse_attention_hopper_parts import (
     LOG2_E,
     UP,
-    load_words,
-    log2,
+    find_rows,
+    load_found,
     prepare_query,
     store_heads,
     store_rows,
 )
+from finwhale.ops.launch.early_launch_hopper import wait_for_last
 
 
 @gluon.jit
@@ -42,8 +43,13 @@ def consume_few_heads(
     SPLITS: gl.constexpr,
     BLOCK_K: gl.constexpr,
     ROUND: gl.constexpr,
+    WAIT: gl.constexpr,
 ):
-    """The work of one warpgroup: the query, both GEMMs of every tile, and the output."""
+    """The work of one warpgroup: the query, both GEMMs of every tile, and the output.
+
+    WAIT: wait for the previous kernel first.
+    """
+    wait_for_last(WAIT)
     # fmt: off
     (
         q_shared, buffers, p_shared, ready, free, token, split, begin, end, head0, num_heads,
@@ -117,72 +123,6 @@ def consume_few_heads(
 
 
 @gluon.jit
-def _find_rows(
-    key0,
-    position,
-    num_entries,
-    window_pages_ptr,
-    window_first,
-    entry_rows_ptr,
-    entry_first,
-    W: gl.constexpr,
-    WINDOW_ROWS: gl.constexpr,
-    ENTRY_ROWS: gl.constexpr,
-    ENTRIES: gl.constexpr,
-    K: gl.constexpr,
-    WIDE: gl.constexpr,
-):
-    """Load the page numbers of K keys from key0 on, or the slots of selected entries."""
-    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
-    if ENTRIES == 0 or key0 < W:
-        row = position - (W - 1) + key
-        place = window_pages_ptr + ((row >> log2(WINDOW_ROWS)) - window_first)
-    elif ENTRIES == 1:
-        place = entry_rows_ptr + (key - W)
-    else:
-        place = entry_rows_ptr + (((key - W) >> log2(ENTRY_ROWS)) - entry_first)
-    return gl.load(place, mask=valid, other=0)
-
-
-@gluon.jit
-def _load_found(
-    found,
-    key0,
-    position,
-    num_entries,
-    window_ptr,
-    entry_ptr,
-    stride_window_page,
-    stride_entry_page,
-    W: gl.constexpr,
-    WINDOW_ROWS: gl.constexpr,
-    ENTRY_ROWS: gl.constexpr,
-    ENTRIES: gl.constexpr,
-    K: gl.constexpr,
-    WIDE: gl.constexpr,
-    HALF: gl.constexpr,
-    NARROW: gl.constexpr,
-):
-    """Load the words of the rows that `_find_rows` found."""
-    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
-    valid = (key >= W - 1 - position) & (key < W + num_entries)
-    if ENTRIES == 0 or key0 < W:
-        offset = (position - (W - 1) + key) & (WINDOW_ROWS - 1)
-        page_ptr = window_ptr + found.to(gl.int64) * stride_window_page
-        word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
-    else:
-        page = found
-        offset = (key - W) & (ENTRY_ROWS - 1)
-        if ENTRIES == 1:
-            page = found >> log2(ENTRY_ROWS)
-            offset = found & (ENTRY_ROWS - 1)
-        page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
-        word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
-    return load_words(page_ptr + offset * 576, word_ptr, valid, WIDE, HALF, NARROW)
-
-
-@gluon.jit
 def produce_half(
     work,
     W: gl.constexpr,
@@ -191,8 +131,12 @@ def produce_half(
     ENTRIES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     HALF_TILE: gl.constexpr,
+    WAIT: gl.constexpr,
 ):
-    """The work of one of two groups of producers: half of the rows of tiles begin .. end - 1."""
+    """The work of one of two groups of producers: half of the rows of tiles begin .. end - 1.
+
+    WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
+    """
     # fmt: off
     (
         words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
@@ -206,16 +150,17 @@ def produce_half(
     NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
     K: gl.constexpr = BLOCK_K // 2
     key0 = begin * BLOCK_K + HALF_TILE * K
-    found = _find_rows(
+    found = find_rows(
         key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
         W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
     )  # fmt: skip
-    wide, half, narrow, rope, low, high = _load_found(
+    wait_for_last(WAIT)
+    wide, half, narrow, rope, low, high = load_found(
         found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
         stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
     )  # fmt: skip
     key0 += BLOCK_K
-    found = _find_rows(
+    found = find_rows(
         key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
         W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
     )  # fmt: skip
@@ -226,12 +171,12 @@ def produce_half(
         store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)
-        wide, half, narrow, rope, low, high = _load_found(
+        wide, half, narrow, rope, low, high = load_found(
             found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
             stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE, HALF, NARROW,
         )  # fmt: skip
         key0 += BLOCK_K
-        found = _find_rows(
+        found = find_rows(
             key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
             entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, K, WIDE,
         )  # fmt: skip

@@ -8,12 +8,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from finwhale.ops.launch.early_launch_hopper import wait_for_last
+
 UP = gl.constexpr(18446744073709551616.0)  # 2^64
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
-def log2(x):
+def _log2(x):
     return x.bit_length() - 1
 
 
@@ -66,7 +68,7 @@ def _piece(row_ptr, valid, FIRST: gl.constexpr, X: gl.constexpr, layout: gl.cons
 
 
 @gluon.jit
-def load_words(
+def _load_words(
     row_ptr, word_ptr, valid, WIDE: gl.constexpr, HALF: gl.constexpr, NARROW: gl.constexpr
 ):
     """Load the words of rows: 256, 128 and 64 nope bytes, the rope, and the scales' two halves."""
@@ -81,16 +83,42 @@ def load_words(
 
 
 @gluon.jit
-def _load_rows(
+def find_rows(
+    key0,
+    position,
+    num_entries,
+    window_pages_ptr,
+    window_first,
+    entry_rows_ptr,
+    entry_first,
+    W: gl.constexpr,
+    WINDOW_ROWS: gl.constexpr,
+    ENTRY_ROWS: gl.constexpr,
+    ENTRIES: gl.constexpr,
+    K: gl.constexpr,
+    WIDE: gl.constexpr,
+):
+    """Load the page numbers of K keys from key0 on, or the slots of selected entries."""
+    key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
+    valid = (key >= W - 1 - position) & (key < W + num_entries)
+    if ENTRIES == 0 or key0 < W:
+        row = position - (W - 1) + key
+        place = window_pages_ptr + ((row >> _log2(WINDOW_ROWS)) - window_first)
+    elif ENTRIES == 1:
+        place = entry_rows_ptr + (key - W)
+    else:
+        place = entry_rows_ptr + (((key - W) >> _log2(ENTRY_ROWS)) - entry_first)
+    return gl.load(place, mask=valid, other=0)
+
+
+@gluon.jit
+def load_found(
+    found,
     key0,
     position,
     num_entries,
     window_ptr,
-    window_pages_ptr,
-    window_first,
     entry_ptr,
-    entry_rows_ptr,
-    entry_first,
     stride_window_page,
     stride_entry_page,
     W: gl.constexpr,
@@ -102,31 +130,22 @@ def _load_rows(
     HALF: gl.constexpr,
     NARROW: gl.constexpr,
 ):
-    """Find and load the rows of K keys from key0 on; returns what `load_words` returns."""
-    WINDOW_LOG: gl.constexpr = log2(WINDOW_ROWS)
-    ENTRY_LOG: gl.constexpr = log2(ENTRY_ROWS)
+    """Load the words of the rows that `find_rows` found."""
     key = key0 + gl.arange(0, K, gl.SliceLayout(1, WIDE))
     valid = (key >= W - 1 - position) & (key < W + num_entries)
     if ENTRIES == 0 or key0 < W:
-        row = position - (W - 1) + key
-        page = gl.load(window_pages_ptr + ((row >> WINDOW_LOG) - window_first), mask=valid, other=0)
-        offset = row & (WINDOW_ROWS - 1)
-        page_ptr = window_ptr + page.to(gl.int64) * stride_window_page
-        row_ptr = page_ptr + offset * 576
+        offset = (position - (W - 1) + key) & (WINDOW_ROWS - 1)
+        page_ptr = window_ptr + found.to(gl.int64) * stride_window_page
         word_ptr = page_ptr + WINDOW_ROWS * 576 + offset * 8
     else:
-        row = key - W
+        page = found
+        offset = (key - W) & (ENTRY_ROWS - 1)
         if ENTRIES == 1:
-            row = gl.load(entry_rows_ptr + row, mask=valid, other=0)
-            page = row >> ENTRY_LOG
-        else:
-            place = (row >> ENTRY_LOG) - entry_first
-            page = gl.load(entry_rows_ptr + place, mask=valid, other=0)
-        offset = row & (ENTRY_ROWS - 1)
+            page = found >> _log2(ENTRY_ROWS)
+            offset = found & (ENTRY_ROWS - 1)
         page_ptr = entry_ptr + page.to(gl.int64) * stride_entry_page
-        row_ptr = page_ptr + offset * 576
         word_ptr = page_ptr + ENTRY_ROWS * 576 + offset * 8
-    return load_words(row_ptr, word_ptr, valid, WIDE, HALF, NARROW)
+    return _load_words(page_ptr + offset * 576, word_ptr, valid, WIDE, HALF, NARROW)
 
 
 @gluon.jit
@@ -243,8 +262,12 @@ def produce(
     ENTRIES: gl.constexpr,
     BLOCK_K: gl.constexpr,
     STEP: gl.constexpr,
+    WAIT: gl.constexpr,
 ):
-    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time."""
+    """The producers' work: load tiles begin .. end - 1 of rows, STEP rows at a time.
+
+    WAIT: wait for the previous kernel before the first rows, but not before their page numbers.
+    """
     # fmt: off
     (
         words, ready, free, begin, end, position, num_entries, window_ptr, window_pages_ptr,
@@ -257,10 +280,15 @@ def produce(
     HALF: gl.constexpr = gl.BlockedLayout([1, 2], [2, 16], [WARPS, 1], [1, 0])
     NARROW: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS, 1], [1, 0])
     STEPS: gl.constexpr = BLOCK_K // STEP
-    wide, half, narrow, rope, low, high = _load_rows(
-        begin * BLOCK_K, position, num_entries, window_ptr, window_pages_ptr, window_first,
-        entry_ptr, entry_rows_ptr, entry_first, stride_window_page, stride_entry_page, W,
-        WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
+    key0 = begin * BLOCK_K
+    found = find_rows(
+        key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr, entry_first,
+        W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE,
+    )  # fmt: skip
+    wait_for_last(WAIT)
+    wide, half, narrow, rope, low, high = load_found(
+        found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+        stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
     )  # fmt: skip
     for tile in range(begin, end):
         buffer = (tile - begin) & 1
@@ -268,11 +296,14 @@ def produce(
         for step in gl.static_range(STEPS):
             rows = words.index(buffer).slice(step * STEP, STEP, dim=0)
             store_rows(rows, wide, half, narrow, rope, low, high, WIDE, HALF, NARROW)
-            wide, half, narrow, rope, low, high = _load_rows(
-                tile * BLOCK_K + (step + 1) * STEP, position, num_entries, window_ptr,
-                window_pages_ptr, window_first, entry_ptr, entry_rows_ptr, entry_first,
-                stride_window_page, stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP,
-                WIDE, HALF, NARROW,
+            key0 = tile * BLOCK_K + (step + 1) * STEP
+            found = find_rows(
+                key0, position, num_entries, window_pages_ptr, window_first, entry_rows_ptr,
+                entry_first, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE,
+            )  # fmt: skip
+            wide, half, narrow, rope, low, high = load_found(
+                found, key0, position, num_entries, window_ptr, entry_ptr, stride_window_page,
+                stride_entry_page, W, WINDOW_ROWS, ENTRY_ROWS, ENTRIES, STEP, WIDE, HALF, NARROW,
             )  # fmt: skip
         fence_async_shared()
         mbarrier.arrive(ready.index(buffer), count=1)

@@ -24,6 +24,7 @@ from finwhale.ops.attention import layout as rows_layout
 from finwhale.ops.compressor import CompressPart
 from finwhale.ops.indexer import layout as keys_layout
 from finwhale.ops.indexer.fp4_triton import round_to_scale, scale_exponent
+from finwhale.ops.launch import launch_options
 from finwhale.ops.paging import BLOCK_TOKENS, MAX_DECODE_QUERY, PageTable, Tokens
 from finwhale.ops.rounding import fp4_group, is_power_of_two
 
@@ -442,7 +443,11 @@ def _compress_kernel(
     SLICES: tl.constexpr,
     SLICE: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     if (tl.program_id(1) == 0) | (C_B == 0):
         _part(
             projected_a_ptr,
@@ -588,8 +593,13 @@ def compress(
     state_table: PageTable,
     entry_table: PageTable,
     max_verify_tokens: int,
+    *,
+    early_launch: bool = False,
 ) -> None:
-    """Complete entries and keep state for one or two parts in one launch, into packed pools."""
+    """Complete entries and keep state for one or two parts in one launch, into packed pools.
+
+    early_launch: see `launch_options`.
+    """
     num_tokens = tokens.positions.shape[0]
     if num_tokens == 0 or not parts:
         return
@@ -657,4 +667,5 @@ def compress(
         SLICE=SLICE,
         BLOCK_X=min(512, 4 * block_a) if tokens_per_program > 1 else 2 * block_a,
         num_warps=8,
+        **launch_options(early_launch),
     )

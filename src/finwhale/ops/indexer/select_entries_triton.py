@@ -219,7 +219,6 @@ def _scores_kernel(
     """Score BLOCK_Q tokens against every num_splits-th page of their sequences' keys."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     # The last tokens of a chunk see the most entries, so process them first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     split, num_splits = tl.program_id(1), tl.num_programs(1)
@@ -230,6 +229,8 @@ def _scores_kernel(
     sequence_Q = tl.load(sequence_ptr + token_Q, mask=there, other=-1)
     visible_Q = ((position_Q + 1) // RATIO).to(tl.int32)
     most = tl.max(visible_Q, axis=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if (most <= topk) | (split * ROWS_PER_PAGE >= most):
         return
 

@@ -170,18 +170,19 @@ def _select_kernel(
     token = first_token + row
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     visible = ((tl.load(positions_ptr + token) + 1) // RATIO).to(tl.int32)
     b = tl.load(sequence_ptr + token).to(tl.int64)
-    if (chunk > 0) & (chunk * CHUNK >= visible):
-        return
     table_row_ptr = pages_ptr + b * stride_pages - tl.load(first_ptr + b)
     out_row_ptr = out_ptr + token * stride_out
+    columns = tl.arange(0, BLOCK_K)
+    seen = (columns < visible) & (visible <= topk) & (chunk == 0)
+    page = tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if (chunk > 0) & (chunk * CHUNK >= visible):
+        return
     if visible <= topk:
         if chunk == 0:
-            columns = tl.arange(0, BLOCK_K)
-            seen = columns < visible
-            page = tl.load(table_row_ptr + columns // ROWS_PER_PAGE, mask=seen, other=0)
             slots = tl.where(seen, page * ROWS_PER_PAGE + columns % ROWS_PER_PAGE, -1)
             tl.store(out_row_ptr + columns, slots, mask=columns < K)
         return

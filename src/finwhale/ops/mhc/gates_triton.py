@@ -301,6 +301,7 @@ def _block_input_kernel(
         parts_ptr += token * stride_t
     if tl.program_id(1) == 1:
         if DEPENDENT:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         _one_token_gates(
             parts_ptr,
@@ -328,6 +329,7 @@ def _block_input_kernel(
             scale = tl.load(scale_ptr + four * (1 if KIND == "block" else 0))
             base = tl.load(base_ptr + four)
         if DEPENDENT:
+            tl.extra.cuda.gdc_launch_dependents()
             tl.extra.cuda.gdc_wait()
         if KIND == "given":
             pre = tl.load(pre_ptr + token * 4 + four)

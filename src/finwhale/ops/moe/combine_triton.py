@@ -37,9 +37,10 @@ def _sum_kernel(
     is_d = d < D
     total = tl.zeros([BLOCK_D], tl.float32)
     for k in tl.static_range(K):
+        # Load every row, though no kernel writes unused ones: the loads do not wait for the ids.
         is_used = tl.load(ids_ptr + token * K + k) >= 0
-        row = pairs_ptr + (token * K + k) * D + d
-        total += tl.load(row, mask=is_d & is_used, other=0.0).to(tl.float32)
+        row = tl.load(pairs_ptr + (token * K + k) * D + d, mask=is_d, other=0.0)
+        total += tl.where(is_used, row, 0.0).to(tl.float32)
     if HAS_SHARED:
         total += tl.load(shared_ptr + token * stride_shared + d, mask=is_d, other=0.0)
     tl.store(out_ptr + token * D + d, total.to(out_ptr.dtype.element_ty), mask=is_d)

@@ -166,10 +166,10 @@ def _choose_kernel(
     expert = tl.arange(0, BLOCK_E)
     is_expert = expert < E
     bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     is_token = tl.load(positions_ptr + token) >= 0
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     z = tl.zeros([BLOCK_E], tl.float32)
     for slot in tl.static_range(SLOTS):
         part = parts_ptr + (token * SLOTS + slot) * E + expert
@@ -204,7 +204,7 @@ def _hash_kernel(
     positions_ptr,
     ids_ptr,
     weights_ptr,
-    D,
+    D: tl.constexpr,
     E,
     K,
     stride_x,
@@ -218,9 +218,6 @@ def _hash_kernel(
 
     MULTIPLY: compute the GEMM's results here; otherwise read them from the parts.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK_K)
     is_place = place < K
@@ -228,18 +225,29 @@ def _hash_kernel(
     token_id = tl.load(token_ids_ptr + token)
     ids = tl.load(table_ptr + token_id * K + place, mask=is_place & is_token, other=0)
     if MULTIPLY:
-        sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-        for start in tl.range(0, D, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            x = tl.load(x_ptr + token * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
+        column = tl.arange(0, BLOCK_D)
+        gates = ()
+        for start in tl.static_range(0, D, BLOCK_D):
+            d = start + column
             rows = gate_ptr + ids[:, None] * D + d[None, :]
-            gate = tl.load(rows, mask=is_place[:, None] & (d < D)[None, :], other=0.0)
-            sums += x[None, :] * gate.to(tl.float32)
+            mask = is_place[:, None] & (d < D)[None, :]
+            gates = gates + (tl.load(rows, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        sums = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        for i in tl.static_range((D + BLOCK_D - 1) // BLOCK_D):
+            d = i * BLOCK_D + column
+            x = tl.load(x_ptr + token * stride_x + d, mask=d < D, other=0.0).to(tl.float32)
+            sums += x[None, :] * gates[i].to(tl.float32)
         z = tl.sum(sums, axis=1)
     else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         z = tl.load(parts_ptr + token * E + ids, mask=is_place, other=0.0)
     score = tl.where(is_place & is_token, _score(z), 0.0)
     weights = score / (tl.sum(score, axis=0) + 1e-20) * scaling
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     tl.store(ids_ptr + token * K + place, tl.where(is_token, ids, -1), mask=is_place)
     tl.store(weights_ptr + token * K + place, weights, mask=is_place)
 
